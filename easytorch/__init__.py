@@ -1,0 +1,72 @@
+"""EasyTorch: torch models on TPU, GPU and CPU, one attention on every device, and weights both ways to JAX/Flax.
+
+Public names load on first use, so `import easytorch` costs neither transformers nor jax (see docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# In a checkout (tests, `python -m` at the root) the rooms `kernels/` and `bridge/` stand beside this package;
+# installed, setuptools has already put them inside it.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "setup.py").is_file():
+    __path__.append(str(_root))
+
+_EXPORTS = {
+    "easytorch.auto": (
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+        "AutoModelForMaskedLM",
+        "AutoModelForQuestionAnswering",
+        "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
+    ),
+    "easytorch.operations": (
+        "AttentionOutput",
+        "BaseOperation",
+        "OperationImpl",
+        "OperationMetadata",
+        "OperationOutput",
+        "OperationRegistry",
+    ),
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from easytorch.auto import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForQuestionAnswering,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
+    from easytorch.operations import (
+        AttentionOutput,
+        BaseOperation,
+        OperationImpl,
+        OperationMetadata,
+        OperationOutput,
+        OperationRegistry,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'easytorch' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,37 @@
+"""The environment variables of dispatch: `EASYTORCH_OPS` forces a choice, `EASYTORCH_CHECK` compares it.
+
+Both are read at every call, so they can be changed in a running process; a function under `torch.compile` keeps what
+they were when it was traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from easytorch.operations.registry import OperationRegistry
+
+
+def forced_by_environment(operation: str) -> str | None:
+    """What `EASYTORCH_OPS="attention=flash,rms_norm=native"` says of `operation` (its primary name), if anything."""
+    setting = os.environ.get("EASYTORCH_OPS")
+    return _parse(setting).get(operation) if setting else None
+
+
+def checking() -> bool:
+    """True under `EASYTORCH_CHECK=1`: every call is compared with its definition."""
+    return os.environ.get("EASYTORCH_CHECK", "") not in ("", "0")
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(setting: str) -> dict[str, str]:
+    forced: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in setting.split(","))):
+        name, equals, choice = (part.strip() for part in entry.partition("="))
+        if not (equals and name and choice):
+            raise ValueError(f"EASYTORCH_OPS: {entry!r} is not of the form operation=implementation, as in attention=flash")
+        operation = OperationRegistry.get(name).primary_name()
+        if operation in forced:
+            raise ValueError(f"EASYTORCH_OPS names the operation {operation!r} twice: {setting!r}")
+        forced[operation] = choice
+    return forced

@@ -1,0 +1,192 @@
+"""`OperationImpl`: an operation with settings, that chooses its implementation by asking and says why."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+
+from easytorch.operations.base import BaseOperation
+from easytorch.operations.check import compare_with_definition
+from easytorch.operations.environment import checking, forced_by_environment
+from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.platform import PLATFORMS, platform_of
+
+logger = logging.getLogger(__name__)
+
+PartitionSpec = tuple["str | tuple[str, ...] | None", ...]
+
+
+class UnsupportedOperationError(ValueError, NotImplementedError):
+    """The implementation asked for does not carry this call; the message says which part and what to do."""
+
+
+class Choice(NamedTuple):
+    """What a call runs: `getattr(operation, method)`, and why."""
+
+    operation: OperationImpl
+    method: str
+    platform: str
+    backend: str
+    reason: str
+
+    @property
+    def implementation(self) -> str:
+        return self.operation.primary_name()
+
+
+class OperationImpl(BaseOperation):
+    """A registered operation. Subclasses give `get_impl_name`, `forward_native` and, where faster, `forward_<platform>`.
+
+    `supports(backend, *args, **kwargs)` answers None, or the reason why that backend does not carry the call. The
+    automatic choice falls back to the definition and logs why, once; a forced one is obeyed or refused.
+    """
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        self.metadata = OperationMetadata() if metadata is None else metadata
+
+    @classmethod
+    @abstractmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """The name it is registered under; of a tuple the first is the name and the rest are aliases."""
+
+    @classmethod
+    def primary_name(cls) -> str:
+        names = cls.get_impl_name()
+        return names if isinstance(names, str) else names[0]
+
+    def get_impl_metadata(self) -> OperationMetadata:
+        return self.metadata
+
+    def supports(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
+        """None when `backend` carries this call, else the reason why not. The arguments are those of the call."""
+        return None
+
+    def emulates(self, backend: str, platform: str) -> bool:
+        """True when `backend` can run on `platform` although it is not made for it (an interpreter)."""
+        return False
+
+    def definition(self, *args: Any, **kwargs: Any) -> Any:
+        """What `EASYTORCH_CHECK=1` compares with; None when this call has no single right answer (unseeded dropout)."""
+        return self.forward_native(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        choice = self.choose(*args, **kwargs)
+        result = getattr(choice.operation, choice.method)(*args, **kwargs)
+        if checking() and not torch.compiler.is_compiling():
+            compare_with_definition(choice, result, self.definition(*args, **kwargs))
+        return result
+
+    def choose(self, *args: Any, **kwargs: Any) -> Choice:
+        """What this call would run and why, without running it. Raises `UnsupportedOperationError` when nothing can."""
+        platform = platform_of(args, kwargs)
+        forced = self.metadata.backend or forced_by_environment(self.primary_name())
+        if forced is not None:
+            return self.choose_forced(forced, platform, args, kwargs)
+        method, backend = self._paths[platform]
+        refusal = self.supports(backend, *args, **kwargs)
+        if refusal is None:
+            return Choice(self, method, platform, backend, "its path on this platform")
+        if method != "forward_native" and self.supports("native", *args, **kwargs) is None:
+            log_fallback(self.primary_name(), platform, f"{backend}: {refusal}", "native")
+            return Choice(self, "forward_native", platform, "native", f"{backend}: {refusal}")
+        raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {refusal}")
+
+    def choose_forced(self, backend: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice `backend`, or `UnsupportedOperationError` with the reason why it cannot be obeyed."""
+        name, methods = self.primary_name(), self.backends()
+        if backend not in methods:
+            raise UnsupportedOperationError(
+                f"{name} has no backend {backend!r}; it has {', '.join(methods)} (forced by metadata.backend, "
+                f"attn_implementation or EASYTORCH_OPS)"
+            )
+        method = methods[backend]
+        if backend != "native" and self.path(platform)[0] != method and not self.emulates(backend, platform):
+            homes = ", ".join(p for p in PLATFORMS if self.path(p)[0] == method)
+            raise UnsupportedOperationError(
+                f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them, or force another"
+            )
+        refusal = self.supports(backend, *args, **kwargs)
+        if refusal is not None:
+            raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")
+        return Choice(self, method, platform, backend, "forced")
+
+    def get_mode(self, query: torch.Tensor, BTHD: bool = True) -> str:  # noqa: N803 - EasyDeL's name
+        """The runtime mode read off the query (B, T, H, D), or (B, H, T, D) when `BTHD` is False.
+
+        One query token is `__autoregressive__`; more are `__train__` while autograd records and `__prefill__` while it
+        does not. `__insert__` (writing a prompt into a running batch) cannot be seen in a shape: set `metadata.mode`.
+        """
+        if self.metadata.mode is not None:
+            return self.metadata.mode
+        if query.shape[1 if BTHD else 2] == 1:
+            return "__autoregressive__"
+        return "__train__" if torch.is_grad_enabled() else "__prefill__"
+
+    @staticmethod
+    def repeat_kv_heads(k: torch.Tensor, v: torch.Tensor, num_reps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, S, K, D), (B, S, K, Dv) -> (B, S, K * num_reps, D), (B, S, K * num_reps, Dv): each head `num_reps` times."""
+        if num_reps < 1:
+            raise ValueError(f"num_reps must be at least 1, got {num_reps}")
+        if num_reps == 1:
+            return k, v
+        return k.repeat_interleave(num_reps, dim=2), v.repeat_interleave(num_reps, dim=2)
+
+    def create_stable_sharding(
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: list[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: PartitionSpec | bool | None = True,
+        tensor: torch.Tensor | None = None,
+    ) -> PartitionSpec | None:
+        """A partition spec (one mesh axis name, tuple of names or None for each dimension) with only some axes kept.
+
+        state_ps: the spec to start from. preserved_indices: the dimensions that stay partitioned; the others become
+        None (replicated); None keeps `state_ps` as it is. clone_ps: where the names of the kept dimensions are read
+        instead of `state_ps`. dep: None returns None. tensor: dimensions the mesh cannot divide evenly become None.
+        """
+        if dep is None or state_ps is None:
+            return None
+        spec = state_ps
+        if preserved_indices is not None:
+            source = state_ps if clone_ps is None else clone_ps
+            length = min(len(state_ps), len(source))
+            outside = [index for index in preserved_indices if not -length <= index < length]
+            if outside:
+                raise ValueError(f"preserved_indices {outside} lie outside the {length} dimensions of {source}")
+            kept = {index % len(state_ps) for index in preserved_indices}
+            spec = tuple(source[index] if index in kept else None for index in range(len(state_ps)))
+        return spec if tensor is None else self._divisible(spec, tensor)
+
+    def _divisible(self, spec: PartitionSpec, tensor: torch.Tensor) -> PartitionSpec:
+        sizes = mesh_axis_sizes(self.metadata.mesh)
+        fitted: list[str | tuple[str, ...] | None] = []
+        for length, axes in zip(tensor.shape, spec, strict=False):
+            parts = 1
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                parts *= sizes.get(axis, 1)
+            fitted.append(axes if length % parts == 0 else None)
+        return tuple(fitted) + (None,) * (tensor.dim() - len(fitted))
+
+
+def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
+    """Axis name -> size of a torch `DeviceMesh` or a torch_xla `Mesh`; empty for None."""
+    if mesh is None:
+        return {}
+    if hasattr(mesh, "mesh_dim_names"):
+        return dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    return dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+
+
+_logged: set[tuple[str, str, str]] = set()
+
+
+def log_fallback(operation: str, platform: str, reason: str, instead: str) -> None:
+    """Log, once for each reason, that the automatic choice is not the first one; silent while a graph is traced."""
+    if torch.compiler.is_compiling() or (operation, platform, reason) in _logged:
+        return
+    _logged.add((operation, platform, reason))
+    logger.warning("%s on %s: %s; using %s", operation, platform, reason, instead)

@@ -1,0 +1,44 @@
+"""`OperationMetadata`: what is fixed for an operation before its tensors are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MODES = ("__autoregressive__", "__prefill__", "__train__", "__insert__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationMetadata:
+    """Settings of an operation that outlive one call.
+
+    runtime_dtype: floating dtype the inputs are cast to, and that of the output; None keeps the inputs' own.
+    runtime_softmax_dtype: dtype of the softmax where the definition computes it; None means float32, or float64 for
+        float64 inputs. The online-softmax kernels accumulate in float32 and refuse a narrower or wider one.
+    softmax_scale: factor of the scores when the call gives none; None means head_dim ** -0.5.
+    dropout_prob: probability of dropping an attention weight when the call gives none.
+    mesh: a `torch.distributed.device_mesh.DeviceMesh` or torch_xla `Mesh` for the sharded operations.
+    backend: forces an implementation ("flash"), a backend ("native", "aten", "xla", "triton", ...) or both
+        ("flash:triton"). It is obeyed or refused with the reason, never replaced.
+    mode: overrides what `OperationImpl.get_mode` reads off the query's shape.
+    """
+
+    runtime_dtype: torch.dtype | None = None
+    runtime_softmax_dtype: torch.dtype | None = None
+    softmax_scale: float | None = None
+    dropout_prob: float = 0.0
+    mesh: Any = None
+    backend: str | None = None
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("runtime_dtype", "runtime_softmax_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name} must be a floating torch.dtype or None, got {dtype!r}")
+        if not 0.0 <= self.dropout_prob < 1.0:
+            raise ValueError(f"dropout_prob must be in [0, 1), got {self.dropout_prob}")
+        if self.mode is not None and self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)} or None, got {self.mode!r}")

@@ -1,0 +1,40 @@
+"""Which platform a call runs on, read off the tensors it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# A device type that is not listed has no path of its own and takes the definition, `forward_native`.
+_PLATFORM_OF_DEVICE = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "xla": "tpu"}
+
+
+def platform_of_device(device_type: str) -> str:
+    """`"cpu" | "cuda" | "rocm" | "tpu"`, or `"native"` for a device without kernels of its own (mps, meta, ...)."""
+    return _PLATFORM_OF_DEVICE.get(device_type, "native")
+
+
+def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among `values`, looking into lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, list | tuple):
+            found = first_tensor(value)
+        elif isinstance(value, dict):
+            found = first_tensor(value.values())
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def platform_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The platform of the first tensor of a call; `"native"` for a call without tensors."""
+    tensor = args[0] if args and isinstance(args[0], torch.Tensor) else first_tensor((*args, *kwargs.values()))
+    return "native" if tensor is None else platform_of_device(tensor.device.type)
