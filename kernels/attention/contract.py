@@ -1,0 +1,141 @@
+"""The arguments every attention kernel takes, checked and brought to one form.
+
+    attention(query, key, value, *, mask, bias, causal, query_segment_ids, key_segment_ids, sliding_window, softcap,
+              sinks, softmax_scale, dropout_prob, seed)
+
+Legend: B batch, T query length, S key length, H query heads, K key/value heads (H a multiple of K), D query/key head_dim,
+Dv value head_dim. query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv).
+
+    scores = softmax_scale * query @ key^T                      query head h reads key head h // (H / K)
+    scores = softcap * tanh(scores / softcap)                   when softcap is given
+    scores = scores + bias                                      bias broadcasts to (B, H, T, S)
+    position i of T sees position j of S where all of these hold
+        mask[b, h, i, j]                                        boolean, True attends, broadcasts to (B, H, T, S)
+        j <= i + S - T                                          when causal: aligned to the last query and key
+        query_segment_ids[b, i] == key_segment_ids[b, j]
+        i + S - T - left <= j <= i + S - T + right              sliding_window (left, right); int w is (w - 1, w - 1)
+    weights = softmax over j of scores, and of sinks[h] as one more logit that takes weight and carries no value
+    weights = weights * keep / (1 - dropout_prob)               keep: see dropout.py
+A row that sees nothing gives zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Window = tuple[int | None, int | None]
+
+
+def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """(B, T, S, H, K, D, Dv) of a call, or a `ValueError` that names the tensor that does not fit."""
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
+        raise ValueError(f"attention takes (batch, seq, heads, head_dim) tensors, got {_shapes(query, key, value)}")
+    batch, length, heads, dim = q
+    keys, kv_heads, value_dim = k[1], k[2], v[3]
+    if k[0] != batch or v[0] != batch or v[1] != keys or v[2] != kv_heads or k[3] != dim:
+        raise ValueError(
+            f"attention: batch, key length, key/value heads or head_dim differ: {_shapes(query, key, value)}; expected "
+            f"query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv)"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"attention: the {heads} query heads are not a multiple of the {kv_heads} key/value heads")
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        raise ValueError(f"attention: query, key, value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
+    return batch, length, keys, heads, kv_heads, dim, value_dim
+
+
+def check_features(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    query_segment_ids: torch.Tensor | None = None,
+    key_segment_ids: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_prob: float = 0.0,
+) -> None:
+    """`ValueError` where a mask, bias, segment ids, sinks, softcap or dropout probability does not fit the call."""
+    batch, length, heads = query.shape[:3]
+    keys = key.shape[1]
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"attention: mask must be boolean (True attends), got {mask.dtype}; pass scores as bias")
+        _check_broadcast("mask", mask, (batch, heads, length, keys))
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise ValueError(f"attention: bias must be floating, got {bias.dtype}; pass booleans as mask")
+        _check_broadcast("bias", bias, (batch, heads, length, keys))
+    if (query_segment_ids is None) != (key_segment_ids is None):
+        raise ValueError("attention: query_segment_ids and key_segment_ids go together, got only one of them")
+    if query_segment_ids is not None and key_segment_ids is not None:
+        _check_shape("query_segment_ids", query_segment_ids, (batch, length))
+        _check_shape("key_segment_ids", key_segment_ids, (batch, keys))
+    if sinks is not None:
+        _check_shape("sinks", sinks, (heads,))
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap must be positive, got {softcap}; None means no cap")
+    if not 0.0 <= dropout_prob < 1.0:
+        raise ValueError(f"attention: dropout_prob must be in [0, 1), got {dropout_prob}")
+
+
+def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Window:
+    """(left, right), None meaning unbounded on that side. -1 is accepted for None, as in flash-attn."""
+    if sliding_window is None:
+        return None, None
+    if isinstance(sliding_window, int):
+        if sliding_window < 1:
+            raise ValueError(f"attention: sliding_window must be at least 1, got {sliding_window}")
+        return sliding_window - 1, sliding_window - 1
+    left, right = (None if side is None or side == -1 else int(side) for side in sliding_window)
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(f"attention: sliding_window sides must be None, -1 or at least 0, got {sliding_window}")
+    return left, right
+
+
+def visible(
+    length: int,
+    keys: int,
+    device: torch.device,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    query_segment_ids: torch.Tensor | None = None,
+    key_segment_ids: torch.Tensor | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+) -> torch.Tensor | None:
+    """Boolean, broadcastable to (B, H, T, S): which key each query sees; None when every key is seen."""
+    left, right = window_of(sliding_window)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    seen = mask
+    if left is not None or right is not None:
+        # position of each key relative to the query's own, both counted from the end
+        offset = torch.arange(keys, device=device) - torch.arange(length, device=device)[:, None] - (keys - length)
+        band = torch.ones_like(offset, dtype=torch.bool)
+        if left is not None:
+            band &= offset >= -left
+        if right is not None:
+            band &= offset <= right
+        seen = band if seen is None else seen & band
+    if query_segment_ids is not None and key_segment_ids is not None:
+        same = query_segment_ids[:, None, :, None] == key_segment_ids[:, None, None, :]
+        seen = same if seen is None else seen & same
+    return seen
+
+
+def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    given = tensor.shape
+    if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(reversed(given), reversed(shape), strict=False)):
+        raise ValueError(f"attention: {name} {tuple(given)} does not broadcast to (B, H, T, S) = {tuple(shape)}")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"attention: {name} must be {tuple(shape)}, got {tuple(tensor.shape)}")
+
+
+def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
