@@ -1,0 +1,50 @@
+"""What an installed EasyTorch must do; run by scripts/check_install.sh, standing outside the checkout.
+
+usage: installed.py TREE wheel|editable      TREE: the folder it was installed from
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main(tree: Path, kind: str) -> None:
+    import easytorch
+    import easytorch.bridge.rules
+    import easytorch.kernels.attention.native
+
+    homes = [easytorch.__file__, easytorch.bridge.rules.__file__, easytorch.kernels.attention.native.__file__]
+    for home in homes:
+        inside = Path(home).resolve().is_relative_to(tree.resolve())
+        assert inside == (kind == "editable"), f"{kind}: {home} was imported"
+    assert importlib.metadata.version("easytorch") == easytorch.__version__
+    assert (Path(easytorch.__file__).parent / "py.typed").is_file()
+
+    with tempfile.TemporaryDirectory() as site:
+        (Path(site) / "kernels").mkdir()
+        (Path(site) / "kernels" / "__init__.py").write_text("whose = 'Hugging Face'\n")
+        sys.path.append(site)
+        import kernels
+
+        assert kernels.whose == "Hugging Face", f"our kernels/ hides the PyPI package: {kernels!r}"
+
+    for command in (["easytorch", "--version"], ["easytorch", "--help"], [sys.executable, "-m", "easytorch", "--help"]):
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    env = subprocess.run(["easytorch", "env", "--json"], check=True, capture_output=True, text=True, timeout=300)
+    assert json.loads(env.stdout), env.stdout
+    script = "import os, easytorch.bridge.rules, easytorch.kernels.attention.native; print(os.environ['RANK'])"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "rank.py").write_text(script)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        ranks = subprocess.run([*torchrun, f"{folder}/rank.py"], check=True, capture_output=True, text=True, timeout=300)
+    assert sorted(ranks.stdout.split()) == ["0", "1"], ranks.stdout
+    print(f"{kind}: {homes[0]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,67 @@
+"""`import easytorch` is light, and the rooms and the PyPI package `kernels` are found from wherever one stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("jax", "jaxlib", "triton", "torch_xla", "transformers", "flax", "matplotlib", "torch")
+
+
+def run(code: str, *, cwd: Path, path: tuple[Path, ...] = ()) -> str:
+    """The output of `code` in a new interpreter standing in `cwd`, `path` in front of sys.path."""
+    prefix = "".join(f"import sys; sys.path.insert(0, {str(entry)!r})\n" for entry in reversed(path))
+    done = subprocess.run([sys.executable, "-c", prefix + code], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = f"import sys, easytorch\nprint([name for name in {HEAVY!r} if name in sys.modules])"
+    assert run(code, cwd=tmp_path, path=(ROOT,)) == "[]"
+
+
+def test_every_public_name_loads() -> None:
+    import easytorch
+
+    for name in easytorch.__all__:
+        assert getattr(easytorch, name) is not None
+        assert name in dir(easytorch)
+
+
+def test_an_unknown_public_name_says_what_there_is() -> None:
+    import easytorch
+
+    with pytest.raises(AttributeError, match=r"no attribute 'AutoModle'.*AutoModel"):
+        _ = easytorch.AutoModle
+
+
+@pytest.mark.parametrize("cwd", ["root", "away"])
+def test_rooms_are_found(cwd: str, tmp_path: Path) -> None:
+    code = "import easytorch.kernels.attention.native as n, easytorch.bridge.rules as r; print(n.__name__, r.__name__)"
+    found = run(code, cwd=ROOT if cwd == "root" else tmp_path, path=(ROOT,))
+    assert found == "easytorch.kernels.attention.native easytorch.bridge.rules"
+
+
+@pytest.mark.parametrize("cwd", ["root", "away"])
+def test_the_pypi_kernels_is_not_hidden(cwd: str, tmp_path: Path) -> None:
+    """transformers imports Hugging Face's `kernels`; our folder of that name stands earlier on sys.path at the root."""
+    site = tmp_path / "site"
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text("get_kernel = 'Hugging Face'\n")
+    code = f"import sys; sys.path.append({str(site)!r})\nimport easytorch.kernels.attention, kernels; print(kernels.get_kernel)"
+    assert run(code, cwd=ROOT if cwd == "root" else tmp_path, path=(ROOT,)) == "Hugging Face"
+
+
+def test_our_folder_is_not_taken_for_the_pypi_kernels() -> None:
+    code = """
+import importlib.metadata
+from transformers.utils import is_kernels_available
+installed = any(d.metadata["Name"] == "kernels" for d in importlib.metadata.distributions())
+print(is_kernels_available() == installed)
+"""
+    assert run(code, cwd=ROOT) == "True"
