@@ -1,0 +1,1 @@
+"""The command line: `easytorch COMMAND`, one file a command."""

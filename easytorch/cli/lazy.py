@@ -1,0 +1,54 @@
+"""A command group that imports a command when it is run, not when the program starts or prints its help."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from easytorch import cli
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+class LazyGroup(TyperGroup):
+    """`--help` and completion see a name and a line of help; only the command that is run is imported."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, None if command is None else _load(name), rest
+
+
+def command_names() -> list[str]:
+    """Every module of `easytorch.cli` is a command (its function `command`), except these two."""
+    return sorted(module.name for module in pkgutil.iter_modules(cli.__path__) if module.name not in ("lazy", "main"))
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Put every command into `app`, not imported."""
+    for name in command_names():
+        app.command(name, help=summary(name))(_not_loaded)
+
+
+def summary(name: str) -> str:
+    """A command's line in `easytorch --help`: the first of its module's docstring, read without running the module."""
+    spec = importlib.util.find_spec(f"easytorch.cli.{name}")
+    assert spec is not None and spec.origin is not None, f"{name} was found by pkgutil and has no source"
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]
+
+
+def _load(name: str) -> Any:
+    one = typer.Typer(add_completion=False, context_settings=CONTEXT)
+    one.command(name)(importlib.import_module(f"easytorch.cli.{name}").command)
+    return typer.main.get_command(one)
+
+
+def _not_loaded() -> None:
+    raise AssertionError("LazyGroup.resolve_command replaces this command before it is run")

@@ -1,0 +1,65 @@
+"""`easytorch`: the entry point, its global options, and what becomes of an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from easytorch import __version__
+from easytorch.cli.lazy import CONTEXT, LazyGroup, add_commands
+
+# What EasyTorch raises on purpose, and what bad input makes Python raise: CheckpointError and
+# UnsupportedOperationError are ValueErrors, a missing folder an OSError, a missing optional package an ImportError.
+USER_ERRORS = (ValueError, OSError, ImportError)
+
+app = typer.Typer(
+    name="easytorch",
+    cls=LazyGroup,
+    context_settings=CONTEXT,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Torch models on TPU, GPU and CPU, and their weights both ways to JAX/Flax.",
+)
+add_commands(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"easytorch {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error (also EASYTORCH_TRACEBACK=1).")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ["EASYTORCH_TRACEBACK"] = "1"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line on `arguments` (those of the process by default) and exit.
+
+    Exit codes: 0 done, 1 a command that found what it looks for wrong or an unexpected error, 2 wrong usage or input.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="easytorch")
+    except USER_ERRORS as error:
+        if os.environ.get("EASYTORCH_TRACEBACK", "") not in ("", "0"):
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
