@@ -1,0 +1,100 @@
+"""jax functions inside a torch_xla graph: lowered to HLO for the arguments' shapes and embedded as one node.
+
+`call_jax` is the call, `call_jax_with_gradient` pairs a forward and a backward function for torch's autograd. Nothing
+runs until torch_xla executes the graph. torch_xla's own `xla_builder.call_jax` needs torchax, which breaks torch_xla's
+SPMD checkpoints; this does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.runtime as xr
+from torch.autograd.function import once_differentiable
+
+# torch_xla holds the TPU of this process: jax only traces here, and would hang waiting for the device.
+if jax.config.jax_platforms is None:
+    jax.config.update("jax_platforms", "cpu")
+
+_Spec = tuple[tuple[int, ...], torch.dtype] | None
+
+
+def call_jax(fn: Callable[..., Any], *tensors: torch.Tensor | None, **static: Hashable) -> Any:
+    """`fn(*tensors, **static)` on jax arrays, as a node of the graph: fn's pytree, its arrays as tensors on xla.
+
+    fn: a pure jax function; the same object at every call, since a lambda made anew is lowered anew.
+    tensors: on the xla device, of any shape; None is passed on as None.
+    static: hashable settings, constants of the lowered computation.
+    Raises `TypeError` for a 64-bit tensor while `jax_enable_x64` is off, `ValueError` for a tensor elsewhere than on xla
+    or one whose gradient would be lost.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    for tensor in given:
+        if tensor.device.type != "xla":
+            raise ValueError(f"{_name(fn)}: every tensor must be on the xla device, got one on {tensor.device}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{_name(fn)} would lose a gradient: use call_jax_with_gradient, or call it under no_grad")
+    specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    computation, structure = _lower(fn, specs, tuple(sorted(static.items())), xr.device_type().lower(), settings)
+    outputs = torch_xla._XLAC._xla_user_computation(f"xla::{_name(fn)}", given, computation)
+    return jax.tree.unflatten(structure, outputs)
+
+
+def call_jax_with_gradient(
+    forward: Callable[..., Any], backward: Callable[..., Any], *tensors: torch.Tensor | None, **static: Hashable
+) -> torch.Tensor:
+    """`call_jax` that torch's autograd differentiates once.
+
+    forward(*tensors, **static) -> (output, *residuals): arrays; the residuals are kept for the backward only.
+    backward(*tensors, output, *residuals, grad, **static) -> one gradient, or None, for each of `tensors`.
+    """
+    return _Differentiable.apply(forward, backward, static, *tensors)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, static: dict[str, Hashable], *tensors: Any) -> torch.Tensor:
+        output, *residuals = call_jax(forward, *tensors, **static)
+        ctx.save_for_backward(*tensors, output, *residuals)
+        ctx.call = functools.partial(call_jax, backward, **static)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.call(*ctx.saved_tensors, grad)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lower(
+    fn: Callable[..., Any], specs: tuple[_Spec, ...], static: tuple[Any, ...], platform: str, settings: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """The XlaComputation of one signature and the pytree of its outputs. `settings` is part of the key only."""
+    structs = [None if spec is None else jax.ShapeDtypeStruct(spec[0], _jax_dtype(fn, spec[1])) for spec in specs]
+    # keep_unused: the node is given every tensor, so the computation must have a parameter for each
+    traced = jax.jit(functools.partial(fn, **dict(static)), keep_unused=True).trace(*structs)
+    lowered = traced.lower(lowering_platforms=(platform,))
+    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    return xb.computation_from_module_proto(_name(fn), module), jax.tree.structure(lowered.out_info)
+
+
+def _jax_dtype(fn: Callable[..., Any], dtype: torch.dtype) -> Any:
+    name = str(dtype).removeprefix("torch.")  # the two libraries agree on every name
+    if jax.dtypes.canonicalize_dtype(name) != jnp.dtype(name):
+        raise TypeError(
+            f"{_name(fn)}: jax would narrow a {name} tensor without a word; cast it to "
+            f"{jax.dtypes.canonicalize_dtype(name)}, or set jax_enable_x64"
+        )
+    return jnp.dtype(name)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
