@@ -1,0 +1,1 @@
+"""One file a family: modules, weight RULES, sharding plan."""
