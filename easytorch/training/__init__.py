@@ -1,0 +1,8 @@
+"""The trainer: the same loop on one process and under torchrun (docs: README, "Train")."""
+
+from easytorch.training.checkpoint import latest_checkpoint
+from easytorch.training.config import TrainingConfig
+from easytorch.training.launch import TrainingFailedError, launch
+from easytorch.training.loop import TrainingResult, train
+
+__all__ = ["TrainingConfig", "TrainingFailedError", "TrainingResult", "latest_checkpoint", "launch", "train"]

@@ -1,0 +1,68 @@
+"""`TrainingConfig` from the command line: a flag for each field, over the values of `--config FILE.json`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from easytorch.training.config import TrainingConfig
+
+
+def parse(arguments: Sequence[str], prog: str) -> TrainingConfig:
+    """`ValueError`/`OSError` for what is wrong with the values; argparse exits with 2 on a flag it does not know."""
+    flags = vars(_parser(prog).parse_args(arguments))
+    path = flags.pop("config", None)
+    values = {} if path is None else _read(path)
+    return TrainingConfig.from_dict({**values, **flags})
+
+
+def run(arguments: Sequence[str], prog: str) -> int:
+    """Train in this process; the exit code: 0 done, 2 wrong input, 130 stopped by a signal (with a checkpoint)."""
+    from easytorch.training.loop import train
+
+    try:
+        result = train(parse(arguments, prog))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 130 if result.interrupted else 0
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, argument_default=argparse.SUPPRESS, description=TrainingConfig.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a JSON file with any of the settings; flags go over it")
+    for item in dataclasses.fields(TrainingConfig):
+        flag, default = "--" + item.name.replace("_", "-"), item.default
+        if item.name == "text":
+            parser.add_argument(flag, nargs="+", metavar="FILE")
+        elif item.name == "model":
+            parser.add_argument(flag, type=_model, metavar="JSON|FOLDER|ID")
+        elif isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
+        else:
+            kind = {"int": int, "float": float, "int | None": int}.get(str(item.type), str)
+            hint = "" if default is dataclasses.MISSING else f"default {default}"
+            parser.add_argument(flag, type=kind, metavar=item.name.upper(), help=hint)
+    return parser
+
+
+def _model(text: str) -> dict[str, Any] | str:
+    return json.loads(text) if text.lstrip().startswith("{") else text
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object of training settings, it holds a {type(values).__name__}")
+    return values

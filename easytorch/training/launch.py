@@ -1,0 +1,53 @@
+"""Start a run under torchrun from a process that is not part of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import easytorch
+from easytorch.training.config import TrainingConfig
+
+
+class TrainingFailedError(RuntimeError):
+    """The training processes ended with an error; what they printed says which."""
+
+
+def launch(config: TrainingConfig, processes: int, *, threads: int | None = None) -> None:
+    """Train with `torchrun --standalone --nproc-per-node processes` and wait for the end.
+
+    threads: of each process; None shares the cores out evenly. Raises `TrainingFailedError` when a process fails, and
+    `KeyboardInterrupt` when Ctrl-C ended the run, after its checkpoint is written.
+    """
+    if processes < 1:
+        raise ValueError(f"processes must be at least 1, got {processes}")
+    config.share(processes)
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    config.save(output / "training.json")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+        "-m", "easytorch.training", "--config", str(output / "training.json"),
+    ]  # fmt: skip
+    running = subprocess.Popen(command, env=_environment(processes, threads))
+    try:
+        code = running.wait()
+    except KeyboardInterrupt:
+        # The terminal has sent Ctrl-C to the training processes too; they are writing their checkpoint.
+        running.wait()
+        raise
+    if code:
+        raise TrainingFailedError(f"training in {output} ended with exit code {code}")
+
+
+def _environment(processes: int, threads: int | None) -> dict[str, str]:
+    """The children's environment: their threads, and this very easytorch on their path, installed or not."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    paths = [str(Path(easytorch.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads or max(1, cores // processes)),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }

@@ -1,0 +1,63 @@
+"""What the first process shows and writes down while it trains; the others stay silent."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from easytorch.training.metrics import MetricsFile
+
+
+class Report:
+    """A progress bar on a terminal, a line now and then elsewhere, and `metrics.jsonl` in both."""
+
+    def __init__(self, output: Path, first_step: int, steps: int, log_every: int) -> None:
+        self.metrics = MetricsFile(output / "metrics.jsonl", first_step)
+        self.console = Console(file=sys.stdout)
+        self.steps, self.log_every = steps, log_every
+        self._start = time.perf_counter()
+        self._first_step = first_step
+        self._eval = ""
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=first_step, figures="")
+
+    def __enter__(self) -> Report:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+        self.metrics.close()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, *, loss: float, learning_rate: float, gradient_norm: float, rate: float) -> None:
+        """`step` optimizer steps are done; `loss` is that of the last one, `rate` in tokens per second."""
+        self.metrics.write(
+            step=step, loss=loss, learning_rate=learning_rate, gradient_norm=gradient_norm, tokens_per_second=rate
+        )
+        figures = f"loss {loss:.3f}{self._eval}  {rate:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, figures=figures)
+        if not self.console.is_terminal and (step % self.log_every == 0 or step == self.steps):
+            elapsed = time.perf_counter() - self._start
+            left = elapsed / (step - self._first_step) * (self.steps - step)
+            self.say(f"step {step}/{self.steps}  {figures}  ETA {timedelta(seconds=round(left))}")
+
+    def evaluation(self, step: int, eval_loss: float) -> None:
+        self.metrics.write(step=step, eval_loss=eval_loss)
+        self._eval = f"  held-out {eval_loss:.3f}"
