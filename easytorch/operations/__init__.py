@@ -1,19 +1,31 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
+from easytorch.operations.attention import Attention
 from easytorch.operations.base import BaseOperation, backend
+from easytorch.operations.flash import FlashAttention
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput, OperationOutput
 from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.rms_norm import RMSNorm
+from easytorch.operations.rotary import Rotary
+from easytorch.operations.sdpa import SdpaAttention
+from easytorch.operations.vanilla import VanillaAttention
 
 __all__ = [
+    "Attention",
     "AttentionOutput",
     "BaseOperation",
     "Choice",
+    "FlashAttention",
     "OperationImpl",
     "OperationMetadata",
     "OperationOutput",
     "OperationRegistry",
+    "RMSNorm",
+    "Rotary",
+    "SdpaAttention",
     "UnsupportedOperationError",
+    "VanillaAttention",
     "backend",
 ]

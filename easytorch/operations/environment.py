@@ -29,7 +29,9 @@ def _parse(setting: str) -> dict[str, str]:
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         name, equals, choice = (part.strip() for part in entry.partition("="))
         if not (equals and name and choice):
-            raise ValueError(f"EASYTORCH_OPS: {entry!r} is not of the form operation=implementation, as in attention=flash")
+            raise ValueError(
+                f"EASYTORCH_OPS: {entry!r} is not of the form operation=implementation, as in attention=flash"
+            )
         operation = OperationRegistry.get(name).primary_name()
         if operation in forced:
             raise ValueError(f"EASYTORCH_OPS names the operation {operation!r} twice: {setting!r}")

@@ -38,11 +38,13 @@ class Choice(NamedTuple):
 
 
 class OperationImpl(BaseOperation):
-    """A registered operation. Subclasses give `get_impl_name`, `forward_native` and, where faster, `forward_<platform>`.
+    """A registered operation: `get_impl_name`, `forward_native` and, where faster, `forward_<platform>`.
 
     `supports(backend, *args, **kwargs)` answers None, or the reason why that backend does not carry the call. The
     automatic choice falls back to the definition and logs why, once; a forced one is obeyed or refused.
     """
+
+    falls_back = True  # to the definition; False where the name itself promises a library
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
@@ -57,6 +59,11 @@ class OperationImpl(BaseOperation):
         names = cls.get_impl_name()
         return names if isinstance(names, str) else names[0]
 
+    @classmethod
+    def all_names(cls) -> tuple[str, ...]:
+        names = cls.get_impl_name()
+        return (names,) if isinstance(names, str) else names
+
     def get_impl_metadata(self) -> OperationMetadata:
         return self.metadata
 
@@ -69,51 +76,84 @@ class OperationImpl(BaseOperation):
         return False
 
     def definition(self, *args: Any, **kwargs: Any) -> Any:
-        """What `EASYTORCH_CHECK=1` compares with; None when this call has no single right answer (unseeded dropout)."""
+        """What `EASYTORCH_CHECK=1` compares with."""
         return self.forward_native(*args, **kwargs)
+
+    def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The keyword arguments with every random choice pinned; None where `backend` draws what cannot be repeated."""
+        return kwargs
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of an everyday call, on the meta device; `table.choices` asks what they would run."""
+        return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         choice = self.choose(*args, **kwargs)
-        result = getattr(choice.operation, choice.method)(*args, **kwargs)
         if checking() and not torch.compiler.is_compiling():
-            compare_with_definition(choice, result, self.definition(*args, **kwargs))
+            return self._checked(choice, args, kwargs)
+        return getattr(choice.operation, choice.method)(*args, **kwargs)
+
+    def _checked(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `choice`, compared with the definition where both can be given the same randomness."""
+        run = getattr(choice.operation, choice.method)
+        pinned = choice.operation.reproducible(choice.backend, kwargs)
+        if pinned is None:
+            return run(*args, **kwargs)
+        result = run(*args, **pinned)
+        with torch.no_grad():
+            compare_with_definition(choice, result, self.definition(*args, **pinned))
         return result
 
     def choose(self, *args: Any, **kwargs: Any) -> Choice:
         """What this call would run and why, without running it. Raises `UnsupportedOperationError` when nothing can."""
-        platform = platform_of(args, kwargs)
+        return self.choose_on(platform_of(args, kwargs), args, kwargs)
+
+    def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """`choose` for a platform that need not be present: the tensors are only asked for shape and dtype."""
         forced = self.metadata.backend or forced_by_environment(self.primary_name())
         if forced is not None:
             return self.choose_forced(forced, platform, args, kwargs)
+        return self.choose_freely(platform, args, kwargs)
+
+    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The path of the platform, or the definition where that path does not carry the call."""
         method, backend = self._paths[platform]
         refusal = self.supports(backend, *args, **kwargs)
         if refusal is None:
             return Choice(self, method, platform, backend, "its path on this platform")
-        if method != "forward_native" and self.supports("native", *args, **kwargs) is None:
+        if method != "forward_native" and self.falls_back:
             log_fallback(self.primary_name(), platform, f"{backend}: {refusal}", "native")
             return Choice(self, "forward_native", platform, "native", f"{backend}: {refusal}")
         raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {refusal}")
 
-    def choose_forced(self, backend: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The choice `backend`, or `UnsupportedOperationError` with the reason why it cannot be obeyed."""
+    def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice `forced`, or `UnsupportedOperationError` with the reason why it cannot be obeyed.
+
+        A backend ("aten"), this operation with a backend ("flash:triton"), or its own name: any path it has.
+        """
         name, methods = self.primary_name(), self.backends()
-        if backend not in methods:
+        own, _, backend = forced.rpartition(":") if ":" in forced else ("", "", forced)
+        if backend in self.all_names() and not own:
+            return self.choose_freely(platform, args, kwargs)._replace(reason="forced")
+        if backend not in methods or (own and own not in self.all_names()):
             raise UnsupportedOperationError(
-                f"{name} has no backend {backend!r}; it has {', '.join(methods)} (forced by metadata.backend, "
+                f"{name} has no backend {forced!r}; it has {', '.join(methods)} (forced by metadata.backend, "
                 f"attn_implementation or EASYTORCH_OPS)"
             )
         method = methods[backend]
         if backend != "native" and self.path(platform)[0] != method and not self.emulates(backend, platform):
             homes = ", ".join(p for p in PLATFORMS if self.path(p)[0] == method)
             raise UnsupportedOperationError(
-                f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them, or force another"
+                f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them or force "
+                f"another"
             )
         refusal = self.supports(backend, *args, **kwargs)
         if refusal is not None:
             raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")
         return Choice(self, method, platform, backend, "forced")
 
-    def get_mode(self, query: torch.Tensor, BTHD: bool = True) -> str:  # noqa: N803 - EasyDeL's name
+    def get_mode(self, query: torch.Tensor, BTHD: bool = True) -> str:
         """The runtime mode read off the query (B, T, H, D), or (B, H, T, D) when `BTHD` is False.
 
         One query token is `__autoregressive__`; more are `__train__` while autograd records and `__prefill__` while it
@@ -127,7 +167,7 @@ class OperationImpl(BaseOperation):
 
     @staticmethod
     def repeat_kv_heads(k: torch.Tensor, v: torch.Tensor, num_reps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, S, K, D), (B, S, K, Dv) -> (B, S, K * num_reps, D), (B, S, K * num_reps, Dv): each head `num_reps` times."""
+        """(B, S, K, D), (B, S, K, Dv) -> the same with K * num_reps heads, each `num_reps` times."""
         if num_reps < 1:
             raise ValueError(f"num_reps must be at least 1, got {num_reps}")
         if num_reps == 1:

@@ -30,7 +30,7 @@ class OperationOutput:
         return cls(**data)
 
     def to_json(self, **kwargs: Any) -> str:
-        """The fields as JSON; a tensor becomes its dtype, shape and base64 bytes (bit-exact). kwargs: `json.dumps`'s."""
+        """The fields as JSON; a tensor becomes dtype, shape and base64 bytes, bit-exact. kwargs: `json.dumps`'s."""
         return json.dumps(self.to_dict(), default=_encode_tensor, **kwargs)
 
     @classmethod

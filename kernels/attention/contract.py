@@ -3,8 +3,8 @@
     attention(query, key, value, *, mask, bias, causal, query_segment_ids, key_segment_ids, sliding_window, softcap,
               sinks, softmax_scale, dropout_prob, seed)
 
-Legend: B batch, T query length, S key length, H query heads, K key/value heads (H a multiple of K), D query/key head_dim,
-Dv value head_dim. query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv).
+Legend: B batch, T query length, S key length, H query heads, K key/value heads (H a multiple of K), D head_dim of query
+and key, Dv head_dim of value. query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv).
 
     scores = softmax_scale * query @ key^T                      query head h reads key head h // (H / K)
     scores = softcap * tanh(scores / softcap)                   when softcap is given
@@ -26,7 +26,9 @@ import torch
 Window = tuple[int | None, int | None]
 
 
-def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int, int, int, int, int]:
+def check_tensors(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[int, int, int, int, int, int, int]:
     """(B, T, S, H, K, D, Dv) of a call, or a `ValueError` that names the tensor that does not fit."""
     q, k, v = query.shape, key.shape, value.shape
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
@@ -41,7 +43,9 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"attention: the {heads} query heads are not a multiple of the {kv_heads} key/value heads")
     if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise ValueError(f"attention: query, key, value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
+        raise ValueError(
+            f"attention: query, key, value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
     return batch, length, keys, heads, kv_heads, dim, value_dim
 
 
@@ -95,6 +99,14 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
     return left, right
 
 
+def band_of(causal: bool, sliding_window: int | tuple[int | None, int | None] | None) -> Window:
+    """(left, right) of causal and sliding window together: i + S - T - left <= j <= i + S - T + right."""
+    left, right = window_of(sliding_window)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
 def visible(
     length: int,
     keys: int,
@@ -105,15 +117,17 @@ def visible(
     query_segment_ids: torch.Tensor | None = None,
     key_segment_ids: torch.Tensor | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    shift: int | None = None,
 ) -> torch.Tensor | None:
-    """Boolean, broadcastable to (B, H, T, S): which key each query sees; None when every key is seen."""
-    left, right = window_of(sliding_window)
-    if causal:
-        right = 0 if right is None else min(right, 0)
+    """Boolean, broadcastable to (B, H, T, S): which key each query sees; None when every key is seen.
+
+    Query i stands at key i + shift: S - T unless given, as it is for a block of a larger matrix.
+    """
+    left, right = band_of(causal, sliding_window)
     seen = mask
     if left is not None or right is not None:
-        # position of each key relative to the query's own, both counted from the end
-        offset = torch.arange(keys, device=device) - torch.arange(length, device=device)[:, None] - (keys - length)
+        own = torch.arange(length, device=device)[:, None] + (keys - length if shift is None else shift)
+        offset = torch.arange(keys, device=device) - own
         band = torch.ones_like(offset, dtype=torch.bool)
         if left is not None:
             band &= offset >= -left

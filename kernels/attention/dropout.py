@@ -31,15 +31,21 @@ def threshold(dropout_prob: float) -> int:
 
 
 def keep_mask(
-    seed: int | torch.Tensor, dropout_prob: float, shape: tuple[int, int, int, int], device: torch.device
+    seed: int | torch.Tensor,
+    dropout_prob: float,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    *,
+    first_row: int = 0,
+    first_column: int = 0,
 ) -> torch.Tensor:
-    """Boolean (B, H, T, S): True where a weight is kept."""
+    """Boolean (B, H, T, S): True where a weight is kept. A block of a larger matrix names its first row and column."""
     batch, heads, rows, columns = shape
     state = torch.as_tensor(seed, device=device).to(torch.int64) & _LOW
     head = torch.arange(batch * heads, device=device).reshape(batch, heads, 1, 1)
     state = _mix(state ^ (head * HEAD & _LOW))
-    state = _mix(state ^ (torch.arange(rows, device=device).reshape(rows, 1) * ROW & _LOW))
-    state = _mix(state ^ (torch.arange(columns, device=device) * COLUMN & _LOW))
+    state = _mix(state ^ (torch.arange(first_row, first_row + rows, device=device).reshape(rows, 1) * ROW & _LOW))
+    state = _mix(state ^ (torch.arange(first_column, first_column + columns, device=device) * COLUMN & _LOW))
     return state >= threshold(dropout_prob)
 
 

@@ -1,0 +1,93 @@
+"""`attention`: for each call, the implementation that carries it and is the fastest measured for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from easytorch.operations.attention_cpu import xla_is_faster
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.flash import FlashAttention
+from easytorch.operations.impl import Choice, UnsupportedOperationError, log_fallback
+from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.sdpa import SdpaAttention
+from easytorch.operations.vanilla import VanillaAttention
+
+# platform -> (implementation, why it stands here), the first that carries the call is taken; `vanilla` comes last.
+PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
+    "cpu": (
+        ("sdpa", "ATen's fused CPU kernel, no slower than XLA at this size"),
+        ("flash", "online softmax in XLA carries what ATen lacks"),
+    ),
+    "cuda": (
+        ("flash", "the Triton kernel carries every feature"),
+        ("sdpa", "ATen picks cuDNN or its own flash kernel"),
+    ),
+    "rocm": (("flash", "the Triton kernel carries every feature"), ("sdpa", "ATen picks its own flash kernel")),
+    "tpu": (("flash", "online softmax compiled into the XLA graph"),),
+    "native": (),
+}
+CPU_XLA_FIRST = (("flash", "measured faster than ATen at this size and dtype"), PREFERENCES["cpu"][0])
+
+
+@OperationRegistry.register
+class Attention(AttentionImpl):
+    """The chooser: `metadata.backend` and EASYTORCH_OPS name an implementation, a backend or both ("flash:triton")."""
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        # the force is this operation's; what it is made of chooses freely
+        inner = dataclasses.replace(self.metadata, backend=None)
+        self.implementations: dict[str, AttentionImpl] = {
+            cls.primary_name(): cls(inner) for cls in (SdpaAttention, FlashAttention, VanillaAttention)
+        }
+        self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "attention"
+
+    def forward_native(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+    ) -> AttentionOutput:
+        return self.implementations["vanilla"].forward_native(query, key, value, **features)
+
+    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        preferences = PREFERENCES[platform]
+        if platform == "cpu" and xla_is_faster(*args, **kwargs):
+            preferences = CPU_XLA_FIRST
+        refusals = []
+        for name, why in preferences:
+            implementation = self.implementations[name]
+            method, backend = implementation.path(platform)
+            refusal = implementation.supports(backend, *args, **kwargs)
+            if refusal is None:
+                return Choice(implementation, method, platform, backend, "; ".join((*refusals, why)))
+            refusals.append(f"{name}: {refusal}")
+        reason = "; ".join(refusals) or "the definition, on a device without kernels"
+        if refusals:
+            log_fallback("attention", platform, reason, "vanilla")
+        return Choice(self.implementations["vanilla"], "forward_native", platform, "native", reason)
+
+    def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        name, _, backend = forced.partition(":")
+        if name in self._by_name:
+            implementation = self._by_name[name]
+            if backend:
+                return implementation.choose_forced(backend, platform, args, kwargs)
+            return implementation.choose_freely(platform, args, kwargs)._replace(reason="forced")
+        if forced == "native":
+            return Choice(self.implementations["vanilla"], "forward_native", platform, "native", "forced")
+        holders = [impl for impl in self.implementations.values() if forced in impl.backends() and forced != "native"]
+        if not holders:
+            backends = dict.fromkeys(b for impl in self.implementations.values() for b in impl.backends())
+            raise UnsupportedOperationError(
+                f"attention has no implementation or backend {forced!r}; it has the implementations "
+                f"{', '.join(self._by_name)} and the backends {', '.join(backends)} (forced by metadata.backend, "
+                f"attn_implementation or EASYTORCH_OPS)"
+            )
+        return holders[0].choose_forced(forced, platform, args, kwargs)

@@ -1,0 +1,77 @@
+"""What the attention implementations share: the call's arguments, and the metadata's settings brought into them."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.operations.impl import OperationImpl
+
+
+class AttentionFeatures(TypedDict, total=False):
+    """The keyword arguments of every attention; kernels/attention/contract.py says what they mean."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    query_segment_ids: Tensor | None
+    key_segment_ids: Tensor | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Tensor | None
+    softmax_scale: float | None
+    dropout_prob: float
+    seed: int | Tensor | None
+
+
+class AttentionImpl(OperationImpl):
+    """`attn(query, key, value, **features)`: (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> `AttentionOutput`."""
+
+    takes_seed = frozenset({"native"})  # the backends whose dropout follows `seed`
+
+    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+        """`supports` for a backend other than the definition, with the metadata's settings already in `features`."""
+        return None
+
+    def supports(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+        if backend == "native":
+            return None
+        softmax_dtype = self.metadata.runtime_softmax_dtype
+        if softmax_dtype is not None and softmax_dtype != _accumulation(self.metadata.runtime_dtype or query.dtype):
+            return f"its softmax is not computed in {softmax_dtype}"
+        return self.refusal(backend, *self._cast(query, key, value), **self._settled(features))
+
+    def prepare(
+        self, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """The kernel's arguments: tensors in `runtime_dtype`, scale and dropout of the metadata unless the call has them."""
+        return (*self._cast(query, key, value), self._settled(features))
+
+    def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        if kwargs.get("seed") is not None or not self._settled(dict(kwargs)).get("dropout_prob"):
+            return kwargs
+        return {**kwargs, "seed": draw_seed()} if backend in self.takes_seed else None
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        heads = torch.empty(1, 1024, 16, 64, dtype=torch.bfloat16, device="meta")
+        return (heads, heads, heads), {"causal": True}
+
+    def _cast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        dtype = self.metadata.runtime_dtype
+        return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
+
+    def _settled(self, features: dict[str, Any]) -> dict[str, Any]:
+        metadata = self.metadata
+        if metadata.softmax_scale is not None and features.get("softmax_scale") is None:
+            features["softmax_scale"] = metadata.softmax_scale
+        if metadata.dropout_prob and not features.get("dropout_prob"):
+            features["dropout_prob"] = metadata.dropout_prob
+        return features
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,46 @@
+"""`sdpa`: attention by ATen's `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from easytorch.kernels.attention import aten, blocked
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.base import backend
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.registry import OperationRegistry
+
+
+@OperationRegistry.register
+class SdpaAttention(AttentionImpl):
+    """ATen carries all but softcap, sinks and seeded dropout; mask, window, segments and bias become its one mask."""
+
+    falls_back = False
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "sdpa"
+
+    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+        return aten.supports(query, key, value, **features)
+
+    def forward_native(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=blocked.attention(query, key, value, **settled))
+
+    @backend("aten")
+    def forward_cpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=aten.attention(query, key, value, **settled))
+
+    @backend("aten")
+    def forward_gpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+    ) -> AttentionOutput:
+        return self.forward_cpu(query, key, value, **features)

@@ -1,0 +1,109 @@
+"""Attention by ATen's `scaled_dot_product_attention`, which picks its own fused kernel. See contract.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from easytorch.kernels.attention.contract import check_features, check_tensors, visible
+
+
+def supports(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_prob: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    """None, or the part of the call that ATen cannot express. Takes the arguments of `attention`."""
+    if softcap is not None:
+        return "ATen has no softcap"
+    if sinks is not None:
+        return "ATen has no sinks"
+    if seed is not None and dropout_prob > 0.0:
+        return "ATen draws its own dropout mask and takes no seed"
+    if bias is not None and bias.dtype != query.dtype and query.device.type == "cuda":
+        return f"ATen's CUDA kernels take a bias in the query's dtype {query.dtype}, not {bias.dtype}"
+    return None
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    query_segment_ids: torch.Tensor | None = None,
+    key_segment_ids: torch.Tensor | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv); the dropout mask is ATen's own.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one.
+    """
+    _, length, keys, heads, kv_heads, _, _ = check_tensors(query, key, value)
+    check_features(
+        query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
+        dropout_prob=dropout_prob,
+    )  # fmt: skip
+    refusal = supports(
+        query, key, value, bias=bias, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob, seed=seed
+    )  # fmt: skip
+    if refusal is not None:
+        raise NotImplementedError(refusal)
+    plain = mask is None and bias is None and query_segment_ids is None and sliding_window is None
+    if plain and causal and length == 1:
+        causal = False  # the one query is aligned with the last key: it sees them all
+    # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree
+    causal_flag = plain and causal and length == keys
+    seen = None
+    if not causal_flag:
+        seen = visible(
+            length, keys, query.device, mask=mask, causal=causal, query_segment_ids=query_segment_ids,
+            key_segment_ids=key_segment_ids, sliding_window=sliding_window,
+        )  # fmt: skip
+    attn_mask, empty_rows = _lower(query, seen, bias)
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        attn_mask=attn_mask, dropout_p=dropout_prob, is_causal=causal_flag, scale=softmax_scale,
+        enable_gqa=heads != kv_heads,
+    )  # fmt: skip
+    if empty_rows is not None:
+        output = torch.where(empty_rows, 0.0, output)
+    return output.transpose(1, 2)
+
+
+def _lower(
+    query: torch.Tensor, seen: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """ATen's one `attn_mask` (boolean, or floating with -inf) and, off the CPU, the rows that see nothing.
+
+    On the CPU every ATen path gives such a row zeros and finite gradients (tests/kernels/attention/test_aten.py).
+    The CUDA kernels disagree among themselves, so there the row sees everything and its output is replaced.
+    """
+    attn_mask = seen
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+        attn_mask = bias if seen is None else torch.where(seen, bias, float("-inf"))
+    if attn_mask is None:
+        return None, None
+    attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    if query.device.type == "cpu":
+        return attn_mask, None
+    boolean = attn_mask.dtype == torch.bool
+    empty_rows = ~(attn_mask if boolean else attn_mask > float("-inf")).any(dim=-1, keepdim=True)
+    return torch.where(empty_rows, True if boolean else 0.0, attn_mask), empty_rows

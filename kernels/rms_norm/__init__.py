@@ -1,0 +1,1 @@
+"""RMS norm: `native.py` defines it."""
