@@ -41,7 +41,9 @@ def main(tree: Path, kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rank.py").write_text(script)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ranks = subprocess.run([*torchrun, f"{folder}/rank.py"], check=True, capture_output=True, text=True, timeout=300)
+        ranks = subprocess.run(
+            [*torchrun, f"{folder}/rank.py"], check=True, capture_output=True, text=True, timeout=300
+        )
     assert sorted(ranks.stdout.split()) == ["0", "1"], ranks.stdout
     print(f"{kind}: {homes[0]}")
 

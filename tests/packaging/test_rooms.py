@@ -99,7 +99,9 @@ def test_the_import_reader_sees_every_form(tmp_path: Path, monkeypatch: pytest.M
     """The tests above are only as good as `imported_modules`."""
     probe = tmp_path / "bridge" / "formats" / "probe.py"
     probe.parent.mkdir(parents=True)
-    probe.write_text("import jax\nfrom easytorch.kernels import x\ndef f():\n    from easytorch import auto\n    from .. import y\n")
+    probe.write_text(
+        "import jax\nfrom easytorch.kernels import x\ndef f():\n    from easytorch import auto\n    from .. import y\n"
+    )
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     assert room_of(probe) == "bridge"
     assert [module for _, module in sorted(imported_modules(probe))] == [
