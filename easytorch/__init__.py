@@ -38,26 +38,22 @@ _EXPORTS = {
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = list(_HOME)
 
-if TYPE_CHECKING:
-    from easytorch.auto import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForQuestionAnswering,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
-    from easytorch.operations import (
-        AttentionOutput,
-        BaseOperation,
-        OperationImpl,
-        OperationMetadata,
-        OperationOutput,
-        OperationRegistry,
-    )
+if TYPE_CHECKING:  # what type checkers see; tests/packaging/test_import.py holds it to _EXPORTS
+    from easytorch.auto import AutoConfig as AutoConfig
+    from easytorch.auto import AutoModel as AutoModel
+    from easytorch.auto import AutoModelForCausalLM as AutoModelForCausalLM
+    from easytorch.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
+    from easytorch.auto import AutoModelForQuestionAnswering as AutoModelForQuestionAnswering
+    from easytorch.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+    from easytorch.auto import AutoModelForTokenClassification as AutoModelForTokenClassification
+    from easytorch.operations import AttentionOutput as AttentionOutput
+    from easytorch.operations import BaseOperation as BaseOperation
+    from easytorch.operations import OperationImpl as OperationImpl
+    from easytorch.operations import OperationMetadata as OperationMetadata
+    from easytorch.operations import OperationOutput as OperationOutput
+    from easytorch.operations import OperationRegistry as OperationRegistry
 
 
 def __getattr__(name: str) -> Any:

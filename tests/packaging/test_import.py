@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,15 @@ def test_every_public_name_loads() -> None:
         assert name in dir(easytorch)
 
 
+def test_type_checkers_see_the_same_names() -> None:
+    import easytorch
+
+    tree = ast.parse(Path(easytorch.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = [alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert seen == easytorch.__all__
+
+
 def test_an_unknown_public_name_says_what_there_is() -> None:
     import easytorch
 
@@ -53,7 +63,8 @@ def test_the_pypi_kernels_is_not_hidden(cwd: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "kernels").mkdir(parents=True)
     (site / "kernels" / "__init__.py").write_text("get_kernel = 'Hugging Face'\n")
-    code = f"import sys; sys.path.append({str(site)!r})\nimport easytorch.kernels.attention, kernels; print(kernels.get_kernel)"
+    code = f"import sys; sys.path.append({str(site)!r})\n"
+    code += "import easytorch.kernels.attention, kernels; print(kernels.get_kernel)"
     assert run(code, cwd=ROOT if cwd == "root" else tmp_path, path=(ROOT,)) == "Hugging Face"
 
 
