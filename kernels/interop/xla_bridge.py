@@ -32,8 +32,8 @@ def call_jax(fn: Callable[..., Any], *tensors: torch.Tensor | None, **static: Ha
     fn: a pure jax function; the same object at every call, since a lambda made anew is lowered anew.
     tensors: on the xla device, of any shape; None is passed on as None.
     static: hashable settings, constants of the lowered computation.
-    Raises `TypeError` for a 64-bit tensor while `jax_enable_x64` is off, `ValueError` for a tensor elsewhere than on xla
-    or one whose gradient would be lost.
+    Raises `TypeError` for a 64-bit tensor while `jax_enable_x64` is off, `ValueError` for a tensor that is not on xla
+    or whose gradient would be lost.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     for tensor in given:

@@ -1,0 +1,119 @@
+"""The decode loop: a prompt, then one token at a time, on a cache that grows or on one of fixed size.
+
+Where programs are compiled for their shapes (xla) the cache is of fixed size and the prompt is padded to a power of two,
+so that generation is two programs whatever the number of tokens: the prompt's, and one step's, each with its sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from easytorch.generation.decoders import Decoder, DynamicDecoder, StaticDecoder, align_right
+from easytorch.generation.sampling import Sampler, SamplingConfig
+
+logger = logging.getLogger(__name__)
+
+_DECODERS: dict[str, type[Decoder]] = {"dynamic": DynamicDecoder, "static": StaticDecoder}
+
+
+def generate_tokens(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    cache: str | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yield the next token of every row, (B,) int64 on the device of `input_ids`, until every row ended.
+
+    model: a causal language model of easytorch or transformers. input_ids: (B, T) int64. attention_mask: (B, T), nonzero
+    at real tokens; padding may be on either side. temperature, top_k, top_p, repetition_penalty, seed: see
+    `SamplingConfig`; the default is greedy. eos_token_id: one or several ids, an empty list for none; None takes those of
+    the model's generation config. A row that ended gives `pad_token_id` (default: that of the generation config, else the
+    first end token). cache: "static" (fixed shapes), "dynamic", or None: static on xla, dynamic elsewhere.
+    Raises `ValueError` for arguments that do not fit, before anything runs.
+    """
+    config = SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+    )
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    _check(model, input_ids, mask, max_new_tokens)
+    eos = _end_tokens(model, eos_token_id)
+    if pad_token_id is None:
+        pad_token_id = model.generation_config.pad_token_id
+    if pad_token_id is None:
+        pad_token_id = eos[0] if eos else 0
+
+    device = next(model.parameters()).device
+    kind = cache or ("static" if device.type == "xla" else "dynamic")
+    if kind not in _DECODERS:
+        raise ValueError(
+            f"cache must be {' or '.join(map(repr, _DECODERS))}, or None to choose by device; got {cache!r}"
+        )
+    # on the host: rows of different padding are brought to one form before anything is traced or compiled
+    ids, mask = align_right(input_ids.cpu(), mask.cpu().bool(), pad_token_id)
+    decoder = _DECODERS[kind](model, ids, mask, max_new_tokens, device)
+    sampler = Sampler(config, decoder.ids, decoder.mask, eos, pad_token_id, device)
+    return _loop(decoder, sampler, max_new_tokens, input_ids.device)
+
+
+def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch.device) -> Iterator[torch.Tensor]:
+    tokens: torch.Tensor | None = None
+    for _ in range(max_new_tokens):
+        with torch.no_grad():
+            tokens = sampler(decoder.prompt() if tokens is None else decoder.step(tokens))
+        _run_graph(tokens.device)
+        yield tokens.to(device)
+        # reduced on the host: on xla it would be a program of its own
+        if bool(sampler.finished.cpu().all()):
+            return
+
+
+def _run_graph(device: torch.device) -> None:
+    """On xla, ends the program here, so that every step is the same one."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def _check(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> None:
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids must be integers (batch, length), neither of them 0; got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
+        )
+    if not bool(mask.bool().any(dim=-1).cpu().all()):
+        raise ValueError("attention_mask leaves a row without any token; generation needs at least one to begin from")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} has an encoder; generate_tokens is for decoder-only models: use generate()"
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and input_ids.shape[1] + max_new_tokens > longest:
+        logger.warning(
+            "%d prompt and %d new tokens pass the %d positions %s was made for",
+            input_ids.shape[1], max_new_tokens, longest, type(model).__name__,
+        )  # fmt: skip
+
+
+def _end_tokens(model: torch.nn.Module, eos_token_id: int | Sequence[int] | None) -> list[int]:
+    given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    if given is None:
+        return []
+    return [given] if isinstance(given, int) else list(given)

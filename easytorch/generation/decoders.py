@@ -1,0 +1,144 @@
+"""What the decode loop asks of a model and its cache: the logits after the prompt, and after each further token."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+# Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
+_LEAST_PROMPT, _LEAST_CACHE = 16, 128
+
+
+def bucket(length: int, least: int) -> int:
+    """The smallest power of two that is at least `length` and `least`."""
+    return max(least, 1 << (length - 1).bit_length())
+
+
+def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T), (B, T) boolean -> the same with each row's tokens, in order, at its end: every row ends in the same column."""
+    order = torch.argsort(mask.to(torch.int8), dim=-1, stable=True)
+    mask = mask.gather(1, order)
+    ids = torch.where(mask, ids.gather(1, order), pad_token_id)
+    first = int(mask.any(dim=0).to(torch.int8).argmax())
+    return ids[:, first:].contiguous(), mask[:, first:].contiguous()
+
+
+class Decoder(ABC):
+    """One run of a model: `prompt()` once, then `step(tokens)` for each token. Both return logits (B, V).
+
+    ids (B, T) and mask (B, T), as the model is given them, are on the host.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
+    ) -> None:
+        self.model, self.ids, self.mask, self.device = model, ids, mask, device
+        # PEFT's wrappers take **kwargs; what the wrapped model takes is what counts
+        forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
+        self._accepted = inspect.signature(forward).parameters
+
+    @abstractmethod
+    def prompt(self) -> torch.Tensor: ...
+
+    @abstractmethod
+    def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
+
+    def _positions(self) -> torch.Tensor:
+        """(B, T): 0 at each row's first token; padding, which nothing sees, has 0 too."""
+        return (self.mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+    def _call(self, ids: torch.Tensor, mask: Any, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        optional = {name: value for name, value in optional.items() if name in self._accepted}
+        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
+        return output.logits[:, -1]
+
+
+class DynamicDecoder(Decoder):
+    """A cache that grows by a token a step: no work on empty slots, and a new shape each step."""
+
+    def __init__(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
+    ) -> None:
+        from transformers import DynamicCache
+
+        super().__init__(model, ids, mask, max_new_tokens, device)
+        self._cache = DynamicCache(config=model.config)
+        self._position = self._positions()[:, -1:].to(device)
+        self._seen = mask.to(device=device, dtype=torch.int64)
+
+    def prompt(self) -> torch.Tensor:
+        return self._call(self.ids.to(self.device), self._seen, self._positions().to(self.device), self._cache)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._position = self._position + 1
+        self._seen = pad(self._seen, (0, 1), value=1)
+        return self._call(tokens[:, None], self._seen, self._position, self._cache)
+
+
+class StaticDecoder(Decoder):
+    """A cache of fixed length, a prompt padded on the left to a power of two: every step has the same shapes.
+
+    Every layer keeps the whole length, sliding-window layers too (transformers rolls those on a Python counter, which
+    would be a new program a step); their window is in the mask. Masks are given ready made, because deciding whether one
+    is needed reads the padding back to the host.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
+    ) -> None:
+        from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
+
+        length = bucket(ids.shape[1], _LEAST_PROMPT)
+        left = (length - ids.shape[1], 0)
+        super().__init__(model, pad(ids, left), pad(mask, left), max_new_tokens, device)
+        self._config = model.config.get_text_config(decoder=True)
+        layer_types, _ = get_layer_types_and_kwargs(self._config)
+        self._mask_functions = self._find_mask_functions(set(layer_types))
+        capacity = bucket(length + max_new_tokens, _LEAST_CACHE)
+        self._cache = Cache(layers=[StaticLayer(max_cache_len=capacity) for _ in layer_types])
+        # slots after the prompt count as seen: that they are not yet written is left to the causal mask
+        self._seen = pad(self.mask, (0, capacity - length), value=True).to(device)
+        self._position = self._positions()[:, -1:].to(device)
+
+    def prompt(self) -> torch.Tensor:
+        ids, positions = self.ids.to(self.device), self._positions().to(self.device)
+        return self._call(ids, self._masks(ids, positions), positions, self._cache)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._position = self._position + 1
+        ids = tokens[:, None]
+        return self._call(ids, self._masks(ids, self._position), self._position, self._cache)
+
+    def _find_mask_functions(self, layer_types: set[str]) -> dict[str, Any]:
+        from transformers.masking_utils import (
+            AttentionMaskInterface,
+            create_causal_mask,
+            create_sliding_window_causal_mask,
+        )
+
+        known = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        name, attention = type(self.model).__name__, self._config._attn_implementation
+        reason = None
+        if "position_ids" not in self._accepted:
+            reason = "its forward takes no position_ids"
+        elif layer_types - set(known):
+            reason = f"it has {', '.join(sorted(layer_types - set(known)))} layers"
+        elif attention not in AttentionMaskInterface().valid_keys():
+            reason = f"no mask is registered for its attention {attention!r}"
+        if reason is not None:
+            raise ValueError(f"{name} cannot use a static cache: {reason}; use cache='dynamic'")
+        return {layer_type: known[layer_type] for layer_type in sorted(layer_types)}
+
+    def _masks(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """One ready mask, or one for each type of layer where the model tells them apart."""
+        like = torch.empty((*ids.shape, 1), dtype=self.model.dtype, device=self.device)
+        masks = {
+            layer_type: create(self._config, like, self._seen, self._cache, positions, allow_is_causal_skip=False)
+            for layer_type, create in self._mask_functions.items()
+        }
+        return masks if hasattr(self._config, "layer_types") else next(iter(masks.values()))

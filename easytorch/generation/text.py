@@ -1,0 +1,50 @@
+"""Text as it is generated: pieces that join to what decoding all tokens at once gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from easytorch.generation.decode import generate_tokens
+
+_BROKEN = "\ufffd"  # what a tokenizer decodes half a UTF-8 character to
+
+
+def stream_text(model: torch.nn.Module, tokenizer: Any, prompt: str, **settings: Any) -> Iterator[str]:
+    """The continuation of `prompt`, in pieces, never with part of a character.
+
+    tokenizer: a transformers tokenizer. settings: those of `generate_tokens`; the end token is the tokenizer's where
+    neither `eos_token_id` nor the model's generation config names one. Special tokens are left out.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt")
+    if settings.get("eos_token_id") is None and model.generation_config.eos_token_id is None:
+        settings["eos_token_id"] = tokenizer.eos_token_id
+    tokens = generate_tokens(model, inputs["input_ids"], inputs.get("attention_mask"), **settings)
+    return decode_incrementally(tokenizer, (int(token[0]) for token in tokens))
+
+
+def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """The pieces of text that tokens add, one by one; a piece is held back while its last character is incomplete.
+
+    Each token is decoded behind the ones of the piece before it, since a tokenizer writes the first token of a text
+    differently (a leading space), so a step costs the decoding of a few tokens and not of the whole text.
+    """
+    ids: list[int] = []
+    start = read = 0  # ids[start:read] were emitted and stand as context, ids[read:] were not
+
+    def decode(part: list[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    for token in tokens:
+        ids.append(token)
+        context, text = decode(ids[start:read]), decode(ids[start:])
+        waiting = len(text) - len(text.rstrip(_BROKEN))
+        # a character has at most 4 bytes: more than 3 broken ones will not be mended
+        if len(text) > len(context) and (waiting == 0 or waiting > 3):
+            yield text[len(context) :]
+            start, read = read, len(ids)
+    rest = decode(ids[start:])[len(decode(ids[start:read])) :]
+    if rest:
+        yield rest
