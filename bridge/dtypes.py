@@ -1,0 +1,86 @@
+"""Element types under one name each, numpy's (ml_dtypes' for what numpy lacks), and what the formats call them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+# Canonical name (also torch's and Flax's) -> safetensors code, in the order safetensors' own writer stores them.
+SAFETENSORS_CODES = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+NAMES_OF_CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
+# What only Flax holds; numpy keeps the four-bit kinds one to a byte, and so does Flax.
+_ONLY_FLAX = ("complex128", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "int4", "uint4")
+_NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*SAFETENSORS_CODES, *_ONLY_FLAX)}
+FLOATING = frozenset(name for name in _NUMPY if "float" in name)
+_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
+
+
+def numpy_dtype(name: str) -> np.dtype | None:
+    """The numpy dtype called `name`, or None for a name that is not an element type here."""
+    return _NUMPY.get(name)
+
+
+def floating_dtype(name: str) -> str:
+    """The canonical name of a floating element type given as the user writes it (`bf16`, `float32`, ...)."""
+    canonical = _ALIASES.get(name, name)
+    if canonical not in FLOATING:
+        accepted = ", ".join(sorted({*FLOATING, *_ALIASES}))
+        raise ValueError(f"dtype {name!r} is not a floating point type; accepted: {accepted}")
+    return canonical
+
+
+def _numpy_own(dtype: np.dtype) -> bool:
+    return dtype.type.__module__ == "numpy"
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A view of a CPU tensor (copied to the CPU otherwise) with every element type kept, bfloat16 and fp8 included."""
+    import torch
+
+    tensor = tensor.detach().cpu()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _NUMPY:
+        raise ValueError(f"torch dtype {tensor.dtype} has no numpy counterpart")
+    if _numpy_own(_NUMPY[name]):
+        return tensor.resolve_conj().resolve_neg().numpy()
+    raw = {1: torch.uint8, 2: torch.int16}[tensor.itemsize]
+    return tensor.view(raw).numpy().view(_NUMPY[name])
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the same memory where it can be: C-contiguous, aligned and writable; a copy otherwise."""
+    import torch
+
+    array = np.require(array, requirements=("C", "A", "W"))
+    name = array.dtype.name
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"torch has no element type {name!r}")
+    if _numpy_own(array.dtype):
+        return torch.from_numpy(array)
+    raw = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]
+    return torch.from_numpy(array.view(raw)).view(getattr(torch, name))

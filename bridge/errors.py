@@ -1,0 +1,26 @@
+"""The one error that reading, converting and writing checkpoints raises."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from os import PathLike
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: what is wrong, in which file and tensor, and what to do.
+
+    `str(error)` is one line; `file` and `tensor` name the place, None where it is not one file or one tensor.
+    """
+
+    def __init__(self, message: str, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
+        self.file = None if file is None else str(file)
+        self.tensor = tensor
+        place = [part for part in (self.file, None if tensor is None else f"tensor {tensor!r}") if part]
+        super().__init__(": ".join([*place, message]).replace("\n", " "))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (nearest known name: 'x')` for the name in `known` most like `name`, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (nearest known name: {close[0]!r})" if close else ""

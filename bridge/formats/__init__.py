@@ -1,0 +1,1 @@
+"""Checkpoint formats, one file each, behind the interface in `base` and found through `registry`."""

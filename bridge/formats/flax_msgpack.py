@@ -1,0 +1,143 @@
+"""Flax msgpack: `flax_model.msgpack`, or shards under `flax_model.msgpack.index.json`; names are paths with "/".
+
+Source: `FlaxPreTrainedModel.save_pretrained` of transformers 4.57 and flax.serialization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import Layout, Naming, Reader, TensorInfo
+from easytorch.bridge.formats.mapped import MappedFile
+from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, write_tree
+from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
+from easytorch.bridge.formats.sharding import ShardedReader, find, shard_names, split, write_index
+from easytorch.bridge.trees import flat, nested
+
+
+class MsgpackFile:
+    """One open msgpack file: an index of where each array stands, data mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._map = MappedFile(path)
+        self.files = (path,)
+        self.metadata: Mapping[str, str] = {}
+        self._parts: dict[str, list[Located]] = {}
+        self._scalars: dict[str, np.ndarray] = {}
+        tensors: dict[str, TensorInfo] = {}
+        try:
+            self._index(Walk(path, self._map.bytes, self._map.size).tree(), (), tensors)
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = tensors
+
+    def _index(self, tree: Tree, path: tuple[str, ...], tensors: dict[str, TensorInfo]) -> None:
+        for key, child in tree.items():
+            name = "/".join((*path, key))
+            if isinstance(child, dict) and CHUNK_MARK not in child:
+                self._index(child, (*path, key), tensors)
+                continue
+            if name in tensors:
+                raise CheckpointError("two paths of the tree read the same", file=self.files[0], tensor=name)
+            shape, dtype = self._leaf(name, child)
+            tensors[name] = TensorInfo(name, shape, dtype, str(self.files[0]))
+
+    def _leaf(self, name: str, child: object) -> tuple[tuple[int, ...], str]:
+        if isinstance(child, dict):
+            self._parts[name], shape = self._chunks(name, child)
+            return shape, self._parts[name][0].dtype
+        if isinstance(child, Located):
+            self._parts[name] = [child]
+            return child.shape, child.dtype
+        if isinstance(child, bool | int | float | complex) and not _too_wide(child):
+            self._scalars[name] = np.asarray(child)
+            return (), self._scalars[name].dtype.name
+        raise CheckpointError(f"holds {child!r}, which is not an array", file=self.files[0], tensor=name)
+
+    def _chunks(self, name: str, node: Tree) -> tuple[list[Located], tuple[int, ...]]:
+        shape, chunks = (self._listed(node.get(key)) for key in ("shape", "chunks"))
+        if not chunks or not all(isinstance(part, Located) and part.dtype == chunks[0].dtype for part in chunks):
+            raise CheckpointError(
+                "a chunked array has chunks that are no arrays of one dtype", file=self.files[0], tensor=name
+            )
+        if shape is None or not all(type(size) is int and size >= 0 for size in shape):
+            raise CheckpointError("a chunked array has no proper shape", file=self.files[0], tensor=name)
+        count = 1
+        for size in shape:
+            count *= size
+        present = sum(part.shape[0] if len(part.shape) == 1 else -1 for part in chunks)
+        if present != count:
+            raise CheckpointError(
+                f"its chunks hold {present} elements, its shape {shape} needs {count}", file=self.files[0], tensor=name
+            )
+        return chunks, tuple(shape)
+
+    @staticmethod
+    def _listed(node: object) -> list | None:
+        """The values of `{"0": ..., "1": ...}`, how Flax keeps a tuple; None for anything else."""
+        if not isinstance(node, dict) or any(str(number) not in node for number in range(len(node))):
+            return None
+        return [node[str(number)] for number in range(len(node))]
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of the mapped file; of a chunked array a copy, unless its chunks happen to be one."""
+        if name in self._scalars:
+            return self._scalars[name]
+        parts = [self._map.array(part.start, part.shape, part.dtype) for part in self._parts[name]]
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(self.tensors[name].shape)
+
+    def close(self) -> None:
+        """Lets go of the mapped file."""
+        self._map.close()
+
+    def __enter__(self) -> MsgpackFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _too_wide(value: complex) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+class FlaxMsgpack:
+    """The format HF Flax models are saved in."""
+
+    name = "Flax msgpack"
+    naming: Naming = "flax"
+    file_name = "flax_model.msgpack"
+
+    def detect(self, path: Path) -> Path | None:
+        """`flax_model.msgpack.index.json`, else `flax_model.msgpack`, in a folder; any `.msgpack` given as a file."""
+        return find(path, self.file_name, suffixes=(".msgpack", ".msgpack.index.json"))
+
+    def open(self, file: Path) -> Reader:
+        """The checkpoint behind an index or a single file."""
+        return ShardedReader(file, MsgpackFile) if file.name.endswith(".json") else MsgpackFile(file)
+
+    def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
+        """The tensors in the order given, but with every subtree together, as a tree stores them."""
+        groups = split(list(flat(_tree(tensors)).values()), max_shard_size)
+        files = shard_names(self.file_name, len(groups))
+        return {file: list(flat(_tree(group)).values()) for file, group in zip(files, groups, strict=True)}
+
+    def write(self, folder: Path, layout: Layout, data: Iterator[np.ndarray]) -> None:
+        """The files of `layout`, and their index when there are several."""
+        for file, tensors in layout.items():
+            with (folder / file).open("wb") as stream:
+                write_tree(stream, _tree(tensors), data)
+        if len(layout) > 1:
+            write_index(folder / f"{self.file_name}.index.json", layout)
+
+
+def _tree(tensors: Sequence[TensorInfo]) -> dict:
+    return nested({info.name: info for info in tensors})

@@ -1,0 +1,146 @@
+"""Checkpoints of several files and their `*.index.json`: `{"metadata": {...}, "weight_map": {tensor: file}}`.
+
+Source: transformers, `save_pretrained` of its torch and (up to 4.57) Flax models; the layout is the same in both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.formats.base import Reader, TensorInfo
+
+_INDEX_LIMIT = 256 << 20
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor -> file name. The names are plain file names: a path that leaves the folder is refused."""
+    content = read_json(index, limit=_INDEX_LIMIT)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            "the index has no `weight_map` of tensors to files; save the checkpoint again", file=index
+        )
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not file or file in (".", "..") or set(file) & set("/\\:\0"):
+            raise CheckpointError(
+                f"the index names the file {file!r}, which is not a plain file name beside it; correct the index",
+                file=index,
+                tensor=tensor,
+            )
+    return weight_map
+
+
+def read_json(file: Path, *, limit: int) -> dict:
+    """The JSON object in `file`; `CheckpointError` when it is absent, larger than `limit` bytes, or not one."""
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+    if len(text) > limit:
+        raise CheckpointError(f"is larger than {limit} bytes, too large for what it should be", file=file)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not valid JSON ({error}); restore the file", file=file) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"holds a JSON {type(content).__name__}, not an object; restore the file", file=file)
+    return content
+
+
+class ShardedReader:
+    """The shards of an index as one checkpoint."""
+
+    def __init__(self, index: Path, open_shard: Callable[[Path], Reader]) -> None:
+        self._index = index
+        self._shards: list[Reader] = []
+        self._home: dict[str, Reader] = {}
+        try:
+            self._open(read_index(index), open_shard)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, weight_map: Mapping[str, str], open_shard: Callable[[Path], Reader]) -> None:
+        found: dict[str, TensorInfo] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            path = self._index.parent / file
+            if not path.is_file():
+                raise CheckpointError(f"the shard {file!r} is missing; download or copy it again", file=self._index)
+            shard = open_shard(path)
+            self._shards.append(shard)
+            for name, info in shard.tensors.items():
+                if name in found:
+                    raise CheckpointError(f"stands in {found[name].file} and again in {path}", file=path, tensor=name)
+                found[name] = info
+                self._home[name] = shard
+        for name, file in weight_map.items():
+            if name not in found or Path(found[name].file).name != file:
+                raise CheckpointError(
+                    f"the index places it in {file!r}, which does not hold it{nearest(name, found)}",
+                    file=self._index,
+                    tensor=name,
+                )
+        self.tensors: Mapping[str, TensorInfo] = found
+        self.metadata: Mapping[str, str] = self._shards[0].metadata
+        self.files = (self._index, *(file for shard in self._shards for file in shard.files))
+
+    def read(self, name: str) -> np.ndarray:
+        """The data of one tensor, from the shard that holds it."""
+        return self._home[name].read(name)
+
+    def close(self) -> None:
+        """Closes every shard."""
+        for shard in self._shards:
+            shard.close()
+
+    def __enter__(self) -> ShardedReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def find(path: Path, file_name: str, *, suffixes: tuple[str, ...]) -> Path | None:
+    """In a folder the index of `file_name`, else `file_name` itself; a file given by its path if a suffix fits."""
+    if path.is_file():
+        return path if path.name.endswith(suffixes) else None
+    return next((file for file in (path / f"{file_name}.index.json", path / file_name) if file.is_file()), None)
+
+
+def split(tensors: Sequence[TensorInfo], max_shard_size: int) -> list[list[TensorInfo]]:
+    """Consecutive groups of at most `max_shard_size` bytes; a larger tensor gets a group of its own."""
+    groups: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if groups[-1] and filled + tensor.nbytes > max_shard_size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return groups
+
+
+def shard_names(pattern: str, count: int) -> list[str]:
+    """`model.safetensors` for one shard, `model-00001-of-00003.safetensors` ... for more."""
+    if count == 1:
+        return [pattern]
+    stem, suffix = pattern.rsplit(".", 1)
+    return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+
+
+def write_index(index: Path, shards: Mapping[str, Sequence[TensorInfo]]) -> None:
+    """The index of `shards` (file name -> tensors), in the layout transformers writes."""
+    content = {
+        "metadata": {"total_size": sum(tensor.nbytes for group in shards.values() for tensor in group)},
+        "weight_map": {tensor.name: file for file, group in shards.items() for tensor in group},
+    }
+    index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,195 @@
+"""safetensors with torch names: `model.safetensors`, or shards under `model.safetensors.index.json`.
+
+Layout (huggingface/safetensors, "Format"): eight bytes with the header's length, little-endian, a JSON header
+`{name: {"dtype", "shape", "data_offsets": [start, end]}, "__metadata__": {str: str}}`, then the data without holes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import MAX_RANK, Layout, Naming, Reader, TensorInfo
+from easytorch.bridge.formats.mapped import MappedFile, byte_blocks, check_announced
+from easytorch.bridge.formats.sharding import ShardedReader, find, shard_names, split, write_index
+
+# The limit of the format's own implementation.
+_HEADER_LIMIT = 100_000_000
+_BROKEN = "download or save the file again"
+
+
+class SafetensorsFile:
+    """One open safetensors file: the header is read and checked, data is mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._map = MappedFile(path)
+        self.files = (path,)
+        try:
+            header, self._start = self._header()
+            self.metadata: Mapping[str, str] = self._metadata(header.pop("__metadata__", {}))
+            self._offset: dict[str, int] = {}
+            self.tensors: Mapping[str, TensorInfo] = {name: self._entry(name, entry) for name, entry in header.items()}
+            self._check_layout()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fail(self, message: str, tensor: str | None = None) -> CheckpointError:
+        return CheckpointError(f"{message}; {_BROKEN}", file=self.files[0], tensor=tensor)
+
+    def _header(self) -> tuple[dict, int]:
+        size = self._map.size
+        length = int.from_bytes(self._map.bytes[:8], "little")
+        if size < 8 or length > size - 8:
+            raise self._fail(f"is truncated or not safetensors: a header of {length} bytes in a file of {size}")
+        if length > _HEADER_LIMIT:
+            raise self._fail(f"the header claims {length} bytes, more than the format's {_HEADER_LIMIT}")
+        try:
+            header = json.loads(self._map.bytes[8 : 8 + length], object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise self._fail(f"the header is not valid JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise self._fail(f"the header is a JSON {type(header).__name__}, not an object")
+        return header, 8 + length
+
+    def _metadata(self, metadata: object) -> dict[str, str]:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._fail("`__metadata__` is not a map of text to text")
+        return metadata
+
+    def _entry(self, name: str, entry: object) -> TensorInfo:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise self._fail("the header entry does not have just `dtype`, `shape` and `data_offsets`", name)
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
+            raise self._fail(f"shape {shape!r} and data_offsets {offsets!r} are not lists of sizes", name)
+        dtype = NAMES_OF_CODES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+        if dtype is None:
+            known = ", ".join(NAMES_OF_CODES)
+            raise CheckpointError(
+                f"dtype {entry['dtype']!r} is not known here; known: {known}", file=self.files[0], tensor=name
+            )
+        start, end = offsets
+        info = TensorInfo(name, tuple(shape), dtype, str(self.files[0]))
+        if end - start != info.nbytes:
+            raise self._fail(
+                f"{dtype} of shape {shape} takes {info.nbytes} bytes, data_offsets give {end - start}", name
+            )
+        self._offset[name] = start
+        return info
+
+    def _check_layout(self) -> None:
+        end = 0
+        for info in sorted(self.tensors.values(), key=lambda info: (self._offset[info.name], info.nbytes)):
+            if self._offset[info.name] != end:
+                raise self._fail(
+                    f"its data starts at {self._offset[info.name]}, the one before ends at {end}", info.name
+                )
+            end += info.nbytes
+        if end != self._map.size - self._start:
+            raise self._fail(
+                f"is truncated or padded: {end} bytes of data declared, {self._map.size - self._start} there"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of the mapped file."""
+        info = self.tensors[name]
+        return self._map.array(self._start + self._offset[name], info.shape, info.dtype)
+
+    def close(self) -> None:
+        """Lets go of the mapped file."""
+        self._map.close()
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a name stands twice")
+    return content
+
+
+def _naturals(values: object) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= MAX_RANK
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
+
+
+def storage_order(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+    """Widest element first, then by name: what the format's own writer does, so that data stays aligned."""
+    rank = {dtype: number for number, dtype in enumerate(SAFETENSORS_CODES)}
+    for info in tensors:
+        if info.dtype not in rank:
+            raise CheckpointError(f"safetensors has no dtype {info.dtype}; cast it to one it has", tensor=info.name)
+    return sorted(tensors, key=lambda info: (rank[info.dtype], info.name))
+
+
+def write_file(
+    path: Path, tensors: Sequence[TensorInfo], data: Iterator[np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """One file of `tensors`, in `storage_order`; `data` gives their elements one tensor at a time."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for info in tensors:
+        offsets = [end, end + info.nbytes]
+        header[info.name] = {"dtype": SAFETENSORS_CODES[info.dtype], "shape": info.shape, "data_offsets": offsets}
+        end += info.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for info in tensors:
+            array = next(data)
+            check_announced(info, array)
+            for block in byte_blocks(array):
+                stream.write(block)
+
+
+class TorchSafetensors:
+    """The format torch models are saved in by transformers."""
+
+    name = "torch safetensors"
+    naming: Naming = "torch"
+    file_name = "model.safetensors"
+
+    def detect(self, path: Path) -> Path | None:
+        """`model.safetensors.index.json`, else `model.safetensors`, in a folder; any `.safetensors` given as a file."""
+        return find(path, self.file_name, suffixes=(".safetensors", ".safetensors.index.json"))
+
+    def open(self, file: Path) -> Reader:
+        """The checkpoint behind an index or a single file."""
+        reader = ShardedReader(file, SafetensorsFile) if file.name.endswith(".json") else SafetensorsFile(file)
+        if reader.metadata.get("format") == "flax":
+            reader.close()
+            raise CheckpointError(
+                "holds Flax names (metadata format=flax), which are not read; save msgpack", file=file
+            )
+        return reader
+
+    def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
+        """Shards by name, so that each holds neighbouring layers."""
+        groups = split(sorted(tensors, key=lambda info: info.name), max_shard_size)
+        files = shard_names(self.file_name, len(groups))
+        return {file: storage_order(group) for file, group in zip(files, groups, strict=True)}
+
+    def write(self, folder: Path, layout: Layout, data: Iterator[np.ndarray]) -> None:
+        """The files of `layout`, and their index when there are several."""
+        for file, tensors in layout.items():
+            write_file(folder / file, tensors, data, {"format": "pt"})
+        if len(layout) > 1:
+            write_index(folder / f"{self.file_name}.index.json", layout)

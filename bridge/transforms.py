@@ -1,0 +1,69 @@
+"""Named layout changes between a torch weight and a Flax one, each with its inverse.
+
+The names stand in the rule tables. A transform works on numpy arrays and returns views: nothing is copied until a
+writer asks for the bytes. `parts` is the number of torch tensors that make one Flax leaf, 1 unless the rule fuses
+(qkv, gate and up): then `to_flax` is given that many arrays and `to_torch` returns as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Arrays = Sequence[np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """How torch tensors become one Flax leaf (`to_flax`) and back (`to_torch`, its exact inverse).
+
+    `rank` is the number of dimensions of the Flax leaf, None for any; the functions may rely on it.
+    """
+
+    name: str
+    to_flax: Callable[[Arrays], np.ndarray]
+    to_torch: Callable[[np.ndarray], Arrays] | None
+    rank: int | None = None
+    parts: int = 1
+
+
+def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:
+    """One torch tensor whose dimensions stand in the order `to_flax` in Flax."""
+    to_torch = tuple(to_flax.index(axis) for axis in range(len(to_flax)))
+    return Transform(
+        name=name,
+        to_flax=lambda arrays: arrays[0].transpose(to_flax),
+        to_torch=lambda array: (array.transpose(to_torch),),
+        rank=len(to_flax),
+    )
+
+
+_TRANSFORMS: dict[str, Transform] = {}
+
+
+def register_transform(transform: Transform) -> Transform:
+    """Makes `transform` known to the rule tables by its name; a taken name is an error."""
+    if transform.name in _TRANSFORMS:
+        raise ValueError(f"a transform called {transform.name!r} is registered already; choose another name")
+    _TRANSFORMS[transform.name] = transform
+    return transform
+
+
+def transform_called(name: str) -> Transform:
+    """The transform registered as `name`; `ValueError` listing the known ones otherwise."""
+    if name not in _TRANSFORMS:
+        raise ValueError(f"no transform is called {name!r}; known: {', '.join(sorted(_TRANSFORMS))}")
+    return _TRANSFORMS[name]
+
+
+register_transform(
+    Transform(name="identity", to_flax=lambda arrays: arrays[0], to_torch=lambda array: (array,)),
+)
+# torch (out, in) <-> Flax (in, out).
+register_transform(permutation("linear", (1, 0)))
+# torch (out, in, width) <-> Flax (width, in, out).
+register_transform(permutation("conv1d", (2, 1, 0)))
+# torch (out, in, height, width) <-> Flax (height, width, in, out).
+register_transform(permutation("conv2d", (2, 3, 1, 0)))

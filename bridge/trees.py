@@ -1,0 +1,38 @@
+"""Nested dicts and flat ones: `{"a": {"b": x}}` <-> `{"a/b": x}`, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from easytorch.bridge.errors import CheckpointError
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every leaf by its path; lists and tuples count as dicts from "0", "1", ..., empty dicts disappear."""
+    leaves: dict[str, Any] = {}
+    for key, child in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(child, list | tuple):
+            child = dict(enumerate(child))
+        if isinstance(child, Mapping):
+            leaves.update(flat(child, f"{path}/"))
+        else:
+            leaves[path] = child
+    return leaves
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of `leaves`; `CheckpointError` for a path that is both a leaf and a branch."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *branches, last = path.split("/")
+        node = tree
+        for branch in branches:
+            node = node.setdefault(branch, {})
+            if not isinstance(node, dict):
+                raise CheckpointError("another tensor is called as a part of this path", tensor=path)
+        if last in node:
+            raise CheckpointError("is both a tensor and a folder of tensors", tensor=path)
+        node[last] = leaf
+    return tree
