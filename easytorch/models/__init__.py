@@ -1,1 +1,1 @@
-"""One file a family: modules, weight RULES, sharding plan."""
+"""Native models, one file a family, named after `model_type`; `easytorch.auto` finds them by that name."""

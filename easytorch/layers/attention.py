@@ -1,0 +1,224 @@
+"""Attention as transformers calls it: the functions in its `AttentionInterface`, each a way into our operation.
+
+Names: "easytorch" chooses by itself; "vanilla" and "flash" are obeyed or refused. Native models route "sdpa" and
+"eager" here too (`interface_of`); transformers' own classes keep theirs: importing EasyTorch changes no other model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
+from easytorch.operations.environment import forced_by_environment
+
+logger = logging.getLogger(__name__)
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+# transformers reads every name with "flash" in it as flash-attn and then packs inputs and drops masks, so its own
+# classes get ours under another one.
+FLASH_FOR_TRANSFORMERS = "easytorch_tiled"
+
+# attn_implementation -> what OperationMetadata.backend forces; None leaves the choice to the operation.
+INTERFACES = {"easytorch": None, "vanilla": "vanilla", "flash": "flash", FLASH_FOR_TRANSFORMERS: "flash"}
+NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
+
+# What else reaches the attention through transformers' **kwargs. These do not change what is attended; positions and
+# packing are already in the mask.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "encoder_attention_mask",
+        "encoder_hidden_states",
+        "layer_idx",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "use_cache",
+    }
+)
+# These do, in ways the contract has no word for.
+_REFUSED = {
+    "cache": "a paged key/value cache (continuous batching)",
+    "indices": "sparse attention by token indices",
+    "block_indices": "sparse attention by block indices",
+    "sinks": "sinks that differ by token",
+    "head_mask": "a head mask",
+}
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    backend: str | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    output_attentions: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """query (B, H, T, D), key (B, K, S, D), value (B, K, S, Dv) -> output (B, T, H, Dv), weights (B, H, T, S) or None.
+
+    attention_mask: boolean (True attends) or added to the scores, broadcastable to (B, H, T, S); it says everything
+    about who sees whom, the window included. None: everyone, or the past when the module is causal, within the window.
+    cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length.
+    Raises `UnsupportedOperationError` for what the chosen implementation does not carry.
+    """
+    _check_others(kwargs)
+    length, keys = query.shape[2], key.shape[2]
+    causal = attention_mask is None and _is_causal(module, is_causal)
+    if causal and length > 1 and keys > length:
+        # transformers skips the mask here only for the first tokens of a preallocated cache: the rest of it is empty
+        key, value, keys = key[:, :, :length], value[:, :, :length], length
+        position_bias = None if position_bias is None else position_bias[..., :length]
+    segments: dict[str, torch.Tensor] = {}
+    if cu_seq_lens_q is not None:
+        starts = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        segments["query_segment_ids"] = _segment_ids(cu_seq_lens_q, query.shape[0], length)
+        segments["key_segment_ids"] = _segment_ids(starts, query.shape[0], keys)
+    mask, bias = _split_mask(attention_mask)
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    if output_attentions or (output_attentions is None and getattr(_config_of(module), "output_attentions", False)):
+        backend = _backend_with_weights(backend)
+    output = _operation(backend)(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        sliding_window=sliding_window if attention_mask is None else None,
+        softcap=softcap,
+        sinks=s_aux,
+        softmax_scale=scaling,
+        dropout_prob=dropout if module.training else 0.0,
+        **segments,
+    )
+    return output.attention_outputs, output.attention_weights
+
+
+def attention_mask(
+    *, attention_mask: torch.Tensor | None = None, q_offset: int | torch.Tensor = 0, device: Any = "cpu", **kwargs: Any
+) -> torch.Tensor | None:
+    """Boolean (B, 1, T, S), or None where causality alone says it (transformers' `sdpa_mask`).
+
+    On XLA the values of a padding mask are never read: that would run the graph so far and compile one more program.
+    """
+    if torch.device(device).type == "xla" and (attention_mask is not None or isinstance(q_offset, torch.Tensor)):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(attention_mask=attention_mask, q_offset=q_offset, device=device, **kwargs)
+
+
+def interface_of(implementation: str) -> AttentionFunction:
+    """The function a native model calls for `config._attn_implementation`, ours or one the user registered."""
+    if implementation in NATIVE_INTERFACES:
+        return functools.partial(attend, backend=NATIVE_INTERFACES[implementation])
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, attend)
+
+
+def register_interfaces() -> None:
+    """Put our names into transformers' tables; done once, when this module is imported."""
+    for name, backend in INTERFACES.items():
+        AttentionInterface.register(name, functools.partial(attend, backend=backend))
+        AttentionMaskInterface.register(name, attention_mask)
+
+
+@functools.cache
+def _operation(backend: str | None) -> Any:
+    return OperationRegistry.create("attention", OperationMetadata(backend=backend))
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    if is_causal is not None:
+        return is_causal
+    # transformers takes a module that does not say for causal, yet its own classes that do not say are all
+    # bidirectional (AlignText, ClapText, MarkupLM, Splinter) or always pass a mask
+    return getattr(module, "is_causal", not type(module).__module__.startswith("transformers."))
+
+
+def _split_mask(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(mask, bias): a boolean mask, or a floating one that is added to the scores."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask, None
+    if mask.is_floating_point():
+        return None, mask
+    raise ValueError(
+        f"attention_mask {tuple(mask.shape)} is {mask.dtype}: a 4D mask must be boolean (True attends) or floating "
+        f"(added to the scores); convert it with .bool()"
+    )
+
+
+def _segment_ids(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """(N + 1,) starts -> (1, length): which of the packed sequences each token belongs to."""
+    if batch != 1:
+        raise ValueError(
+            f"cu_seq_lens describe one packed row, the batch has {batch}; pack it into one, or pass a mask"
+        )
+    positions = torch.arange(length, device=starts.device, dtype=starts.dtype)
+    return torch.searchsorted(starts[1:], positions, right=True)[None]
+
+
+def _backend_with_weights(backend: str | None) -> str:
+    """ "vanilla", the one implementation that forms the weights, unless another one was forced."""
+    forced = backend or forced_by_environment("attention")
+    if forced is not None and forced.partition(":")[0] not in ("vanilla", "native"):
+        raise UnsupportedOperationError(
+            f"attention {forced!r} was forced and never forms the attention weights output_attentions=True asks for; "
+            f'use attn_implementation="vanilla", or "easytorch" which then takes it by itself'
+        )
+    return "vanilla" if backend is None else backend
+
+
+def _config_of(module: nn.Module) -> Any:
+    return getattr(module, "config", None)
+
+
+def _check_others(kwargs: dict[str, Any]) -> None:
+    """Refuse what would change the result; name, once, what is not known to leave it alone."""
+    for name, value in kwargs.items():
+        if value is None or name in _HARMLESS:
+            continue
+        if name in _REFUSED:
+            raise UnsupportedOperationError(
+                f"EasyTorch's attention does not carry {_REFUSED[name]} ({name}=...); load this model with "
+                f'attn_implementation="eager" or "sdpa"'
+            )
+        _warn_unknown(name)
+
+
+@functools.cache
+def _warn_unknown(name: str) -> None:
+    logger.warning(
+        "attention: EasyTorch does not know the argument %r and ignores it, as transformers' sdpa does", name
+    )
+
+
+register_interfaces()

@@ -1,0 +1,24 @@
+"""RMSNorm through the `rms_norm` operation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from easytorch.operations import OperationRegistry
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension: (..., D) -> (..., D), in the input's dtype (arXiv:1910.07467)."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+        self.operation = OperationRegistry.create("rms_norm")
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.operation(hidden_states, self.weight, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

@@ -1,0 +1,5 @@
+"""Weights to and from JAX/Flax."""
+
+
+class BridgeMixin:
+    pass
