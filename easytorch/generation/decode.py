@@ -1,7 +1,8 @@
 """The decode loop: a prompt, then one token at a time, on a cache that grows or on one of fixed size.
 
-Where programs are compiled for their shapes (xla) the cache is of fixed size and the prompt is padded to a power of two,
-so that generation is two programs whatever the number of tokens: the prompt's, and one step's, each with its sampling.
+Where programs are compiled for their shapes (xla) the cache is of fixed size and the prompt is padded to a power of
+two, so that generation is two programs whatever the number of tokens: the prompt's and one step's, each with its
+sampling.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def generate_tokens(
 ) -> Iterator[torch.Tensor]:
     """Yield the next token of every row, (B,) int64 on the device of `input_ids`, until every row ended.
 
-    model: a causal language model of easytorch or transformers. input_ids: (B, T) int64. attention_mask: (B, T), nonzero
-    at real tokens; padding may be on either side. temperature, top_k, top_p, repetition_penalty, seed: see
-    `SamplingConfig`; the default is greedy. eos_token_id: one or several ids, an empty list for none; None takes those of
-    the model's generation config. A row that ended gives `pad_token_id` (default: that of the generation config, else the
-    first end token). cache: "static" (fixed shapes), "dynamic", or None: static on xla, dynamic elsewhere.
+    model: a causal language model of easytorch or transformers; in training mode its dropout is at work.
+    input_ids: (B, T) int64. attention_mask: (B, T), nonzero at real tokens; padding may be on either side.
+    temperature, top_k, top_p, repetition_penalty, seed: see `SamplingConfig`; the default is greedy.
+    eos_token_id: one or several ids, an empty list for none; None takes those of the model's generation config.
+    pad_token_id: what a row gives once it ended; None takes that of the generation config, else the first end token.
+    cache: "static" (fixed shapes), "dynamic", or None: static on xla, dynamic elsewhere.
     Raises `ValueError` for arguments that do not fit, before anything runs.
     """
     config = SamplingConfig(
@@ -90,7 +92,8 @@ def _run_graph(device: torch.device) -> None:
 def _check(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> None:
     if input_ids.dim() != 2 or input_ids.is_floating_point() or 0 in input_ids.shape:
         raise ValueError(
-            f"input_ids must be integers (batch, length), neither of them 0; got {input_ids.dtype} {tuple(input_ids.shape)}"
+            f"input_ids must be integers (batch, length), neither of them 0; "
+            f"got {input_ids.dtype} {tuple(input_ids.shape)}"
         )
     if mask.shape != input_ids.shape:
         raise ValueError(

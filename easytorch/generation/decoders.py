@@ -19,7 +19,7 @@ def bucket(length: int, least: int) -> int:
 
 
 def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T), (B, T) boolean -> the same with each row's tokens, in order, at its end: every row ends in the same column."""
+    """(B, T), (B, T) boolean -> the same with each row's tokens at its end, in their order; empty columns are dropped."""
     order = torch.argsort(mask.to(torch.int8), dim=-1, stable=True)
     mask = mask.gather(1, order)
     ids = torch.where(mask, ids.gather(1, order), pad_token_id)
@@ -84,8 +84,8 @@ class StaticDecoder(Decoder):
     """A cache of fixed length, a prompt padded on the left to a power of two: every step has the same shapes.
 
     Every layer keeps the whole length, sliding-window layers too (transformers rolls those on a Python counter, which
-    would be a new program a step); their window is in the mask. Masks are given ready made, because deciding whether one
-    is needed reads the padding back to the host.
+    would be a new program a step); their window is in the mask. Masks are given ready made, because deciding whether
+    one is needed reads the padding back to the host.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """From logits to tokens: pure tensor functions, and `Sampler`, which carries what changes from step to step.
 
-The random numbers are a function of (seed, step, row, token), not of a generator's hidden state: one seed gives the same
-tokens on every device, a row's tokens do not depend on the rows beside it, and a compiled decode step needs no more
-than a counter.
+The random numbers are a function of (seed, step, row, token), not of a generator's hidden state: one seed gives the
+same tokens on every device, a row's tokens do not depend on the rows beside it, and a compiled decode step needs no
+more than a counter.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]
     for token in tokens:
         ids.append(token)
         context, text = decode(ids[start:read]), decode(ids[start:])
-        waiting = len(text) - len(text.rstrip(_BROKEN))
-        # a character has at most 4 bytes: more than 3 broken ones will not be mended
-        if len(text) > len(context) and (waiting == 0 or waiting > 3):
+        # a character has at most 4 bytes, and a token at least one: what is still broken after 4 will not be mended
+        incomplete = text.endswith(_BROKEN) and len(ids) - read < 4
+        if len(text) > len(context) and not incomplete:
             yield text[len(context) :]
             start, read = read, len(ids)
     rest = decode(ids[start:])[len(decode(ids[start:read])) :]

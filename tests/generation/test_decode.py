@@ -1,0 +1,175 @@
+"""The decode loop against `generate` of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from easytorch.generation import generate_tokens
+from easytorch.generation.decoders import align_right, bucket
+
+CACHES = ["dynamic", "static"]
+
+
+@pytest.fixture
+def batch():
+    """Ids (3, 11) and a mask with padding on the left of the first row and the third."""
+    ids = torch.randint(2, 97, (3, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    mask[2, :1] = 0
+    return ids, mask
+
+
+def generate(model, ids, mask, **settings):
+    tokens = list(generate_tokens(model, ids, mask, **settings))
+    return torch.stack(tokens, dim=1) if tokens else torch.empty(len(ids), 0, dtype=torch.int64)
+
+
+def expected(model, ids, mask, **settings):
+    return model.generate(input_ids=ids, attention_mask=mask, do_sample=False, **settings)[:, ids.shape[1] :]
+
+
+def to_the_right(ids, mask):
+    """The same rows with their padding on the right."""
+    order = torch.argsort(1 - mask, dim=1, stable=True)
+    return ids.gather(1, order), mask.gather(1, order)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [(name, cache) for name in ("llama", "gpt2", "gemma3_text", "mistral") for cache in CACHES]
+    + [("bloom", "dynamic")],
+)
+def test_greedy_equals_transformers(make_model, batch, name, cache):
+    model = make_model(name)
+    want = expected(model, *batch, max_new_tokens=20)
+    assert len(want.unique()) > 5
+    assert torch.equal(generate(model, *batch, max_new_tokens=20, cache=cache), want)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations(make_model, batch, attention):
+    model = make_model("llama", attn_implementation=attention)
+    assert torch.equal(
+        generate(model, *batch, max_new_tokens=12, cache="static"), expected(model, *batch, max_new_tokens=12)
+    )
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_side_of_the_padding_does_not_matter(llama, batch, cache):
+    left = generate(llama, *batch, max_new_tokens=10, cache=cache)
+    assert torch.equal(generate(llama, *to_the_right(*batch), max_new_tokens=10, cache=cache), left)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_row_is_what_it_is_alone(llama, batch, cache):
+    ids, mask = batch
+    together = generate(llama, ids, mask, max_new_tokens=10, cache=cache)
+    for row in range(len(ids)):
+        alone = ids[row : row + 1, mask[row].bool()]
+        assert torch.equal(generate(llama, alone, None, max_new_tokens=10, cache=cache)[0], together[row])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_row_ends_by_itself(llama, batch, cache):
+    free = expected(llama, *batch, max_new_tokens=25)
+    ends = [int(free[0, 3]), int(free[1, 9])]
+    want = expected(llama, *batch, max_new_tokens=25, eos_token_id=ends, pad_token_id=0)
+    got = generate(llama, *batch, max_new_tokens=25, eos_token_id=ends, pad_token_id=0, cache=cache)
+    assert torch.equal(got, want)
+    assert (got[0] == 0).any(), "a row that ended is padded while the others go on"
+
+
+def test_stops_when_every_row_has_ended(llama, batch):
+    ids, mask = batch
+    end = int(expected(llama, ids[:1], mask[:1], max_new_tokens=4)[0, -1])
+    got = generate(llama, ids[:1], mask[:1], max_new_tokens=50, eos_token_id=end)
+    assert got.shape[1] <= 4 and int(got[0, -1]) == end
+
+
+def test_end_tokens_of_the_generation_config(make_model, batch):
+    model = make_model("llama")
+    model.generation_config.eos_token_id = int(expected(model, *batch, max_new_tokens=6)[1, 5])
+    assert torch.equal(generate(model, *batch, max_new_tokens=30), expected(model, *batch, max_new_tokens=30))
+    assert generate(model, *batch, max_new_tokens=30, eos_token_id=[]).shape[1] == 30
+
+
+@pytest.mark.parametrize("penalty", [1.5, 0.8])
+def test_repetition_penalty_equals_transformers(llama, batch, penalty):
+    ids = batch[0]
+    settings = {"max_new_tokens": 20, "repetition_penalty": penalty}
+    assert torch.equal(generate(llama, ids, None, **settings), expected(llama, ids, None, **settings))
+
+
+def test_seed_decides_the_sample_and_the_cache_does_not(llama, batch):
+    settings = {"max_new_tokens": 15, "temperature": 1.5, "top_k": 40, "top_p": 0.95}
+    first = generate(llama, *batch, seed=1, cache="dynamic", **settings)
+    assert torch.equal(generate(llama, *batch, seed=1, cache="static", **settings), first)
+    assert not torch.equal(generate(llama, *batch, seed=2, cache="static", **settings), first)
+
+
+def test_tokens_come_one_at_a_time(llama, batch):
+    calls = []
+    handle = llama.register_forward_hook(lambda *_: calls.append(1))
+    tokens = generate_tokens(llama, *batch, max_new_tokens=1000)
+    assert not calls
+    first = next(tokens)
+    handle.remove()
+    assert len(calls) == 1 and first.shape == (3,) and first.dtype == torch.int64
+    assert not first.requires_grad
+
+
+def test_no_tokens(llama, batch):
+    assert generate(llama, *batch, max_new_tokens=0).shape == (3, 0)
+
+
+def test_peft_model(make_model, batch):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    want = expected(model.eval(), *batch, max_new_tokens=8)
+    for cache in CACHES:
+        assert torch.equal(generate(model, *batch, max_new_tokens=8, cache=cache), want)
+
+
+def test_arguments_are_checked_before_anything_runs(llama, make_model, batch):
+    ids, mask = batch
+    for arguments, settings, message in [
+        ((ids[0], mask[0]), {}, "input_ids must be integers"),
+        ((ids.float(), mask), {}, "input_ids must be integers"),
+        ((ids[:, :0], mask[:, :0]), {}, "neither of them 0"),
+        ((ids, mask[:, 1:]), {}, "attention_mask"),
+        ((ids, torch.zeros_like(mask)), {}, "without any token"),
+        ((ids, mask), {"max_new_tokens": -1}, "max_new_tokens"),
+        ((ids, mask), {"cache": "paged"}, "'dynamic' or 'static'"),
+        ((ids, mask), {"temperature": -1}, "temperature"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate_tokens(llama, *arguments, **settings)
+    with pytest.raises(ValueError, match="takes no position_ids; use cache='dynamic'"):
+        generate_tokens(make_model("bloom"), ids, mask, cache="static")
+
+
+def test_encoder_decoders_are_refused(batch):
+    import transformers
+
+    config = transformers.T5Config(vocab_size=97, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    with pytest.raises(ValueError, match="use generate"):
+        generate_tokens(transformers.T5ForConditionalGeneration(config), *batch)
+
+
+def test_too_many_tokens_for_the_positions_are_reported(llama, batch, caplog):
+    generate_tokens(llama, *batch, max_new_tokens=250)
+    assert "pass the 256 positions LlamaForCausalLM was made for" in caplog.text
+
+
+def test_align_right_keeps_the_order_and_drops_empty_columns():
+    ids = torch.tensor([[5, 6, 0, 7, 0], [0, 8, 9, 0, 0]])
+    aligned, mask = align_right(ids, ids > 0, 1)
+    assert aligned.tolist() == [[5, 6, 7], [1, 8, 9]]
+    assert mask.tolist() == [[True, True, True], [False, True, True]]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128)])
+def test_buckets_are_powers_of_two(length, expected):
+    assert bucket(length, 16) == expected
