@@ -1,0 +1,155 @@
+"""The flash kernels compiled ahead of time for GPUs that are not here, and what they take of them.
+
+    python -m easytorch.kernels.attention.triton_aot sm_90 bfloat16 128
+
+prints one line of JSON a kernel. A process that has loaded Triton under TRITON_INTERPRET=1 cannot compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from easytorch.kernels.attention.triton_tuning import SHARED_MEMORY
+
+ARCHITECTURES = tuple(SHARED_MEMORY)
+KERNELS = ("forward", "delta", "key_value_grad", "query_grad")
+
+_POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one compiled kernel takes: registers a thread (AMD: VGPRs), bytes of shared memory a block, of stack a thread."""
+
+    kernel: str
+    architecture: str
+    dtype: str
+    head_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    stack: int
+    shared: int
+
+
+def compile_kernels(
+    architecture: str, dtype: torch.dtype, head_dim: int, *, causal: bool = True, kernels: tuple[str, ...] = KERNELS
+) -> Iterator[Resources]:
+    """Compile the kernels of one causal training step, query (2, 4096, 32, D), key and value (2, 4096, 8, D)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
+    hip = architecture.startswith("gfx")
+    target = GPUTarget("hip", architecture, 64) if hip else GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    for name, call in _calls(architecture, dtype, head_dim, causal):
+        if name not in kernels:
+            continue
+        signature, constants, attributes = _specialize(call.kernel, call.arguments)
+        source = ASTSource(call.kernel, signature, constants, attributes)
+        options = {"num_warps": call.num_warps, "num_stages": call.num_stages}
+        compiled = triton.compile(source, target=target, options=options)
+        registers, stack = _amd_usage(compiled.asm["amdgcn"]) if hip else _nvidia_usage(compiled.asm["cubin"])
+        yield Resources(
+            kernel=name, architecture=architecture, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim,
+            block_m=call.arguments["BLOCK_M"], block_n=call.arguments.get("BLOCK_N", 0), **options,
+            registers=registers, stack=stack, shared=compiled.metadata.shared,
+        )  # fmt: skip
+
+
+def _calls(architecture: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterator[tuple[str, Any]]:
+    from easytorch.kernels.attention import triton_flash_calls as calls
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, key = empty(2, 4096, 32, head_dim), empty(2, 4096, 8, head_dim)
+    lse = empty(2, 32, 4096, dtype=torch.float32)
+    features = calls.Features(right=0 if causal else None, softmax_scale=head_dim**-0.5)
+    yield "forward", calls.forward_call(architecture, query, key, key, query, lse, features)
+    yield "delta", calls.delta_call(query, query, lse)
+    yield "key_value_grad", calls.key_value_grad_call(
+        architecture, query, key, key, query, lse, lse, key, key, features
+    )
+    yield "query_grad", calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, None, features)
+
+
+def _specialize(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """signature, constants and attributes of `arguments`, specialized as Triton's launcher does (16-byte alignment too)."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def describe(path: tuple[int, ...], value: Any, constant: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(describe((*path, i), item, constant) for i, item in enumerate(value))
+        if constant or value is None or (isinstance(value, int) and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        if isinstance(value, torch.Tensor):
+            return _POINTERS[value.dtype]
+        if isinstance(value, float):
+            attributes.pop(path, None)
+            return "fp32"
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    for index, parameter in enumerate(kernel.params):
+        signature[parameter.name] = describe((index,), arguments[parameter.name], parameter.is_constexpr)
+    return signature, constants, attributes
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread, read by the cuobjdump that Triton ships."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        report = subprocess.run([program, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found, f"cuobjdump printed no resource usage: {report}"
+    return int(found[1]), int(found[2])
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    """(VGPRs, bytes of private memory) of a thread, from the kernel's metadata in the assembly."""
+    vgprs, stack = (
+        re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "private_segment_fixed_size")
+    )
+    assert vgprs and stack, "the assembly has no kernel metadata"
+    return int(vgprs[1]), int(stack[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architecture", choices=ARCHITECTURES)
+    parser.add_argument("dtype", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("head_dim", type=int)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
+    for resources in compile_kernels(arguments.architecture, dtype, arguments.head_dim, kernels=tuple(arguments.kernels)):
+        print(json.dumps(dataclasses.asdict(resources)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
