@@ -26,7 +26,8 @@ class LazyGroup(TyperGroup):
 
 
 def command_names() -> list[str]:
-    """Every module of `easytorch.cli` is a command (its function `command`), except these two."""
+    """Every module of `easytorch.cli` is a command (its function `command`, and `CONTEXT`, click's settings, if it has
+    any), except these two."""
     return sorted(module.name for module in pkgutil.iter_modules(cli.__path__) if module.name not in ("lazy", "main"))
 
 
@@ -45,8 +46,9 @@ def summary(name: str) -> str:
 
 
 def _load(name: str) -> Any:
-    one = typer.Typer(add_completion=False, context_settings=CONTEXT)
-    one.command(name)(importlib.import_module(f"easytorch.cli.{name}").command)
+    module = importlib.import_module(f"easytorch.cli.{name}")
+    one = typer.Typer(add_completion=False, context_settings={**CONTEXT, **getattr(module, "CONTEXT", {})})
+    one.command(name)(module.command)
     return typer.main.get_command(one)
 
 

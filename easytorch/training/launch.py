@@ -31,7 +31,8 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
         "-m", "easytorch.training", "--config", str(output / "training.json"),
     ]  # fmt: skip
-    running = subprocess.Popen(command, env=_environment(processes, threads))
+    environment = {**os.environ, **child_environment(), "OMP_NUM_THREADS": str(threads or _share_of_cores(processes))}
+    running = subprocess.Popen(command, env=environment)
     try:
         code = running.wait()
     except KeyboardInterrupt:
@@ -42,12 +43,12 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
         raise TrainingFailedError(f"training in {output} ended with exit code {code}")
 
 
-def _environment(processes: int, threads: int | None) -> dict[str, str]:
-    """The children's environment: their threads, and this very easytorch on their path, installed or not."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def child_environment() -> dict[str, str]:
+    """What a Python child needs to import this very easytorch, installed or not; goes over `os.environ`."""
     paths = [str(Path(easytorch.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads or max(1, cores // processes)),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _share_of_cores(processes: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)

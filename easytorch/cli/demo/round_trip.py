@@ -1,0 +1,82 @@
+"""Stage 2: the conversion command to Flax and back, bit for bit, and the Flax parameters run by plain jax."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from easytorch.cli.demo.sentences import Encoded, sentence_embeddings
+from easytorch.cli.demo.stage import Demo
+
+TOLERANCE = 1e-5
+# Saved by older releases of transformers: the row numbers 0, 1, 2, ... of the position table, not a weight.
+NOT_A_WEIGHT = "embeddings.position_ids"
+
+
+def run(demo: Demo, weights: Path, encoded: Encoded) -> None:
+    flax, back = demo.output / "minilm-flax", demo.output / "minilm-torch"
+    demo.easytorch("convert", str(weights), str(flax), "--to", "flax")
+    demo.easytorch("convert", str(flax), str(back), "--to", "torch")
+    demo.made("MiniLM as a Flax checkpoint", flax)
+    demo.made("and back as torch safetensors", back)
+    count, different = compare_bits(weights / "model.safetensors", back / "model.safetensors")
+    demo.check(
+        "tensors bit-identical after torch -> Flax -> torch",
+        f"{count - len(different)} of {count}" + (f", not {', '.join(different)}" if different else ""),
+        not different,
+    )
+    hidden = run_in_jax(flax, encoded)
+    mask = encoded.inputs["attention_mask"]
+    for what, got, expected in (
+        ("last hidden state by plain jax", hidden, encoded.hidden),
+        (
+            "sentence embeddings by plain jax",
+            sentence_embeddings(hidden, mask),
+            sentence_embeddings(encoded.hidden, mask),
+        ),
+    ):
+        difference = float((got - expected).abs().max())
+        demo.check(
+            f"{what} against torch, max abs difference",
+            f"{difference:.2e} (allowed {TOLERANCE:.0e})",
+            difference < TOLERANCE,
+        )
+
+
+def compare_bits(first: Path, second: Path) -> tuple[int, list[str]]:
+    """How many weights the first file has, and the names of those that the second lacks or has otherwise, or adds."""
+    from safetensors.numpy import load_file
+
+    before, after = load_file(first), load_file(second)
+    before.pop(NOT_A_WEIGHT, None)
+    after.pop(NOT_A_WEIGHT, None)
+    different = [
+        name
+        for name in sorted({*before, *after})
+        if name not in before or name not in after or not _same_bits(before[name], after[name])
+    ]
+    return len(before), different
+
+
+def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+
+
+def run_in_jax(folder: Path, encoded: Encoded) -> torch.Tensor:
+    """The last hidden state (B, T, D) that a jax function computes from the converted parameters."""
+    import jax
+
+    from easytorch.bridge.load import load_tree
+    from easytorch.cli.demo.jax_bert import bert
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    ids, types, mask = (encoded.inputs[name].numpy() for name in ("input_ids", "token_type_ids", "attention_mask"))
+    run = jax.jit(bert, static_argnames=("num_heads", "epsilon"))
+    params = jax.tree.map(jax.numpy.asarray, load_tree(folder))
+    hidden = run(
+        params, ids, types, mask, num_heads=config["num_attention_heads"], epsilon=config["layer_norm_eps"]
+    )  # fmt: skip
+    return torch.from_numpy(np.array(hidden))
