@@ -13,18 +13,22 @@ from dataclasses import dataclass
 import numpy as np
 
 Arrays = Sequence[np.ndarray]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
     """How torch tensors become one Flax leaf (`to_flax`) and back (`to_torch`, its exact inverse).
 
-    `rank` is the number of dimensions of the Flax leaf, None for any; the functions may rely on it.
+    The shape functions say the same of shapes, so that a file's header can be written before any data is read.
+    `rank` is the number of dimensions on the Flax side, None for any; the functions may rely on it.
     """
 
     name: str
     to_flax: Callable[[Arrays], np.ndarray]
     to_torch: Callable[[np.ndarray], Arrays] | None
+    flax_shape: Callable[[Sequence[Shape]], Shape]
+    torch_shapes: Callable[[Shape], Sequence[Shape]]
     rank: int | None = None
     parts: int = 1
 
@@ -36,6 +40,8 @@ def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:
         name=name,
         to_flax=lambda arrays: arrays[0].transpose(to_flax),
         to_torch=lambda array: (array.transpose(to_torch),),
+        flax_shape=lambda shapes: tuple(shapes[0][axis] for axis in to_flax),
+        torch_shapes=lambda shape: (tuple(shape[axis] for axis in to_torch),),
         rank=len(to_flax),
     )
 
@@ -59,7 +65,13 @@ def transform_called(name: str) -> Transform:
 
 
 register_transform(
-    Transform(name="identity", to_flax=lambda arrays: arrays[0], to_torch=lambda array: (array,)),
+    Transform(
+        name="identity",
+        to_flax=lambda arrays: arrays[0],
+        to_torch=lambda array: (array,),
+        flax_shape=lambda shapes: shapes[0],
+        torch_shapes=lambda shape: (shape,),
+    ),
 )
 # torch (out, in) <-> Flax (in, out).
 register_transform(permutation("linear", (1, 0)))

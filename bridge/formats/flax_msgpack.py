@@ -37,6 +37,9 @@ class MsgpackFile:
             raise
         self.tensors: Mapping[str, TensorInfo] = tensors
 
+    def _fail(self, message: str, name: str) -> CheckpointError:
+        return CheckpointError(f"{message}; download or save the file again", file=self.files[0], tensor=name)
+
     def _index(self, tree: Tree, path: tuple[str, ...], tensors: dict[str, TensorInfo]) -> None:
         for key, child in tree.items():
             name = "/".join((*path, key))
@@ -44,7 +47,7 @@ class MsgpackFile:
                 self._index(child, (*path, key), tensors)
                 continue
             if name in tensors:
-                raise CheckpointError("two paths of the tree read the same", file=self.files[0], tensor=name)
+                raise self._fail("two paths of the tree read the same", name)
             shape, dtype = self._leaf(name, child)
             tensors[name] = TensorInfo(name, shape, dtype, str(self.files[0]))
 
@@ -58,24 +61,20 @@ class MsgpackFile:
         if isinstance(child, bool | int | float | complex) and not _too_wide(child):
             self._scalars[name] = np.asarray(child)
             return (), self._scalars[name].dtype.name
-        raise CheckpointError(f"holds {child!r}, which is not an array", file=self.files[0], tensor=name)
+        raise self._fail(f"holds {child!r}, which is not an array", name)
 
     def _chunks(self, name: str, node: Tree) -> tuple[list[Located], tuple[int, ...]]:
         shape, chunks = (self._listed(node.get(key)) for key in ("shape", "chunks"))
         if not chunks or not all(isinstance(part, Located) and part.dtype == chunks[0].dtype for part in chunks):
-            raise CheckpointError(
-                "a chunked array has chunks that are no arrays of one dtype", file=self.files[0], tensor=name
-            )
+            raise self._fail("a chunked array has chunks that are not arrays of one dtype", name)
         if shape is None or not all(type(size) is int and size >= 0 for size in shape):
-            raise CheckpointError("a chunked array has no proper shape", file=self.files[0], tensor=name)
+            raise self._fail("a chunked array has no proper shape", name)
         count = 1
         for size in shape:
             count *= size
         present = sum(part.shape[0] if len(part.shape) == 1 else -1 for part in chunks)
         if present != count:
-            raise CheckpointError(
-                f"its chunks hold {present} elements, its shape {shape} needs {count}", file=self.files[0], tensor=name
-            )
+            raise self._fail(f"its chunks hold {present} elements, its shape {shape} needs {count}", name)
         return chunks, tuple(shape)
 
     @staticmethod

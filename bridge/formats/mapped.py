@@ -42,7 +42,7 @@ class MappedFile:
 
 
 def byte_blocks(array: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of `array` in C order, a transposed view a few megabytes at a time, so that it is never copied whole."""
+    """The bytes of `array` in C order, of a transposed view a few megabytes at a time: never copied whole."""
     if array.flags.c_contiguous or array.nbytes <= _BLOCK_BYTES:
         yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         return

@@ -177,7 +177,7 @@ class TorchSafetensors:
         if reader.metadata.get("format") == "flax":
             reader.close()
             raise CheckpointError(
-                "holds Flax names (metadata format=flax), which are not read; save msgpack", file=file
+                "holds Flax names (metadata format=flax), which are not read yet; give msgpack", file=file
             )
         return reader
 

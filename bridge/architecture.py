@@ -1,0 +1,121 @@
+"""The parameters an architecture has, by transformers' own class on the meta device, and the check against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.rules import RuleTable
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`shapes` by torch name, the name of the base model in them, and whether the config ties word embeddings."""
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    base: str
+    tie: bool
+
+
+def architecture_of(config: Config, tensors: int) -> Architecture:
+    """The architecture `config` describes, of a checkpoint that holds that many `tensors`.
+
+    Nothing is allocated. `CheckpointError` for a class transformers does not have or a config it cannot build.
+    """
+    import torch
+    import transformers
+
+    layers = config.content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > tensors:
+        raise CheckpointError(
+            f"`num_hidden_layers` is {layers}, the checkpoint has {tensors} tensors", file=config.file
+        )
+    try:
+        settings = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
+        model_class = _model_class(config, type(settings))
+        with torch.device("meta"):
+            model = model_class(settings)
+    except CheckpointError:
+        raise
+    # What transformers and torch raise for values of the wrong kind or size.
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"describes no model that can be built ({reason}); correct it", file=config.file
+        ) from error
+    return Architecture(
+        name=model_class.__name__,
+        shapes={name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)},
+        base=model.base_model_prefix,
+        tie=bool(settings.tie_word_embeddings),
+    )
+
+
+def _model_class(config: Config, config_class: type) -> type:
+    import transformers
+
+    if config.architecture is None:
+        return transformers.MODEL_MAPPING[config_class]
+    found = getattr(transformers, config.architecture, None)
+    if not isinstance(found, type) or getattr(found, "config_class", None) is not config_class:
+        family = config_class.__name__.removesuffix("Config")
+        known = [name for name in dir(transformers) if name.startswith(f"{family}For") or name == f"{family}Model"]
+        raise CheckpointError(
+            f"unknown architecture {config.architecture!r}{nearest(config.architecture, known)}; "
+            f"known for {config.model_type!r}: {', '.join(known)}",
+            file=config.file,
+        )
+    return found
+
+
+def check(tensors: Mapping[str, TensorInfo], architecture: Architecture, table: RuleTable) -> None:
+    """Refuses torch `tensors` (by the names the rules know) with a weight missing, left over, or of another shape.
+
+    Modules the architecture does not have at all (a pooler, another head) are no error: hub checkpoints carry them.
+    """
+    prefix = f"{architecture.base}."
+    wanted = {name.removeprefix(prefix): shape for name, shape in architecture.shapes.items()}
+    there = {name.removeprefix(prefix): info for name, info in tensors.items()}
+    for name, info in there.items():
+        if name in wanted and info.shape != wanted[name]:
+            raise CheckpointError(
+                f"has shape {info.shape}, {architecture.name} with this config needs {wanted[name]}; "
+                "correct config.json or the weights",
+                file=info.file or None,
+                tensor=info.name,
+            )
+    missing = [name for name in architecture.shapes if name.removeprefix(prefix) not in there]
+    missing = [name for name in missing if not _implied(name, architecture, table)]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        message = f"is missing{more}, and {architecture.name} needs it{nearest(missing[0], tensors)}; add it"
+        raise CheckpointError(message, file=_file(tensors), tensor=missing[0])
+    used = {_rule_number(name, table) for name in architecture.shapes}
+    for name, info in there.items():
+        if (
+            name not in wanted
+            and _rule_number(info.name, table) in used
+            and not _implied(info.name, architecture, table)
+        ):
+            message = f"is left over: {architecture.name} with this config has no such weight{nearest(name, wanted)}"
+            raise CheckpointError(
+                f"{message}; correct config.json or remove it", file=info.file or None, tensor=info.name
+            )
+
+
+def _implied(name: str, architecture: Architecture, table: RuleTable) -> bool:
+    """Whether `name` is a repeat of another weight, so that a checkpoint may leave it out."""
+    return table.tie(name) is not None and (architecture.tie or table.torch_rule(name) is None)
+
+
+def _rule_number(name: str, table: RuleTable) -> int | None:
+    found = table.torch_rule(name)
+    return None if found is None else found[0].number
+
+
+def _file(tensors: Mapping[str, TensorInfo]) -> str | None:
+    return next((info.file for info in tensors.values() if info.file), None)

@@ -1,0 +1,59 @@
+"""A folder that is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from easytorch.bridge.errors import CheckpointError
+
+
+def refuse_existing(destination: Path) -> None:
+    """`CheckpointError` when something stands at `destination`, a broken link included."""
+    if os.path.lexists(destination):
+        raise CheckpointError("exists already; choose another destination or remove it first", file=destination)
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A temporary folder beside `destination`, flushed to disk and renamed to it when the block ends well.
+
+    When the block raises, Ctrl-C included, the temporary folder is removed. A killed process leaves it behind, under a
+    hidden name, and `destination` absent.
+    """
+    refuse_existing(destination)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {error.strerror}", file=destination) from error
+    try:
+        yield temporary
+        _flush(temporary)
+        refuse_existing(destination)
+        temporary.rename(destination)
+        _sync(destination.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", file=destination) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            _sync(Path(parent, file))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,40 @@
+"""What stands beside the weights and goes along: config, tokenizer, generation settings, model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+# Weights of any kind, and what belongs to a training run and not to the model.
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".ot", ".onnx", ".onnx_data", ".gguf", ".npz"),
+    *(".tflite", ".mlmodel", ".index.json", ".index", ".data-00000-of-00001", ".partial"),
+)
+
+
+def copy_companions(source: Path, destination: Path) -> list[Path]:
+    """Copies every file of the folder `source` that is not weights, subfolders and all; links are followed to files.
+
+    Hidden names are left out: they are caches and version control.
+    """
+    copied = []
+    for parent, folders, files in os.walk(source):
+        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+        for name in sorted(files):
+            file = Path(parent, name)
+            if name.startswith(".") or name.endswith(_WEIGHTS) or not file.is_file():
+                continue
+            target = destination / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+            copied.append(target)
+    return copied
+
+
+def set_config_dtype(config: Path, dtype: str) -> None:
+    """Makes `config.json` say the element type the weights have now, under the key it used for it."""
+    content = json.loads(config.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in content else "dtype"
+    config.write_text(json.dumps({**content, key: dtype}, indent=2) + "\n", encoding="utf-8")

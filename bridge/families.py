@@ -1,0 +1,69 @@
+"""A checkpoint's config and the rule table of its family."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.formats.sharding import read_json
+from easytorch.bridge.rules import Rules
+
+_CONFIG_LIMIT = 16 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """`config.json` of a checkpoint."""
+
+    file: Path
+    content: dict[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        """The family's name; `CheckpointError` when the config has none."""
+        found = self.content.get("model_type")
+        if not isinstance(found, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", found):
+            raise CheckpointError(
+                f"`model_type` is {found!r}; set it to the family's name, as in 'bert'", file=self.file
+            )
+        return found
+
+    @property
+    def architecture(self) -> str | None:
+        """The model class that was saved, by its torch name, or None when the config does not say."""
+        listed = self.content.get("architectures")
+        if listed is None:
+            return None
+        if not isinstance(listed, list) or not listed or not isinstance(listed[0], str):
+            raise CheckpointError(f"`architectures` is {listed!r}; it is a list with a class name", file=self.file)
+        return listed[0].removeprefix("Flax")
+
+
+def read_config(path: Path) -> Config:
+    """The config of a checkpoint folder, or of the folder a weight file stands in."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        raise CheckpointError("there is no config.json beside the weights; copy the model's there", file=file.parent)
+    return Config(file, read_json(file, limit=_CONFIG_LIMIT))
+
+
+def rules_for(model_type: str) -> Rules:
+    """`RULES` of `easytorch.models.<model_type>`; `CheckpointError` naming the families there are otherwise."""
+    name = model_type.replace("-", "_")
+    known = families()
+    if name not in known:
+        hint = f"{nearest(name, known)}; families: {', '.join(known)}"
+        raise CheckpointError(f"unknown architecture: no rules for the family {model_type!r}{hint}")
+    return importlib.import_module(f"easytorch.models.{name}").RULES
+
+
+def families() -> list[str]:
+    """The names under which `easytorch.models` holds a family, without importing any."""
+    package = importlib.util.find_spec("easytorch.models")
+    folders = [Path(folder) for folder in package.submodule_search_locations or ()]
+    return sorted(file.stem for folder in folders for file in folder.glob("*.py") if not file.stem.startswith("_"))

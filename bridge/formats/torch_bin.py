@@ -1,0 +1,92 @@
+"""Pickled torch checkpoints, read only: `pytorch_model.bin` (single or sharded), any `.bin`, `.pt` or `.pth` by path.
+
+They are unpickled with `weights_only=True`, which runs no code from the file, or not at all.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from easytorch.bridge.dtypes import numpy_dtype, to_numpy
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import Naming, Reader, TensorInfo
+from easytorch.bridge.formats.sharding import ShardedReader, find
+
+
+class PickleFile:
+    """One open pickle. Data stays in the file (mapped) where torch wrote a zip archive, as it does since 1.6."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = (path,)
+        self.metadata: Mapping[str, str] = {}
+        self._state = self._load(path)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, tuple(tensor.shape), self._dtype(name, tensor), str(path))
+            for name, tensor in self._state.items()
+        }
+
+    def _load(self, path: Path) -> dict:
+        import torch
+
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                "is not a pickle of plain tensors, and others are not loaded because they can run code; "
+                "save the state dict as safetensors",
+                file=path,
+            ) from error
+        # What torch's and Python's readers raise for damaged archives and pickles.
+        except (OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"cannot be read ({reason}); download or save it again", file=path) from error
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise CheckpointError(f"holds a {type(state).__name__}, not a state dict of tensors by name", file=path)
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                message = f"is a {type(value).__name__}, not a tensor; save the model's state dict alone"
+                raise CheckpointError(message, file=path, tensor=name)
+        return state
+
+    def _dtype(self, name: str, tensor: object) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if numpy_dtype(dtype) is None or tensor.layout.__str__() != "torch.strided":
+            raise CheckpointError(f"is {dtype} with layout {tensor.layout}", file=self.files[0], tensor=name)
+        return dtype
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor's own memory, with its strides."""
+        return to_numpy(self._state[name])
+
+    def close(self) -> None:
+        """Lets go of the tensors, and with them of the mapped file."""
+        self._state = {}
+
+    def __enter__(self) -> PickleFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TorchBin:
+    """What transformers saved torch models in before safetensors."""
+
+    name = "torch pickle"
+    naming: Naming = "torch"
+
+    def detect(self, path: Path) -> Path | None:
+        """`pytorch_model.bin.index.json`, else `pytorch_model.bin`, in a folder; `.bin`, `.pt`, `.pth` as a file."""
+        return find(path, "pytorch_model.bin", suffixes=(".bin", ".bin.index.json", ".pt", ".pth"))
+
+    def open(self, file: Path) -> Reader:
+        """The checkpoint behind an index or a single file."""
+        return ShardedReader(file, PickleFile) if file.name.endswith(".json") else PickleFile(file)

@@ -1,0 +1,212 @@
+"""What a conversion will do, decided from names and shapes alone: which tensors make which, and what stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.rules import TIED, TIED_IN_TORCH, Bindings, CompiledRule, RuleTable
+from easytorch.bridge.transforms import Transform, transform_called
+
+# Whether two tensors of the source, given with the transform that puts each into torch's layout, are bit-identical.
+Same = Callable[["Step", "Step"], bool]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Reads `sources`, gives `targets`. `reverse` applies the transform from Flax to torch."""
+
+    sources: tuple[str, ...]
+    targets: tuple[TensorInfo, ...]
+    transform: Transform
+    reverse: bool
+
+    def run(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """The targets' data from the sources', in the targets' dtype; views unless the dtype changes."""
+        made = self.transform.to_torch(arrays[0]) if self.reverse else (self.transform.to_flax(arrays),)
+        return [
+            array.astype(target.dtype) if array.dtype.name != target.dtype else array
+            for array, target in zip(made, self.targets, strict=True)
+        ]
+
+
+@dataclass
+class Plan:
+    """The steps of a conversion, in the target's order.
+
+    `kept` are source tensors (torch) that the target (Flax) has no place for, by their torch name. `tied` are torch
+    names left out because they repeat the data at a Flax path. `notes` are for the user.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def targets(self) -> dict[str, TensorInfo]:
+        """Every target by name."""
+        return {info.name: info for step in self.steps for info in step.targets}
+
+
+def copy_plan(tensors: Mapping[str, TensorInfo]) -> Plan:
+    """Every tensor as it is: for conversions that change the file format only."""
+    return Plan([Step((name,), (info,), transform_called("identity"), False) for name, info in tensors.items()])
+
+
+def plan_to_flax(tensors: Mapping[str, TensorInfo], table: RuleTable, *, tie: bool, same: Same) -> Plan:
+    """torch -> Flax. `tie` is the config's `tie_word_embeddings`."""
+    return _ToFlax(tensors, table, tie, same).plan()
+
+
+def plan_to_torch(
+    tensors: Mapping[str, TensorInfo],
+    table: RuleTable,
+    *,
+    tie: bool,
+    same: Same,
+    kept: Iterable[str] = (),
+    tied: Iterable[str] = (),
+) -> Plan:
+    """Flax -> torch. `kept` and `tied` are torch names: tensors to be merged in, and repeats to be written again."""
+    plan = Plan()
+    kept = frozenset(kept)
+    tied = frozenset(tied)
+    leaves: dict[str, Step] = {}
+    for path in tensors:
+        found = table.flax_rule(path)
+        if found is None:
+            raise CheckpointError(table.unknown_flax(path), file=tensors[path].file or None, tensor=path)
+        leaves[path] = _step_to_torch(tensors[path], *found)
+    for step in leaves.values():
+        repeats = table.tie(step.targets[0].name)
+        if repeats is not None and repeats[0].kind == TIED_IN_TORCH and tie and step.targets[0].name not in tied:
+            original = leaves.get(repeats[1])
+            if original is not None and same(step, original):
+                plan.tied[step.targets[0].name] = repeats[1]
+                continue
+        if not any(target.name in kept for target in step.targets):
+            plan.steps.append(step)
+    made = plan.targets
+    for path, step in leaves.items():
+        for rule, name in table.tied_to(path):
+            alone = rule.kind == TIED and table.torch_rule(name) is None
+            if name not in made and name not in plan.tied and (name in tied or (alone and not tie)):
+                plan.steps.append(_renamed(step, name))
+    return plan
+
+
+class _ToFlax:
+    def __init__(self, tensors: Mapping[str, TensorInfo], table: RuleTable, tie: bool, same: Same) -> None:
+        self._tensors = tensors
+        self._table = table
+        self._tie = tie
+        self._same = same
+        # Name as the rules know it -> name in the source.
+        self._given = table.torch_names(tensors)
+        self._plan = Plan()
+        self._parts: dict[tuple[int, str], tuple[CompiledRule, Bindings, dict[int, str]]] = {}
+
+    def plan(self) -> Plan:
+        names = dict.fromkeys(self._given)
+        for name in list(names):
+            if self._table.is_buffer(name):
+                self._plan.kept[name] = self._given[name]
+                del names[name]
+        for name in list(names):
+            if name in names and (tie := self._table.tie(name)) is not None:
+                self._resolve(name, *tie, names)
+        for name in names:
+            self._move(name, self._given[name])
+        self._fill_untied(names)
+        ordered = sorted(self._parts.values(), key=lambda entry: entry[0].order(entry[1]))
+        self._plan.steps = [self._step(*entry) for entry in ordered]
+        return self._plan
+
+    def _resolve(self, name: str, rule: CompiledRule, path: str, names: dict[str, None]) -> None:
+        """A torch tensor that may repeat the one at `path`: left out where Flax has it once."""
+        source_rule, bindings = self._table.flax_rule(path)
+        source = source_rule.torch[0].fill(bindings)
+        alone = self._table.torch_rule(name) is None
+        if source not in names:
+            if self._tie or alone:
+                del names[name]
+                self._move(source, self._given[name])
+            return
+        if self._identical(name, source):
+            self._plan.tied[name] = path
+            if rule.kind == TIED:
+                del names[name]
+            return
+        if alone:
+            # torch computes with this one, and `source` is the repeat that nothing reads.
+            del names[name], names[source]
+            self._move(source, self._given[name])
+            self._plan.kept[source] = self._given[source]
+        elif self._tie:
+            self._plan.notes.append(f"{name} differs from {source} although the config ties them; both are kept")
+
+    def _fill_untied(self, names: Mapping[str, None]) -> None:
+        """Flax leaves that torch left out because they repeat another one."""
+        for source in [*names]:
+            found = self._table.torch_rule(source)
+            if not self._tie or found is None:
+                continue
+            for rule, name in self._table.tied_to(found[0].flax.fill(found[2])):
+                if rule.kind == TIED_IN_TORCH and name not in names:
+                    self._move(name, self._given[source])
+
+    def _identical(self, name: str, other: str) -> bool:
+        return self._same(*(_as_it_is(self._tensors[self._given[one]]) for one in (name, other)))
+
+    def _move(self, name: str, source: str) -> None:
+        found = self._table.torch_rule(name)
+        info = self._tensors[source]
+        if found is None:
+            raise CheckpointError(self._table.unknown_torch(name), file=info.file or None, tensor=source)
+        rule, part, bindings = found
+        entry = self._parts.setdefault((rule.number, rule.flax.fill(bindings)), (rule, bindings, {}))
+        entry[2][part] = source
+
+    def _step(self, rule: CompiledRule, bindings: Bindings, parts: Mapping[int, str]) -> Step:
+        path = rule.flax.fill(bindings)
+        for number, pattern in enumerate(rule.torch):
+            if number not in parts:
+                raise CheckpointError(
+                    f"is missing, and {path!r} is made of it and others", tensor=pattern.fill(bindings)
+                )
+        infos = [self._tensors[parts[number]] for number in range(len(rule.torch))]
+        for info in infos:
+            _check_rank(info, rule.transform.rank if rule.transform.parts == 1 else None)
+        shape = rule.transform.flax_shape([info.shape for info in infos])
+        target = TensorInfo(path, shape, infos[0].dtype)
+        return Step(tuple(info.name for info in infos), (target,), rule.transform, False)
+
+
+def _step_to_torch(info: TensorInfo, rule: CompiledRule, bindings: Bindings) -> Step:
+    _check_rank(info, rule.transform.rank)
+    shapes = rule.transform.torch_shapes(info.shape)
+    targets = tuple(
+        TensorInfo(pattern.fill(bindings), tuple(shape), info.dtype)
+        for pattern, shape in zip(rule.torch, shapes, strict=True)
+    )
+    return Step((info.name,), targets, rule.transform, True)
+
+
+def _check_rank(info: TensorInfo, rank: int | None) -> None:
+    if rank is not None and len(info.shape) != rank:
+        message = f"has shape {info.shape}, and its rule needs {rank} dimensions; the checkpoint is not of this family"
+        raise CheckpointError(message, file=info.file or None, tensor=info.name)
+
+
+def _as_it_is(info: TensorInfo) -> Step:
+    return Step((info.name,), (info,), transform_called("identity"), False)
+
+
+def _renamed(step: Step, name: str) -> Step:
+    (target,) = step.targets
+    return Step(step.sources, (TensorInfo(name, target.shape, target.dtype),), step.transform, step.reverse)
