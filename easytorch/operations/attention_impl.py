@@ -47,7 +47,7 @@ class AttentionImpl(OperationImpl):
     def prepare(
         self, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """The kernel's arguments: tensors in `runtime_dtype`, scale and dropout of the metadata unless the call has them."""
+        """The kernel arguments: tensors in `runtime_dtype`, the metadata's scale and dropout if the call has none."""
         return (*self._cast(query, key, value), self._settled(features))
 
     def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:

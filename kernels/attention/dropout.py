@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-HEAD, ROW, COLUMN = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-MIX = (0x7FEB352D, 0x846CA68B)
+from easytorch.kernels.attention.dropout_constants import COLUMN, HEAD, MIX, ROW
+
 _LOW = 0xFFFFFFFF  # torch has no uint32 arithmetic on every device: int64 with the upper half cleared
 
 

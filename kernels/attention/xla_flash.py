@@ -1,0 +1,227 @@
+"""Attention by online softmax in jax, forward and backward: memory linear in T, and no torch. See contract.py.
+
+Arrays come first, None where absent, then static settings, so that a function can be jitted, lowered into a torch_xla
+graph or compiled for TPU as it is. One key/value head at a time, the G query heads that read it folded into rows; tiles
+that causal or the window leave empty are skipped. Follows FlashAttention-2, https://arxiv.org/abs/2307.08691.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from easytorch.kernels.attention.xla_flash_tiles import (
+    Settings,
+    column_range,
+    extras_of,
+    from_key_heads,
+    from_query_heads,
+    keep_factor,
+    key_heads,
+    matmul,
+    pad,
+    query_heads,
+    row_range,
+    scores,
+    sizes_of,
+    tile_start,
+)
+
+
+def flash_forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    query_segment_ids: Array | None = None,
+    key_segment_ids: Array | None = None,
+    sinks: Array | None = None,
+    seed: Array | None = None,
+    *,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float | None = None,
+    dropout_prob: float = 0.0,
+) -> tuple[Array, Array]:
+    """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T).
+
+    mask and bias broadcast to (B, H, T, S); segment ids (B, T) and (B, S); sinks (H,); seed () integer. Causal is
+    right=0: position i sees i + S - T - left .. i + S - T + right. The logsumexp of a row that sees nothing is +inf,
+    which makes its weights exp(score - logsumexp) zero.
+    """
+    n, settings = sizes_of(query, key), Settings(scale, left, right, softcap, dropout_prob)
+    value_dim = value.shape[-1]
+    if query.size == 0 or key.size == 0 or value.size == 0:
+        top = jnp.full(n.heads, jnp.inf) if sinks is None else jnp.where(sinks == -jnp.inf, jnp.inf, sinks)
+        logsumexp = jnp.broadcast_to(top.astype(jnp.float32)[:, None], (n.batch, n.heads, n.length))
+        return jnp.zeros((n.batch, n.length, n.heads, value_dim), query.dtype), logsumexp
+    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, seed)
+    precision = _precision(query)
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(n.kv_heads, n.group)
+
+    def head_step(head: Array, parts: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        queries, keys, values = parts  # (G, T, D), (S, D), (S, Dv)
+
+        def row_tile(i: Array) -> tuple[Array, Array]:
+            rows = lax.dynamic_slice_in_dim(queries, i * n.rows, n.rows, axis=1)
+
+            def column_tile(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                top, total, output = state
+                columns = lax.dynamic_slice_in_dim(keys, j * n.columns, n.columns)
+                logits, _ = scores(n, settings, extras, rows, columns, head, i, j, precision)
+                new_top = jnp.maximum(top, logits.max(axis=-1))
+                finite = _finite(new_top)
+                weights = jnp.exp(logits - finite[..., None])
+                shrink = jnp.exp(top - finite)
+                total = total * shrink + weights.sum(axis=-1)
+                if extras.seed is not None:
+                    weights = weights * keep_factor(n, settings, extras.seed, head, i, j)
+                part = lax.dynamic_slice_in_dim(values, j * n.columns, n.columns)
+                added = matmul(weights.reshape(-1, n.columns), part, (1, 0), precision)
+                return new_top, total, output * shrink[..., None] + added.reshape(output.shape)
+
+            top = jnp.full((n.group, n.rows), -jnp.inf)
+            if sink is not None:
+                top = jnp.broadcast_to(sink[head % n.kv_heads][:, None], top.shape)
+            total = jnp.where(top == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
+            start = (top, total, jnp.zeros((n.group, n.rows, value_dim)))
+            top, total, output = lax.fori_loop(*column_range(n, settings, i), column_tile, start)
+            empty = total == 0.0
+            logsumexp = jnp.where(empty, jnp.inf, _finite(top) + jnp.log(jnp.where(empty, 1.0, total)))
+            return output / jnp.where(empty, 1.0, total)[..., None], logsumexp
+
+        tiles = lax.map(row_tile, jnp.arange(n.row_tiles))  # (tiles, G, R, Dv), (tiles, G, R)
+        output, logsumexp = (jnp.moveaxis(x, 0, 1).reshape(n.group, -1, *x.shape[3:]) for x in tiles)
+        return head + 1, (output, logsumexp)
+
+    parts = query_heads(n, query), key_heads(n, key), key_heads(n, value)
+    _, (output, logsumexp) = lax.scan(head_step, jnp.int32(0), parts)
+    logsumexp = logsumexp.reshape(n.batch, n.heads, -1)[:, :, : n.length]
+    return from_query_heads(n, output).astype(query.dtype), logsumexp
+
+
+def flash_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    bias: Array | None,
+    query_segment_ids: Array | None,
+    key_segment_ids: Array | None,
+    sinks: Array | None,
+    seed: Array | None,
+    output: Array,
+    logsumexp: Array,
+    grad: Array,
+    *,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float | None = None,
+    dropout_prob: float = 0.0,
+    bias_grad: bool = True,
+) -> tuple[Array | None, ...]:
+    """Gradients of query, key, value, mask (None), bias, segment ids (None, None), sinks and seed (None).
+
+    The arguments of `flash_forward`, its two results, and the gradient (B, T, H, Dv) of the first. The gradient of bias
+    is None when `bias_grad` is False.
+    """
+    n, settings = sizes_of(query, key), Settings(scale, left, right, softcap, dropout_prob)
+    wants_bias = bias is not None and bias_grad
+    if query.size == 0 or key.size == 0 or value.size == 0:
+        zeros = [None if x is None else jnp.zeros_like(x) for x in (query, key, value, bias, sinks)]
+        return (*zeros[:3], None, zeros[3] if wants_bias else None, None, None, zeros[4], None)
+    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, seed)
+    precision = _precision(query)
+    # sum over the keys of weight * gradient of weight, for each row: dropout leaves it as it is
+    delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
+    grad_sinks = None
+    if sinks is not None:
+        taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
+        grad_sinks = -(taken * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+    grad_bias = jnp.zeros(extras.bias.shape if wants_bias and extras.bias is not None else (1, 1, 1, 1))
+
+    def head_step(
+        carry: tuple[Array, Array], parts: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
+        head, grad_bias = carry
+        queries, keys, values, grads, tops, deltas = parts
+
+        def column_tile(state: tuple[Array, Array], j: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+            columns = lax.dynamic_slice_in_dim(keys, j * n.columns, n.columns)
+            part = lax.dynamic_slice_in_dim(values, j * n.columns, n.columns)
+
+            def row_tile(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+                grad_queries, grad_bias, grad_columns, grad_part = state
+                rows, grad_rows, top, row_delta = (
+                    lax.dynamic_slice_in_dim(x, i * n.rows, n.rows, axis=1) for x in (queries, grads, tops, deltas)
+                )
+                flat_rows, flat_grad = rows.reshape(-1, rows.shape[-1]), grad_rows.reshape(-1, part.shape[-1])
+                logits, capped = scores(n, settings, extras, rows, columns, head, i, j, precision)
+                weights = jnp.exp(logits - top[..., None])
+                grad_weights = matmul(flat_grad, part, (1, 1), precision).reshape(weights.shape)
+                kept = weights
+                if extras.seed is not None:
+                    factor = keep_factor(n, settings, extras.seed, head, i, j)
+                    kept, grad_weights = weights * factor, grad_weights * factor
+                grad_part = grad_part + matmul(kept.reshape(-1, n.columns), flat_grad, (0, 0), precision)
+                grad_scores = weights * (grad_weights - row_delta[..., None])
+                if wants_bias:
+                    start, size = tile_start(n, grad_bias, head, i, j)
+                    axes = tuple(axis for axis in range(3) if size[axis + 1] == 1)
+                    added = grad_scores.sum(axis=axes, keepdims=True)[None]
+                    grad_bias = lax.dynamic_update_slice(
+                        grad_bias, lax.dynamic_slice(grad_bias, start, size) + added, start
+                    )
+                if softcap is not None:
+                    grad_scores = grad_scores * (1.0 - jnp.square(capped / softcap))
+                flat_scores = (grad_scores * scale).reshape(-1, n.columns)
+                grad_columns = grad_columns + matmul(flat_scores, flat_rows, (0, 0), precision)
+                added = matmul(flat_scores, columns, (1, 0), precision).reshape(rows.shape)
+                old = lax.dynamic_slice_in_dim(grad_queries, i * n.rows, n.rows, axis=1)
+                grad_queries = lax.dynamic_update_slice_in_dim(grad_queries, old + added, i * n.rows, axis=1)
+                return grad_queries, grad_bias, grad_columns, grad_part
+
+            start = (*state, jnp.zeros_like(columns), jnp.zeros_like(part))
+            *state, grad_columns, grad_part = lax.fori_loop(*row_range(n, settings, j), row_tile, start)
+            return tuple(state), (grad_columns, grad_part)
+
+        start = (jnp.zeros_like(queries), grad_bias)
+        (grad_queries, grad_bias), tiles = lax.scan(column_tile, start, jnp.arange(n.column_tiles))
+        grad_keys, grad_values = (x.reshape(-1, x.shape[-1]) for x in tiles)
+        return (head + 1, grad_bias), (grad_queries, grad_keys, grad_values)
+
+    # a padded row sees nothing: its weights are exp(score - inf)
+    rows = (
+        pad(x.reshape(n.batch * n.kv_heads, n.group, -1), 2, n.rows, fill)
+        for x, fill in ((logsumexp, jnp.inf), (delta, 0.0))
+    )
+    parts = (query_heads(n, query), key_heads(n, key), key_heads(n, value), query_heads(n, grad), *rows)
+    (_, grad_bias), (grad_query, grad_key, grad_value) = lax.scan(head_step, (jnp.int32(0), grad_bias), parts)
+    grad_bias_out = None
+    if wants_bias:
+        padded = grad_bias[:, :, : min(grad_bias.shape[2], n.length), : min(grad_bias.shape[3], n.keys)]
+        grad_bias_out = padded.reshape(bias.shape).astype(bias.dtype)
+    return (
+        from_query_heads(n, grad_query).astype(query.dtype),
+        from_key_heads(n, grad_key).astype(key.dtype),
+        from_key_heads(n, grad_value).astype(value.dtype),
+        None,
+        grad_bias_out,
+        None,
+        None,
+        grad_sinks,
+        None,
+    )
+
+
+def _finite(top: Array) -> Array:
+    """The maximum of a row, 0 where the row has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) is not."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def _precision(query: Array) -> lax.Precision:
+    """float32 inputs are multiplied in float32 on TPU too, whose default would round them to bfloat16."""
+    return lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT

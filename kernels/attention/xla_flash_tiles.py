@@ -1,0 +1,234 @@
+"""What one tile of scores is, in jax: shared by the forward and backward of xla_flash.py.
+
+A tile is (G, R, C): the G query heads of one key/value head, R query rows, C key columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from easytorch.kernels.attention.dropout_constants import COLUMN, HEAD, MIX, ROW
+
+# Rows and columns of a tile. 128 x 128 was the fastest of 128..512 x 128..1024 (EPYC, AVX-512, 2 cores, D 64 and 128).
+TILE_ROWS, TILE_COLUMNS = 128, 128
+
+
+class Settings(NamedTuple):
+    """The static part of a call. `left` and `right` bound the band of keys, causal included; None is unbounded."""
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
+    dropout_prob: float = 0.0
+
+
+class Sizes(NamedTuple):
+    batch: int
+    length: int
+    keys: int
+    kv_heads: int
+    group: int
+    rows: int
+    columns: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.length // self.rows)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.keys // self.columns)
+
+
+class Extras(NamedTuple):
+    """The tensors that decide about scores: mask and bias (Bx, Hx, Tx, Sx), 1 where they broadcast, padded to tiles."""
+
+    mask: Array | None
+    bias: Array | None
+    query_segments: Array | None
+    key_segments: Array | None
+    seed: Array | None
+
+
+def sizes_of(query: Array, key: Array) -> Sizes:
+    batch, length, heads, _ = query.shape
+    keys, kv_heads = key.shape[1:3]
+    group = heads // kv_heads
+    # the group is folded into rows: fewer positions keep the tile the same size
+    rows = min(max(TILE_ROWS // group, 16), length)
+    return Sizes(batch, length, keys, kv_heads, group, rows, min(TILE_COLUMNS, keys))
+
+
+def pad(array: Array, axis: int, multiple: int, fill: float = 0) -> Array:
+    """`fill` after the end of `axis`, up to a multiple."""
+    missing = -array.shape[axis] % multiple
+    if missing == 0:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(array, widths, constant_values=fill)
+
+
+def extras_of(
+    n: Sizes,
+    mask: Array | None,
+    bias: Array | None,
+    query_segments: Array | None,
+    key_segments: Array | None,
+    seed: Array | None,
+) -> Extras:
+    return Extras(
+        mask=None if mask is None else _pad_matrix(n, mask),
+        bias=None if bias is None else _pad_matrix(n, bias),
+        query_segments=None if query_segments is None else pad(query_segments, 1, n.rows),
+        key_segments=None if key_segments is None else pad(key_segments, 1, n.columns),
+        seed=None if seed is None else seed.astype(jnp.uint32),
+    )
+
+
+def _pad_matrix(n: Sizes, matrix: Array) -> Array:
+    matrix = matrix.reshape((1,) * (4 - matrix.ndim) + matrix.shape)
+    if matrix.shape[2] != 1:
+        matrix = pad(matrix, 2, n.rows)
+    return pad(matrix, 3, n.columns) if matrix.shape[3] != 1 else matrix
+
+
+def query_heads(n: Sizes, x: Array) -> Array:
+    """(B, T, H, N) -> float32 (B * K, G, T padded, N)."""
+    x = pad(x.astype(jnp.float32), 1, n.rows).reshape(n.batch, -1, n.kv_heads, n.group, x.shape[-1])
+    return x.transpose(0, 2, 3, 1, 4).reshape(n.batch * n.kv_heads, n.group, -1, x.shape[-1])
+
+
+def from_query_heads(n: Sizes, x: Array) -> Array:
+    """The inverse of `query_heads`, in float32."""
+    x = x.reshape(n.batch, n.kv_heads, n.group, -1, x.shape[-1]).transpose(0, 3, 1, 2, 4)
+    return x.reshape(n.batch, -1, n.heads, x.shape[-1])[:, : n.length]
+
+
+def key_heads(n: Sizes, x: Array) -> Array:
+    """(B, S, K, N) -> float32 (B * K, S padded, N)."""
+    x = pad(x.astype(jnp.float32), 1, n.columns).transpose(0, 2, 1, 3)
+    return x.reshape(n.batch * n.kv_heads, -1, x.shape[-1])
+
+
+def from_key_heads(n: Sizes, x: Array) -> Array:
+    """The inverse of `key_heads`, in float32."""
+    return x.reshape(n.batch, n.kv_heads, -1, x.shape[-1]).transpose(0, 2, 1, 3)[:, : n.keys]
+
+
+def column_range(n: Sizes, settings: Settings, row_tile: Array) -> tuple[Array, Array]:
+    """The column tiles [first, last) that the band lets any row of `row_tile` see."""
+    own = row_tile * n.rows + (n.keys - n.length)  # the key at which the first row stands
+    first, last = 0, n.keys
+    if settings.left is not None:
+        first = jnp.clip(own - settings.left, 0, n.keys)
+    if settings.right is not None:
+        last = jnp.clip(own + n.rows + settings.right, 0, n.keys)
+    return jnp.asarray(first) // n.columns, (jnp.asarray(last) + n.columns - 1) // n.columns
+
+
+def row_range(n: Sizes, settings: Settings, column_tile: Array) -> tuple[Array, Array]:
+    """The row tiles [first, last) of which any row sees a column of `column_tile`."""
+    own = column_tile * n.columns - (n.keys - n.length)  # the row that stands at the first column
+    first, last = 0, n.length
+    if settings.right is not None:
+        first = jnp.clip(own - settings.right, 0, n.length)
+    if settings.left is not None:
+        last = jnp.clip(own + n.columns + settings.left, 0, n.length)
+    return jnp.asarray(first) // n.rows, (jnp.asarray(last) + n.rows - 1) // n.rows
+
+
+def matmul(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision) -> Array:
+    """`a` and `b` matrices contracted over one dimension each; a (G, R, N) operand counts as (G * R, N)."""
+    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision)
+
+
+def tile_start(n: Sizes, matrix: Array, head: Array, i: Array, j: Array) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+    """Where the tile (i, j) of key/value head `head` starts in a (Bx, Hx, Tx, Sx) matrix, and its size there."""
+    place = (head // n.kv_heads, head % n.kv_heads * n.group, i * n.rows, j * n.columns)
+    size = (1, n.group, n.rows, n.columns)
+    full = [extent != 1 for extent in matrix.shape]
+    zero = jnp.zeros_like(head)
+    return (
+        tuple(p if f else zero for p, f in zip(place, full, strict=True)),
+        tuple(s if f else 1 for s, f in zip(size, full, strict=True)),
+    )
+
+
+def take_tile(n: Sizes, matrix: Array, head: Array, i: Array, j: Array) -> Array:
+    """The tile (i, j) of a matrix that broadcasts to (B, H, T, S): broadcasts to (G, R, C)."""
+    start, size = tile_start(n, matrix, head, i, j)
+    return lax.dynamic_slice(matrix, start, size)[0]
+
+
+def scores(
+    n: Sizes,
+    settings: Settings,
+    extras: Extras,
+    query: Array,
+    key: Array,
+    head: Array,
+    i: Array,
+    j: Array,
+    precision: lax.Precision,
+) -> tuple[Array, Array]:
+    """query (G, R, D), key (C, D) -> scores (G, R, C), -inf where unseen, and the same before bias and masks."""
+    flat = matmul(query.reshape(-1, query.shape[-1]), key, (1, 1), precision) * settings.scale
+    capped = flat.reshape(n.group, n.rows, n.columns)
+    if settings.softcap is not None:
+        capped = settings.softcap * jnp.tanh(capped / settings.softcap)
+    result = capped
+    if extras.bias is not None:
+        result = result + take_tile(n, extras.bias, head, i, j).astype(jnp.float32)
+    seen = _seen(n, settings, extras, head, i, j)
+    return result if seen is None else jnp.where(seen, result, -jnp.inf), capped
+
+
+def _seen(n: Sizes, settings: Settings, extras: Extras, head: Array, i: Array, j: Array) -> Array | None:
+    columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.rows, n.columns), 1)
+    offset = columns - lax.broadcasted_iota(jnp.int32, (n.rows, n.columns), 0) - (i * n.rows + n.keys - n.length)
+    parts = []
+    if n.keys % n.columns:
+        parts.append(columns < n.keys)
+    if settings.left is not None:
+        parts.append(offset >= -settings.left)
+    if settings.right is not None:
+        parts.append(offset <= settings.right)
+    if extras.mask is not None:
+        parts.append(take_tile(n, extras.mask, head, i, j))
+    if extras.query_segments is not None and extras.key_segments is not None:
+        batch = head // n.kv_heads
+        rows = lax.dynamic_slice(extras.query_segments, (batch, i * n.rows), (1, n.rows))
+        keys = lax.dynamic_slice(extras.key_segments, (batch, j * n.columns), (1, n.columns))
+        parts.append(rows.reshape(n.rows, 1) == keys)
+    seen = None
+    for part in parts:
+        seen = part if seen is None else seen & part
+    return seen
+
+
+def keep_factor(n: Sizes, settings: Settings, seed: Array, head: Array, i: Array, j: Array) -> Array:
+    """(G, R, C): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py in uint32."""
+    # b * H + h of each query head of the group: heads of one batch are consecutive
+    index = head * n.group + lax.broadcasted_iota(jnp.int32, (n.group, 1, 1), 0)
+    row = i * n.rows + lax.broadcasted_iota(jnp.int32, (1, n.rows, 1), 1)
+    column = j * n.columns + lax.broadcasted_iota(jnp.int32, (1, 1, n.columns), 2)
+    state = _mix(seed ^ (index.astype(jnp.uint32) * jnp.uint32(HEAD)))
+    state = _mix(state ^ (row.astype(jnp.uint32) * jnp.uint32(ROW)))
+    state = _mix(state ^ (column.astype(jnp.uint32) * jnp.uint32(COLUMN)))
+    kept = state >= jnp.uint32(int(settings.dropout_prob * 2**32))
+    return jnp.where(kept, 1.0 / (1.0 - settings.dropout_prob), 0.0).astype(jnp.float32)
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(MIX[0])
+    x = (x ^ (x >> 15)) * jnp.uint32(MIX[1])
+    return x ^ (x >> 16)
