@@ -14,6 +14,7 @@ import numpy as np
 
 from easytorch.bridge.architecture import architecture_of, check
 from easytorch.bridge.atomic import new_folder, refuse_existing
+from easytorch.bridge.bits import identical
 from easytorch.bridge.companions import copy_companions, set_config_dtype
 from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
@@ -126,7 +127,8 @@ class _Job:
             table = compile_rules(rules_for(self._config.model_type))
             architecture = architecture_of(self._config, len(self._tensors))
             if form.naming == "flax":
-                self.plan = plan_to_flax(self._tensors, table, tie=architecture.tie, same=self._same)
+                fill = architecture.shapes if architecture.tie else ()
+                self.plan = plan_to_flax(self._tensors, table, tie=architecture.tie, same=self._same, fill=fill)
                 names = table.torch_names(self._tensors)
                 weights = {name: self._tensors[given] for name, given in names.items() if not table.is_buffer(name)}
             else:
@@ -154,7 +156,7 @@ class _Job:
     def _same(self, one: Step, other: Step) -> bool:
         if one.targets[0].shape != other.targets[0].shape or one.targets[0].dtype != other.targets[0].dtype:
             return False
-        return all(np.array_equal(_bits(a), _bits(b)) for a, b in zip(self._read(one), self._read(other), strict=True))
+        return identical(self._read(one)[0], self._read(other)[0])
 
     def write(self, folder: Path, form: WritableFormat, shard_size: int, progress: Progress | None) -> list[str]:
         """Writes the weights and the side file; gives the names of the weight files."""
@@ -182,15 +184,8 @@ class _Job:
         with form.open(file) as written:
             for step in self.plan.steps:
                 for info, array in zip(step.targets, self._read(step), strict=True):
-                    if not np.array_equal(_bits(written.read(info.name)), _bits(array)):
+                    if not identical(written.read(info.name), array):
                         raise CheckpointError("was not written as it was read; check the disk", tensor=info.name)
-
-
-def _bits(array: np.ndarray) -> np.ndarray:
-    """The elements as unsigned integers, so that NaN equals itself and -0 differs from 0."""
-    if array.dtype.itemsize == 16:
-        return np.ascontiguousarray(array).view(np.uint64)
-    return array.view(f"u{array.dtype.itemsize}")
 
 
 def _cast(step: Step, dtype: str) -> Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules import TIED, TIED_IN_TORCH, Bindings, CompiledRule, RuleTable
 from easytorch.bridge.transforms import Transform, transform_called
 
-# Whether two tensors of the source, given with the transform that puts each into torch's layout, are bit-identical.
+# Whether two steps make bit-identical tensors.
 Same = Callable[["Step", "Step"], bool]
 
 
@@ -58,9 +58,14 @@ def copy_plan(tensors: Mapping[str, TensorInfo]) -> Plan:
     return Plan([Step((name,), (info,), transform_called("identity"), False) for name, info in tensors.items()])
 
 
-def plan_to_flax(tensors: Mapping[str, TensorInfo], table: RuleTable, *, tie: bool, same: Same) -> Plan:
-    """torch -> Flax. `tie` is the config's `tie_word_embeddings`."""
-    return _ToFlax(tensors, table, tie, same).plan()
+def plan_to_flax(
+    tensors: Mapping[str, TensorInfo], table: RuleTable, *, tie: bool, same: Same, fill: Collection[str] = ()
+) -> Plan:
+    """torch -> Flax. `tie` is the config's `tie_word_embeddings`.
+
+    `fill` are torch names that torch may leave out as repeats and Flax must have (`tied_in_torch`).
+    """
+    return _ToFlax(tensors, table, tie, same).plan(fill)
 
 
 def plan_to_torch(
@@ -111,7 +116,7 @@ class _ToFlax:
         self._plan = Plan()
         self._parts: dict[tuple[int, str], tuple[CompiledRule, Bindings, dict[int, str]]] = {}
 
-    def plan(self) -> Plan:
+    def plan(self, fill: Collection[str]) -> Plan:
         names = dict.fromkeys(self._given)
         for name in list(names):
             if self._table.is_buffer(name):
@@ -122,7 +127,7 @@ class _ToFlax:
                 self._resolve(name, *tie, names)
         for name in names:
             self._move(name, self._given[name])
-        self._fill_untied(names)
+        self._fill(names, fill)
         ordered = sorted(self._parts.values(), key=lambda entry: entry[0].order(entry[1]))
         self._plan.steps = [self._step(*entry) for entry in ordered]
         return self._plan
@@ -150,15 +155,15 @@ class _ToFlax:
         elif self._tie:
             self._plan.notes.append(f"{name} differs from {source} although the config ties them; both are kept")
 
-    def _fill_untied(self, names: Mapping[str, None]) -> None:
-        """Flax leaves that torch left out because they repeat another one."""
-        for source in [*names]:
-            found = self._table.torch_rule(source)
-            if not self._tie or found is None:
+    def _fill(self, names: Mapping[str, None], fill: Collection[str]) -> None:
+        for name in fill:
+            tie = self._table.tie(name)
+            if name in names or tie is None or tie[0].kind != TIED_IN_TORCH:
                 continue
-            for rule, name in self._table.tied_to(found[0].flax.fill(found[2])):
-                if rule.kind == TIED_IN_TORCH and name not in names:
-                    self._move(name, self._given[source])
+            source_rule, bindings = self._table.flax_rule(tie[1])
+            source = source_rule.torch[0].fill(bindings)
+            if source in names:
+                self._move(name, self._given[source])
 
     def _identical(self, name: str, other: str) -> bool:
         return self._same(*(_as_it_is(self._tensors[self._given[one]]) for one in (name, other)))

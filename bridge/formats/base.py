@@ -55,7 +55,7 @@ class Reader(Protocol):
         """The files that make up the checkpoint, index included."""
 
     def read(self, name: str) -> np.ndarray:
-        """The data of one tensor, a read-only view of the mapped file where the format allows."""
+        """The data of one tensor, a view of the mapped file where the format allows."""
 
     def close(self) -> None: ...
 
@@ -75,8 +75,11 @@ class Format(Protocol):
     def detect(self, path: Path) -> Path | None:
         """The file to open for `path`, a folder or a file: an index, a single file, or None when there is none."""
 
-    def open(self, file: Path) -> Reader:
-        """Opens what `detect` returned; `CheckpointError` for anything malformed."""
+    def open(self, file: Path, *, writable: bool = False) -> Reader:
+        """Opens what `detect` returned; `CheckpointError` for anything malformed.
+
+        `writable` arrays may be changed by whoever reads them, without reaching the file.
+        """
 
 
 class WritableFormat(Format, Protocol):

@@ -6,6 +6,7 @@ Source: `FlaxPreTrainedModel.save_pretrained` of transformers 4.57 and flax.seri
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -16,15 +17,15 @@ from easytorch.bridge.formats.base import Layout, Naming, Reader, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, write_tree
 from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
-from easytorch.bridge.formats.sharding import ShardedReader, find, shard_names, split, write_index
+from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 from easytorch.bridge.trees import flat, nested
 
 
 class MsgpackFile:
     """One open msgpack file: an index of where each array stands, data mapped."""
 
-    def __init__(self, path: Path) -> None:
-        self._map = MappedFile(path)
+    def __init__(self, path: Path, writable: bool = False) -> None:
+        self._map = MappedFile(path, writable)
         self.files = (path,)
         self.metadata: Mapping[str, str] = {}
         self._parts: dict[str, list[Located]] = {}
@@ -85,7 +86,7 @@ class MsgpackFile:
         return [node[str(number)] for number in range(len(node))]
 
     def read(self, name: str) -> np.ndarray:
-        """A read-only view of the mapped file; of a chunked array a copy, unless its chunks happen to be one."""
+        """A view of the mapped file; of a chunked array a copy, unless its chunks happen to be one."""
         if name in self._scalars:
             return self._scalars[name]
         parts = [self._map.array(part.start, part.shape, part.dtype) for part in self._parts[name]]
@@ -119,9 +120,9 @@ class FlaxMsgpack:
         """`flax_model.msgpack.index.json`, else `flax_model.msgpack`, in a folder; any `.msgpack` given as a file."""
         return find(path, self.file_name, suffixes=(".msgpack", ".msgpack.index.json"))
 
-    def open(self, file: Path) -> Reader:
+    def open(self, file: Path, *, writable: bool = False) -> Reader:
         """The checkpoint behind an index or a single file."""
-        return ShardedReader(file, MsgpackFile) if file.name.endswith(".json") else MsgpackFile(file)
+        return open_files(file, partial(MsgpackFile, writable=writable))
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """The tensors in the order given, but with every subtree together, as a tree stores them."""

@@ -17,21 +17,22 @@ _BLOCK_BYTES = 4 << 20
 
 
 class MappedFile:
-    """The bytes of a file, mapped read-only."""
+    """The bytes of a file, mapped. `writable` arrays belong to their owner: changing them never reaches the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writable: bool = False) -> None:
         self.path = path
         try:
             with path.open("rb") as stream:
                 stream.seek(0, 2)
                 self.size = stream.tell()
                 # An empty file cannot be mapped.
-                self.bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+                access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+                self.bytes = mmap.mmap(stream.fileno(), 0, access=access) if self.size else b""
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
 
     def array(self, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """A read-only view of the elements from byte `start`; the caller has checked that they are inside the file."""
+        """A view of the elements from byte `start`; the caller has checked that they are inside the file."""
         element = numpy_dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self.bytes, element, count, start).reshape(shape) if count else np.empty(shape, element)

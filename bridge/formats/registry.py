@@ -51,7 +51,7 @@ def find(path: Path, *, prefer: Naming | None = None) -> tuple[Format, Path]:
     return found[0]
 
 
-def open_checkpoint(path: Path, *, prefer: Naming | None = None) -> tuple[Format, Reader]:
+def open_checkpoint(path: Path, *, prefer: Naming | None = None, writable: bool = False) -> tuple[Format, Reader]:
     """`find`, opened."""
     form, file = find(path, prefer=prefer)
-    return form, form.open(file)
+    return form, form.open(file, writable=writable)

@@ -109,6 +109,11 @@ class ShardedReader:
         self.close()
 
 
+def open_files(file: Path, open_one: Callable[[Path], Reader]) -> Reader:
+    """The checkpoint behind an index, or behind a single file."""
+    return ShardedReader(file, open_one) if file.name.endswith(".index.json") else open_one(file)
+
+
 def find(path: Path, file_name: str, *, suffixes: tuple[str, ...]) -> Path | None:
     """In a folder the index of `file_name`, else `file_name` itself; a file given by its path if a suffix fits."""
     if path.is_file():

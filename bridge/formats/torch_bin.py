@@ -16,7 +16,7 @@ import numpy as np
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Naming, Reader, TensorInfo
-from easytorch.bridge.formats.sharding import ShardedReader, find
+from easytorch.bridge.formats.sharding import find, open_files
 
 
 class PickleFile:
@@ -87,6 +87,6 @@ class TorchBin:
         """`pytorch_model.bin.index.json`, else `pytorch_model.bin`, in a folder; `.bin`, `.pt`, `.pth` as a file."""
         return find(path, "pytorch_model.bin", suffixes=(".bin", ".bin.index.json", ".pt", ".pth"))
 
-    def open(self, file: Path) -> Reader:
-        """The checkpoint behind an index or a single file."""
-        return ShardedReader(file, PickleFile) if file.name.endswith(".json") else PickleFile(file)
+    def open(self, file: Path, *, writable: bool = False) -> Reader:
+        """The checkpoint behind an index or a single file; its tensors are always their reader's own."""
+        return open_files(file, PickleFile)

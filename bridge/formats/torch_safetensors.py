@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK, Layout, Naming, Reader, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile, byte_blocks, check_announced
-from easytorch.bridge.formats.sharding import ShardedReader, find, shard_names, split, write_index
+from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 
 # The limit of the format's own implementation.
 _HEADER_LIMIT = 100_000_000
@@ -27,8 +28,8 @@ _BROKEN = "download or save the file again"
 class SafetensorsFile:
     """One open safetensors file: the header is read and checked, data is mapped."""
 
-    def __init__(self, path: Path) -> None:
-        self._map = MappedFile(path)
+    def __init__(self, path: Path, writable: bool = False) -> None:
+        self._map = MappedFile(path, writable)
         self.files = (path,)
         try:
             header, self._start = self._header()
@@ -98,7 +99,7 @@ class SafetensorsFile:
             )
 
     def read(self, name: str) -> np.ndarray:
-        """A read-only view of the mapped file."""
+        """A view of the mapped file."""
         info = self.tensors[name]
         return self._map.array(self._start + self._offset[name], info.shape, info.dtype)
 
@@ -171,9 +172,9 @@ class TorchSafetensors:
         """`model.safetensors.index.json`, else `model.safetensors`, in a folder; any `.safetensors` given as a file."""
         return find(path, self.file_name, suffixes=(".safetensors", ".safetensors.index.json"))
 
-    def open(self, file: Path) -> Reader:
+    def open(self, file: Path, *, writable: bool = False) -> Reader:
         """The checkpoint behind an index or a single file."""
-        reader = ShardedReader(file, SafetensorsFile) if file.name.endswith(".json") else SafetensorsFile(file)
+        reader = open_files(file, partial(SafetensorsFile, writable=writable))
         if reader.metadata.get("format") == "flax":
             reader.close()
             raise CheckpointError(
