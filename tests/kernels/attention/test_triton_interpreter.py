@@ -1,0 +1,30 @@
+"""Runs the cases of test_triton_gpu.py on the CPU, by Triton's interpreter.
+
+In a process of its own: Triton decides when it is imported whether its functions are compiled or interpreted, and the
+other tests of the same process (pytest-xdist mixes them) need them compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install easytorch[gpu]")
+
+CASES = Path(__file__).with_name("test_triton_gpu.py")
+ROOT = Path(__file__).parents[3]
+
+
+# two halves, so that pytest-xdist can run them side by side
+@pytest.mark.parametrize("half", ["test_float32", "not test_float32"])
+def test_cases_of_the_gpu(half: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", half, str(CASES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert " passed" in run.stdout
