@@ -9,6 +9,7 @@ from pathlib import Path
 
 import easytorch
 from easytorch.training.config import TrainingConfig
+from easytorch.training.prepare import check_inputs
 
 
 class TrainingFailedError(RuntimeError):
@@ -18,12 +19,13 @@ class TrainingFailedError(RuntimeError):
 def launch(config: TrainingConfig, processes: int, *, threads: int | None = None) -> None:
     """Train with `torchrun --standalone --nproc-per-node processes` and wait for the end.
 
-    threads: of each process; None shares the cores out evenly. Raises `TrainingFailedError` when a process fails, and
-    `KeyboardInterrupt` when Ctrl-C ended the run, after its checkpoint is written.
+    threads: of each process; None shares the cores out evenly. Raises `ValueError` or `OSError` for bad input before
+    anything is started, `TrainingFailedError` when a process fails, and `KeyboardInterrupt` when Ctrl-C ended the run,
+    after its checkpoint is written.
     """
     if processes < 1:
         raise ValueError(f"processes must be at least 1, got {processes}")
-    config.share(processes)
+    check_inputs(config, processes)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     config.save(output / "training.json")

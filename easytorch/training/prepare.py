@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def check_inputs(config: TrainingConfig, processes: int) -> None:
+    """What can be seen to be wrong before anything is started: `ValueError` or `OSError`."""
+    config.share(processes)
+    find_checkpoint(config)
+    read_texts(config.text)
+
+
 def find_checkpoint(config: TrainingConfig) -> Path | None:
     """The checkpoint to resume from, if any; `FileExistsError` where a new run would mix with an old one."""
     checkpoint = latest_checkpoint(config.output)

@@ -1,0 +1,66 @@
+"""Real torchrun processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from easytorch.training import TrainingFailedError, launch, train
+from easytorch.training.launch import child_environment
+from easytorch.training.metrics import read_metrics
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
+
+
+def series(output, key):
+    return [line[key] for line in read_metrics(Path(output) / "metrics.jsonl") if key in line]
+
+
+def test_two_processes_learn_what_one_learns(settings):
+    one, two = settings("one"), settings("two", micro_batch_size=2)
+    train(one)
+    launch(two, 2, threads=1)
+    assert series(two.output, "loss") == pytest.approx(series(one.output, "loss"), rel=1e-4)
+    assert series(two.output, "eval_loss") == pytest.approx(series(one.output, "eval_loss"), rel=1e-4)
+    assert series(two.output, "gradient_norm") == pytest.approx(series(one.output, "gradient_norm"), rel=1e-3)
+    assert (Path(two.output) / "checkpoint-10" / "model.safetensors").is_file()
+
+
+def test_the_script_runs_under_plain_torchrun(settings, tmp_path):
+    config = settings(steps=2, eval_fraction=0.0)
+    config.save(tmp_path / "run.json")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(SCRIPT), "--config", str(tmp_path / "run.json"), "--steps", "3"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3" in done.stdout
+    assert done.stdout.count("parameters;") == 1  # only the first process speaks
+    assert len(series(config.output, "loss")) == 3
+
+
+def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):
+    with pytest.raises(ValueError, match="does not divide"):
+        launch(settings(batch_size=3), 2)
+    with pytest.raises(FileNotFoundError, match="absent"):
+        launch(settings(text=(str(tmp_path / "absent.txt"),)), 2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_fails_fails_the_launch(settings):
+    config = settings(model={"model_type": "no-such-architecture"})
+    with pytest.raises(TrainingFailedError, match="exit code"):
+        launch(config, 1, threads=1)
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "easytorch.training", "--text", "x", "--output", str(tmp_path / "o"), "--steps", "0"],
+        env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "error: steps must be at least 1, got 0\n")
