@@ -63,6 +63,9 @@ _REFUSED = {
     "head_mask": "a head mask",
 }
 
+# Called with the module at every attention; how easytorch.auto learns which layers really come here.
+OBSERVERS: list[Callable[[nn.Module], None]] = []
+
 
 def attend(
     module: nn.Module,
@@ -91,6 +94,8 @@ def attend(
     cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length.
     Raises `UnsupportedOperationError` for what the chosen implementation does not carry.
     """
+    for observe in OBSERVERS:
+        observe(module)
     _check_others(kwargs)
     length, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and _is_causal(module, is_causal)

@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805): its weight rules and its heads; the encoder under them, `BertModel`, is in bert_model.py."""
+"""BERT (arXiv:1810.04805): its weight rules and its heads; the model under them is in _bert_encoder.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers.modeling_outputs import (
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
-from easytorch.models.bert_model import BertModel, BertPreTrainedModel
-from easytorch.models.native import activation, keep_logits
+from easytorch.layers.basics import activation, keep_logits
+from easytorch.models._bert_encoder import BertModel, BertPreTrainedModel
 
 logger = logging.getLogger(__name__)
 

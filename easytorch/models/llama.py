@@ -16,10 +16,11 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.attention import interface_of
+from easytorch.layers.basics import activation, check_one_input, keep_logits
+from easytorch.layers.heads import QuestionAnsweringHead, SequenceClassificationHead, TokenClassificationHead
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import RotaryEmbedding, apply_rotary
-from easytorch.models.heads import QuestionAnsweringHead, SequenceClassificationHead, TokenClassificationHead
-from easytorch.models.native import NativeModel, activation, check_one_input, keep_logits
+from easytorch.protocol.native import NativeModel
 
 # Torch name <-> Flax path, in the order Flax's modules hold their parameters (the language: bridge/rules.py).
 # `transformer` is the base of LlamaForQuestionAnswering, `model` that of every other head.
@@ -142,6 +143,7 @@ class LlamaPreTrainedModel(NativeModel):
     base_model_prefix = "model"
     _no_split_modules = ["LlamaDecoderLayer"]  # noqa: RUF012 - transformers copies it into a set
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    head_weights = (r"^(lm_head|score|qa_outputs)\.",)
     _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}  # noqa: RUF012
 
 

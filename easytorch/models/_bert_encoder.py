@@ -17,7 +17,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from easytorch.layers.attention import interface_of
-from easytorch.models.native import NativeModel, activation, check_one_input
+from easytorch.layers.basics import activation, check_one_input
+from easytorch.protocol.native import NativeModel
 
 
 class BertEmbeddings(nn.Module):
@@ -210,6 +211,8 @@ class BertPreTrainedModel(NativeModel):
         "cross_attentions": BertCrossAttention,
     }
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.(position_ids|token_type_ids)$"]  # noqa: RUF012 - old buffers
+    optional_weights = (r"(^|\.)pooler\.",)
+    head_weights = (r"^(cls|classifier|qa_outputs)\.",)
 
 
 class BertModel(BertPreTrainedModel):

@@ -1,0 +1,173 @@
+"""The auto classes: transformers' own, with native classes first in their mapping and our attention by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from easytorch.auto.plugging import attention_for, native_class
+from easytorch.auto.report import report_on
+from easytorch.bridge.formats.sharding import read_json
+from easytorch.protocol.checkpoint import check_torch_files, flax_file
+from easytorch.protocol.flax import load_flax
+from easytorch.protocol.loading import check_loaded_foreign
+from easytorch.protocol.native import NativeModel
+
+ModelClass = type[PreTrainedModel]
+
+_PEEK = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder", "gguf_file")
+
+
+class NativeFirst:
+    """Config class -> model class, as transformers maps it, the native class of the same name in its place."""
+
+    def __init__(self, transformers_mapping: Any) -> None:
+        self._theirs = transformers_mapping
+        self._registered: dict[type[PreTrainedConfig], ModelClass] = {}
+
+    def __contains__(self, config_class: object) -> bool:
+        return config_class in self._registered or config_class in self._theirs
+
+    def __getitem__(self, config_class: type[PreTrainedConfig]) -> ModelClass | tuple[ModelClass, ...]:
+        if config_class in self._registered:
+            return self._registered[config_class]
+        found = self._theirs[config_class]
+        return tuple(map(native_class, found)) if isinstance(found, list | tuple) else native_class(found)
+
+    def __iter__(self) -> Iterator[type[PreTrainedConfig]]:
+        return iter({**dict.fromkeys(self._theirs), **self._registered})
+
+    def register(self, config_class: type[PreTrainedConfig], model_class: ModelClass, exist_ok: bool = False) -> None:
+        """What `AutoModel.register` calls; a taken config class is an error unless `exist_ok`."""
+        if config_class in self and not exist_ok:
+            raise ValueError(f"{config_class.__name__} has a model already; pass exist_ok=True to replace it")
+        self._registered[config_class] = model_class
+
+
+class EasyTorchAuto:
+    """What the auto classes do before and after transformers' own, which stands behind them in the bases."""
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+        """A model with new weights, as `transformers.AutoModel.from_config`."""
+        if _wants_remote_code(cls, config, kwargs):
+            return report_on(super().from_config(config, **kwargs), "its code comes with the checkpoint")
+        model_class = _model_class(cls, config)
+        attention, reason = attention_for(model_class, config, kwargs.pop("attn_implementation", None))
+        if attention is not None:
+            kwargs["attn_implementation"] = attention
+        return report_on(super().from_config(config, **kwargs), reason)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
+    ) -> Any:
+        """A model with the weights of a folder or a name on the Hub, as `transformers.AutoModel.from_pretrained`.
+
+        Beyond its arguments: `from_flax` loads flax_model.msgpack, which is also found where there are no torch
+        weights; `strict=False` leaves missing and left-over weights at transformers' warning.
+        """
+        path = pretrained_model_name_or_path
+        config = _peek(path, kwargs)
+        if _wants_remote_code(cls, config, kwargs):
+            loaded = super().from_pretrained(path, *model_args, **kwargs)
+            report_on(loaded[0] if isinstance(loaded, tuple) else loaded, "its code comes with the checkpoint")
+            return loaded
+        model_class = _model_class(cls, config)
+        attention, reason = attention_for(model_class, config, kwargs.pop("attn_implementation", None))
+        if attention is not None:
+            kwargs["attn_implementation"] = attention
+        wants_info = kwargs.pop("output_loading_info", False)
+        load = super().from_pretrained
+        if issubclass(model_class, NativeModel):
+            model, info = load(path, *model_args, output_loading_info=True, **kwargs)
+        else:
+            model, info = _load_foreign(load, model_class, path, model_args, kwargs)
+        report_on(model, reason)
+        return (model, info) if wants_info else model
+
+
+def _load_foreign(
+    load: Any, model_class: ModelClass, path: Any, model_args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """transformers' own class, with what native classes do for themselves: Flax weights, whole files, no shape lost."""
+    strict = kwargs.pop("strict", True)
+    ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    flax = flax_file(path, kwargs.pop("from_flax", False), kwargs)
+    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    if flax is None:
+        source = check_torch_files(path, kwargs)
+        model, info = load(path, *model_args, **kwargs)
+    else:
+        source, config = str(flax), kwargs.pop("config", None)
+        loader = model_class.from_pretrained
+        model, info = load_flax(loader, model_class.config_class, flax, path, config, model_args, kwargs)
+    if strict and not getattr(model, "_hf_peft_config_loaded", False):
+        check_loaded_foreign(model, info, source, ignore_mismatched_sizes=ignore)
+    return model, info
+
+
+def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """The config the model will have, read only to know its class; of an adapter, that of the model it adapts."""
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        return config
+    where = {name: kwargs[name] for name in (*_PEEK, "trust_remote_code", "code_revision") if name in kwargs}
+    if config is None and Path(path).is_dir():
+        folder = Path(path) / (kwargs.get("subfolder") or "")
+        adapter = folder / "adapter_config.json"
+        if adapter.is_file() and not (folder / "config.json").is_file():
+            return AutoConfig.from_pretrained(_base_of_adapter(adapter), **where)
+    return AutoConfig.from_pretrained(path if config is None else config, **where)
+
+
+def _base_of_adapter(adapter: Path) -> str:
+    return read_json(adapter, limit=1 << 24)["base_model_name_or_path"]
+
+
+def _model_class(auto: Any, config: PreTrainedConfig) -> ModelClass:
+    """The class transformers would take for `config`, native where there is one."""
+    if type(config) not in auto._model_mapping:
+        families = ", ".join(sorted({c.model_type for c in auto._model_mapping if c.model_type}))
+        raise ValueError(
+            f"{auto.__name__} has no class for the architecture {config.model_type!r} ({type(config).__name__}); use "
+            f"the auto class of another task, or one of: {families}"
+        )
+    found = auto._model_mapping[type(config)]
+    if not isinstance(found, tuple):
+        return found
+    by_name = {model_class.__name__: model_class for model_class in found}
+    return next((by_name[name] for name in config.architectures or () if name in by_name), found[0])
+
+
+def _wants_remote_code(auto: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("trust_remote_code")) and auto.__name__ in getattr(config, "auto_map", {})
+
+
+class AutoModel(EasyTorchAuto, transformers.AutoModel):
+    _model_mapping = NativeFirst(transformers.AutoModel._model_mapping)
+
+
+class AutoModelForCausalLM(EasyTorchAuto, transformers.AutoModelForCausalLM):
+    _model_mapping = NativeFirst(transformers.AutoModelForCausalLM._model_mapping)
+
+
+class AutoModelForMaskedLM(EasyTorchAuto, transformers.AutoModelForMaskedLM):
+    _model_mapping = NativeFirst(transformers.AutoModelForMaskedLM._model_mapping)
+
+
+class AutoModelForSequenceClassification(EasyTorchAuto, transformers.AutoModelForSequenceClassification):
+    _model_mapping = NativeFirst(transformers.AutoModelForSequenceClassification._model_mapping)
+
+
+class AutoModelForTokenClassification(EasyTorchAuto, transformers.AutoModelForTokenClassification):
+    _model_mapping = NativeFirst(transformers.AutoModelForTokenClassification._model_mapping)
+
+
+class AutoModelForQuestionAnswering(EasyTorchAuto, transformers.AutoModelForQuestionAnswering):
+    _model_mapping = NativeFirst(transformers.AutoModelForQuestionAnswering._model_mapping)

@@ -1,0 +1,111 @@
+"""`model.easytorch_report`: what EasyTorch does in a model, and which attention layers called it in the first forward."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from easytorch.layers import attention
+from easytorch.protocol.native import NativeModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Report:
+    """How a model was loaded.
+
+    native: our own class. attention: the name under which its attention is found. reason: why that is not ours, where
+    it is not. layers: its attention layers by name. called: those that called our attention in the first forward, None
+    before it.
+    """
+
+    model_class: str
+    family: str
+    native: bool
+    attention: str
+    reason: str | None
+    layers: tuple[str, ...]
+    called: tuple[str, ...] | None = None
+
+    @property
+    def not_replaced(self) -> tuple[str, ...]:
+        """The attention layers that computed without us; before the first forward, those that surely will."""
+        called = (self.layers if self.reason is None else ()) if self.called is None else self.called
+        return tuple(name for name in self.layers if name not in set(called))
+
+    def __str__(self) -> str:
+        kind = "native" if self.native else "transformers' own class"
+        text = f"{self.family}: {self.model_class} is {kind}, attention {self.attention!r}"
+        if self.reason is not None:
+            text += f" ({self.reason})"
+        if self.called is not None:
+            text += f"; {len(self.called)} of {len(self.layers)} attention layers call the EasyTorch attention"
+        return text
+
+
+def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
+    """Attach a `Report`, log it, and count in the first forward. Returns `model`."""
+    layers = attention_layers(model)
+    report = Report(
+        model_class=type(model).__name__,
+        family=model.config.model_type,
+        native=isinstance(model, NativeModel),
+        attention=model.config._attn_implementation,
+        reason=reason,
+        layers=tuple(layers),
+    )
+    model.easytorch_report = report
+    logger.log(logging.INFO if reason is None else logging.WARNING, "%s", report)
+    if layers:
+        _FirstForward(model, report, layers)
+    return model
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The innermost modules whose class is called an attention, by name."""
+    named = {name: module for name, module in model.named_modules() if "attention" in type(module).__name__.lower()}
+    inner = {name.rpartition(".")[0] for name in named}
+    outer = {parent for name in inner for parent in _and_parents(name)}
+    return {name: module for name, module in named.items() if name not in outer}
+
+
+def _and_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+class _FirstForward:
+    """Counts, while the model computes for the first time, which of its attention layers reach ours."""
+
+    def __init__(self, model: PreTrainedModel, report: Report, layers: dict[str, nn.Module]) -> None:
+        self.report = report
+        self.names = {id(module): name for name, module in layers.items()}
+        self.seen: set[str] = set()
+        # the base model, not the head: adapters call the head's `forward` directly, past its hooks
+        base = model.base_model
+        self.handles = [base.register_forward_pre_hook(self.start), base.register_forward_hook(self.finish)]
+
+    def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            attention.OBSERVERS.append(self.observe)
+
+    def observe(self, module: nn.Module) -> None:
+        if id(module) in self.names:
+            self.seen.add(self.names[id(module)])
+
+    def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self.observe in attention.OBSERVERS:
+            attention.OBSERVERS.remove(self.observe)
+        for handle in self.handles:
+            handle.remove()
+        self.report.called = tuple(name for name in self.report.layers if name in self.seen)
+        lacking = len(self.report.called) < len(self.report.layers)
+        logger.log(logging.WARNING if lacking else logging.INFO, "%s", self.report)

@@ -1,0 +1,32 @@
+"""The small steps every model takes: check its inputs, find its activation, keep the positions that are wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+
+def keep_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The positions of hidden_states (B, T, D) whose logits are wanted.
+
+    int k: the last k, all for 0. A 1D tensor: those positions of every row. A 2D integer tensor (B, N): those of each
+    row. A 2D boolean tensor (B, T): the marked ones, flattened to (N, D).
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.ndim == 2 and logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    if logits_to_keep.ndim == 2:
+        return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
+def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+
+
+def activation(name_or_function: str | nn.Module) -> nn.Module:
+    """`config.hidden_act`: a name transformers knows, or the function itself."""
+    return ACT2FN[name_or_function] if isinstance(name_or_function, str) else name_or_function

@@ -1,0 +1,44 @@
+"""A Flax checkpoint into a torch model: transformers 5 has no Flax, and takes a state dict only without a path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import rules_for
+
+_CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+
+
+def load_flax(
+    load: Callable[..., Any],
+    config_class: type[PreTrainedConfig],
+    file: Path,
+    name_or_path: Any,
+    config: Any,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`load`, a `from_pretrained`, with the weights of the Flax checkpoint `file` given to it as a state dict.
+
+    dtype: None and "auto" are the dtype the checkpoint has, as for a torch checkpoint whose config does not say.
+    """
+    from easytorch.bridge.load import load_torch_state_dict
+
+    where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
+    if not isinstance(config, PreTrainedConfig):
+        config, kwargs = config_class.from_pretrained(
+            name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
+        )
+    state_dict = load_torch_state_dict(file, rules_for(config.model_type))
+    if not state_dict:
+        raise CheckpointError("holds no weights", file=file)
+    model, info = load(None, *model_args, config=config, state_dict=state_dict, **kwargs)
+    model.name_or_path = model.config.name_or_path = str(name_or_path)
+    if model.can_generate() and (file.parent / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(file.parent)
+    return model, info

@@ -1,0 +1,87 @@
+"""`NativeModel`: what every native family shares with transformers' own classes, and where it differs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
+from easytorch.protocol.bridge import BridgeMixin
+from easytorch.protocol.checkpoint import check_torch_files, flax_file
+from easytorch.protocol.flax import load_flax
+from easytorch.protocol.loading import check_loaded
+
+
+class NativeModel(BridgeMixin, PreTrainedModel):
+    """A `transformers.PreTrainedModel` whose attention is ours under every name, "sdpa" and "eager" included."""
+
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    # Patterns of weight names: those a checkpoint of the family may lack or hold in addition whatever its head, and
+    # those of its heads.
+    optional_weights: ClassVar[tuple[str, ...]] = ()
+    head_weights: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *model_args: Any,
+        config: PreTrainedConfig | str | os.PathLike[str] | None = None,
+        ignore_mismatched_sizes: bool = False,
+        output_loading_info: bool = False,
+        from_flax: bool = False,
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> Self | tuple[Self, dict[str, Any]]:
+        """`transformers.PreTrainedModel.from_pretrained`, and Flax checkpoints, and errors where that only warns.
+
+        from_flax: load flax_model.msgpack even where torch weights are; without it, where there are no others.
+        strict: refuse a checkpoint without one of the base weights, or with one the family does not know; False leaves
+        it at transformers' warning. A shape that differs is refused unless `ignore_mismatched_sizes`.
+        """
+        load = super().from_pretrained
+        flax = flax_file(pretrained_model_name_or_path, from_flax, kwargs)
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        if flax is None:
+            source = check_torch_files(pretrained_model_name_or_path, kwargs)
+            model, info = load(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        else:
+            source = str(flax)
+            model, info = load_flax(
+                load, cls.config_class, flax, pretrained_model_name_or_path, config, model_args, kwargs
+            )
+        if strict and not getattr(model, "_hf_peft_config_loaded", False):
+            check_loaded(model, info, source, ignore_mismatched_sizes=ignore_mismatched_sizes)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: these are transformers' weights under transformers' names, so its conversions of old names apply."""
+        return cls.is_remote_code()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
+    ) -> str:
+        """ "easytorch" unless one is asked for; "flash" is ours, without transformers' search for flash-attn."""
+        if attn_implementation is None:
+            return "easytorch"
+        if attn_implementation == FLASH_FOR_TRANSFORMERS:
+            return "flash"
+        if attn_implementation in NATIVE_INTERFACES:
+            return attn_implementation
+        if "flash" in attn_implementation or attn_implementation == "flex_attention":
+            raise ValueError(
+                f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes "
+                f"{', '.join(map(repr, NATIVE_INTERFACES))} or a name registered with transformers.AttentionInterface"
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, is_init_check, allow_all_kernels)
