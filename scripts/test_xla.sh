@@ -7,5 +7,7 @@ source "$root/scripts/lib/venv.sh"
 
 venv=$(ensure_venv xla "$root/scripts/requirements/xla.txt")
 cd "$root"
-export PJRT_DEVICE=CPU JAX_PLATFORMS=cpu
+export PJRT_DEVICE=CPU JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1
+# Compiling is most of the time these tests take; without LLVM's optimizations it takes half.
+export XLA_FLAGS=${XLA_FLAGS---xla_backend_optimization_level=0}
 exec "$venv/bin/python" -m pytest -q tests/xla "$@"

@@ -19,7 +19,7 @@ def bucket(length: int, least: int) -> int:
 
 
 def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T), (B, T) boolean -> the same with each row's tokens at its end, in their order; empty columns are dropped."""
+    """(B, T), (B, T) boolean -> the same with each row's tokens at its end, in order; empty columns go."""
     order = torch.argsort(mask.to(torch.int8), dim=-1, stable=True)
     mask = mask.gather(1, order)
     ids = torch.where(mask, ids.gather(1, order), pad_token_id)

@@ -64,7 +64,7 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 def gumbel_noise(seed: torch.Tensor, step: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Standard Gumbel noise (B, V) in float32: argmax(logits + noise) is distributed as softmax(logits).
 
-    seed, step: int64 scalars on the device of the result. Of the hash (Wellons' lowbias32) 23 bits are used, so that
+    seed, step: int64, of one element, on the device of the result. Of the hash (Wellons' lowbias32) 23 bits are used, so that
     every value lies strictly between 0 and 1 in float32.
     """
     rows, columns = (torch.arange(n, device=seed.device) for n in shape)
@@ -104,11 +104,11 @@ class Sampler:
         self.prompt, self.prompt_mask = prompt.to(device), prompt_mask.to(device=device, dtype=torch.bool)
         self.seen: torch.Tensor | None = None
         seed = torch.randint(0, 2**31 - 1, ()).item() if config.seed is None else config.seed
-        # transferred from the host rather than filled in: a constant would be compiled into the program
-        self.seed = torch.tensor(int(seed) & _LOW, dtype=torch.int64).to(device)
-        self.step = torch.tensor(0, dtype=torch.int64).to(device)
+        # vectors of one: torch_xla compiles the scalars 0 and 1 into the program, so seed 1 would have one of its own
+        self.seed = torch.tensor([int(seed) & _LOW]).to(device)
+        self.step = torch.tensor([0]).to(device)
         scalars = (config.temperature, config.top_p or 1.0, config.repetition_penalty)
-        self.temperature, self.top_p, self.penalty = (torch.tensor(value).to(device) for value in scalars)
+        self.temperature, self.top_p, self.penalty = (torch.tensor([value]).to(device) for value in scalars)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """(B, V) -> tokens (B,) int64."""

@@ -1,0 +1,44 @@
+"""Compiling jax functions for a TPU that is not there: libtpu carries the whole compiler and runs on a CPU host.
+
+What a compilation costs in memory, and that it succeeds at all, is known without a device; how fast it runs is not.
+Start the process with `ENVIRONMENT` set, or libtpu looks for a TPU and its host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # no question to the cloud's metadata server
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_LOG_DIR": "disabled",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes at once: none of them holds a device
+    }
+)
+
+
+def compile_for_tpu(
+    fn: Callable[..., Any], *args: Any, topology: str = "v5e:2x2", **static: Any
+) -> jax.stages.Compiled:
+    """`fn(*args, **static)` compiled for one chip of `topology`; `.memory_analysis()` and `.as_text()` tell about it.
+
+    args: pytrees of arrays or `jax.ShapeDtypeStruct`s, whose values are not read; None where the function takes it.
+    """
+    chip = SingleDeviceSharding(_devices(topology)[0])
+    structs = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=chip), args)
+    return jax.jit(functools.partial(fn, **static)).lower(*structs).compile()
+
+
+@functools.cache
+def _devices(topology: str) -> Any:
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
