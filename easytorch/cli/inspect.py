@@ -1,0 +1,59 @@
+"""Show what a checkpoint holds, without loading it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+if TYPE_CHECKING:
+    from easytorch.bridge.formats.base import TensorInfo
+    from easytorch.bridge.inspect import CheckpointInfo
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint folder, or one of its weight files.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a tree.")] = False,
+) -> None:
+    """Show a checkpoint's format, architecture and tensors; tensor data is not loaded.
+
+    \b
+    Examples:
+      easytorch inspect ./bert-base
+      easytorch inspect ./bert-base-flax/flax_model.msgpack --json
+    """
+    from easytorch.bridge.inspect import inspect
+
+    info = inspect(path)
+    if as_json:
+        typer.echo(json.dumps(info.to_dict(), indent=2))
+    else:
+        Console(highlight=False, soft_wrap=True).print(_tree(info))
+
+
+def _tree(info: CheckpointInfo) -> Tree:
+    from easytorch.bridge.sizes import human_size
+    from easytorch.bridge.trees import nested
+
+    family = f", {info.architecture or info.model_type}" if info.architecture or info.model_type else ""
+    title = f"{info.path}: {info.format}{family}, {len(info.tensors)} tensors, {human_size(info.total_bytes)}"
+    root = Tree(Text(title, style="bold"))
+    separator = "." if info.naming == "torch" else "/"
+    _grow(root, nested({tensor.name.replace(separator, "/"): tensor for tensor in info.tensors}))
+    return root
+
+
+def _grow(branch: Tree, children: dict[str, TensorInfo | dict]) -> None:
+    from easytorch.bridge.sizes import human_size
+
+    for name, child in children.items():
+        if isinstance(child, dict):
+            _grow(branch.add(Text(name, style="cyan")), child)
+        else:
+            shape = "x".join(map(str, child.shape)) or "scalar"
+            branch.add(Text.assemble(name, ("  " + shape, "green"), f"  {child.dtype}  {human_size(child.nbytes)}"))
