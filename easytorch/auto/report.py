@@ -1,4 +1,4 @@
-"""`model.easytorch_report`: what EasyTorch does in a model, and which attention layers called it in the first forward."""
+"""`model.easytorch_report`: what EasyTorch does in a model, and which attention layers called it at first."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import rules_for
+from easytorch.bridge.load import load_torch_state_dict
 
 _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -27,16 +28,15 @@ def load_flax(
 
     dtype: None and "auto" are the dtype the checkpoint has, as for a torch checkpoint whose config does not say.
     """
-    from easytorch.bridge.load import load_torch_state_dict
-
     where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
     if not isinstance(config, PreTrainedConfig):
         config, kwargs = config_class.from_pretrained(
             name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
         )
-    state_dict = load_torch_state_dict(file, rules_for(config.model_type))
+    tie = bool(config.tie_word_embeddings)
+    state_dict = load_torch_state_dict(file, rules_for(config.model_type), tie_word_embeddings=tie)
     if not state_dict:
-        raise CheckpointError("holds no weights", file=file)
+        raise CheckpointError("holds no weights; save it again", file=file)
     model, info = load(None, *model_args, config=config, state_dict=state_dict, **kwargs)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     if model.can_generate() and (file.parent / "generation_config.json").is_file():
