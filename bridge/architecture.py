@@ -61,6 +61,9 @@ def _model_class(config: Config, config_class: type) -> type:
     if config.architecture is None:
         return transformers.MODEL_MAPPING[config_class]
     found = getattr(transformers, config.architecture, None)
+    if found is None and config.architecture.endswith("ForCausalLM"):
+        # Flax calls every such head ForCausalLM; torch's BERT one is BertLMHeadModel.
+        found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
     if not isinstance(found, type) or getattr(found, "config_class", None) is not config_class:
         family = config_class.__name__.removesuffix("Config")
         known = [name for name in dir(transformers) if name.startswith(f"{family}For") or name == f"{family}Model"]
