@@ -37,7 +37,7 @@ def room_of(path: Path) -> str | None:
     parts = path.relative_to(ROOT).parts
     if parts[0] in ("kernels", "bridge"):
         return parts[0]
-    return parts[1] if len(parts) > 2 else Path(parts[1]).stem if parts[1] == "auto.py" else None
+    return parts[1] if len(parts) > 2 else None
 
 
 def imported_modules(path: Path) -> list[tuple[int, str]]:
