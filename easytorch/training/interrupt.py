@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
+# Ctrl-C reaches a process twice: from the terminal, and from torchrun, which passes it on.
+SAME_REQUEST_SECONDS = 2.0
+
 
 class StopOnSignal:
-    """Within the context the first SIGINT or SIGTERM sets `asked`; a second one acts as it did outside."""
+    """Within the context a SIGINT or SIGTERM sets `asked`; one that comes seconds later acts as it did outside."""
 
     def __init__(self) -> None:
         self.asked = False
+        self._asked_at = 0.0
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopOnSignal:
@@ -23,8 +28,11 @@ class StopOnSignal:
         self._restore()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        self._restore()
+        if self.asked and time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
+        elif not self.asked:
+            self.asked, self._asked_at = True, time.monotonic()
 
     def _restore(self) -> None:
         for name, handler in self._former.items():

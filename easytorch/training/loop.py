@@ -88,6 +88,8 @@ class _Run:
                 interrupted = not last and self.processes.sum(float(stop.asked))[0] > 0
                 if last or interrupted or (config.save_every and self.step % config.save_every == 0):
                     self._save()
+            if interrupted and self.report is not None:
+                self.report.say(f"stopped after step {self.step}; {self.checkpoint} can be resumed")
         assert self.checkpoint is not None
         if self.processes.first:
             output = Path(config.output)
@@ -170,7 +172,7 @@ class _Run:
         config, blocks, processes = self.config, self.blocks, self.processes
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.report.say(
-            f"{type(self.model).__name__}, {parameters / 1e6:.2f} M parameters; vocabulary {len(self.tokenizer)}; "
+            f"{type(self.model).__module__}.{type(self.model).__name__}, {parameters / 1e6:.2f} M parameters; vocabulary {len(self.tokenizer)}; "
             f"{blocks.train_count} blocks of {config.block_size} tokens to train on, {blocks.eval_count} held out; "
             f"{processes.world} process(es) on {processes.device.type}, {torch.get_num_threads()} thread(s) each"
             + (f"; resuming after step {self.step}" if self.step else "")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from easytorch.training import TrainingFailedError, launch, train
+from easytorch.training import TrainingFailedError, latest_checkpoint, launch, train
+from easytorch.training.checkpoint import load_state
 from easytorch.training.launch import child_environment
 from easytorch.training.metrics import read_metrics
 
@@ -42,6 +45,28 @@ def test_the_script_runs_under_plain_torchrun(settings, tmp_path):
     assert "step 3/3" in done.stdout
     assert done.stdout.count("parameters;") == 1  # only the first process speaks
     assert len(series(config.output, "loss")) == 3
+
+
+def test_ctrl_c_ends_the_command_with_a_checkpoint_to_resume_from(settings, tmp_path):
+    config = settings(steps=100_000, eval_fraction=0.0)
+    config.save(tmp_path / "run.json")
+    metrics = Path(config.output) / "metrics.jsonl"
+    running = subprocess.Popen(
+        [sys.executable, "-m", "easytorch", "train", "--processes", "2", "--config", str(tmp_path / "run.json")],
+        env={**os.environ, **child_environment()}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 100
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        assert running.wait(60) == 130
+    finally:
+        running.kill()
+    checkpoint = latest_checkpoint(config.output)
+    assert checkpoint is not None
+    assert load_state(checkpoint)["step"] == len(series(config.output, "loss")) < 100_000
 
 
 def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):

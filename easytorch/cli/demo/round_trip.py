@@ -12,8 +12,6 @@ from easytorch.cli.demo.sentences import Encoded, sentence_embeddings
 from easytorch.cli.demo.stage import Demo
 
 TOLERANCE = 1e-5
-# Saved by older releases of transformers: the row numbers 0, 1, 2, ... of the position table, not a weight.
-NOT_A_WEIGHT = "embeddings.position_ids"
 
 
 def run(demo: Demo, weights: Path, encoded: Encoded) -> None:
@@ -47,12 +45,10 @@ def run(demo: Demo, weights: Path, encoded: Encoded) -> None:
 
 
 def compare_bits(first: Path, second: Path) -> tuple[int, list[str]]:
-    """How many weights the first file has, and the names of those that the second lacks or has otherwise, or adds."""
+    """How many tensors the first file has, and the names of those that the second lacks or has otherwise, or adds."""
     from safetensors.numpy import load_file
 
     before, after = load_file(first), load_file(second)
-    before.pop(NOT_A_WEIGHT, None)
-    after.pop(NOT_A_WEIGHT, None)
     different = [
         name
         for name in sorted({*before, *after})

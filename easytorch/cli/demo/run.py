@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import shutil
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
 
+import easytorch
 from easytorch.cli.demo import generation, operations, round_trip, sentences, training
 from easytorch.cli.demo.stage import Demo
 
@@ -25,6 +29,7 @@ def run(*, quick: bool, output: Path) -> bool:
     weights = sentences.find_weights()
     demo = Demo(quick, _fresh(output), Console())
     _quiet()
+    demo.console.print(Panel.fit(f"[bold]EasyTorch {easytorch.__version__}[/bold]\n{_setting(demo)}"))
     with demo.stage(1, "Real weights: all-MiniLM-L6-v2 in EasyTorch's own BERT"):
         encoded = sentences.run(demo, weights)
     with demo.stage(2, "To Flax and back, and through plain jax"):
@@ -36,6 +41,12 @@ def run(*, quick: bool, output: Path) -> bool:
     with demo.stage(5, "What runs where, and why"):
         operations.run(demo)
     return _summary(demo)
+
+
+def _setting(demo: Demo) -> str:
+    """One line: on what, and where to."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "jax"))
+    return f"{versions}; {torch.get_num_threads()} CPU threads; writing to {demo.output}"
 
 
 def _require_packages() -> None:

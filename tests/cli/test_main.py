@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from easytorch import __version__
+from easytorch.cli import env
+from easytorch.cli.lazy import command_names, summary
+from easytorch.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers", "jax", "numpy", "matplotlib"}
+
+
+def run(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "COLUMNS": "100", **variables},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def exit_code(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    return exit_.value.code
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy():
+    done = run("-X", "importtime", "-m", "easytorch", "--help")
+    assert done.returncode == 0
+    for name in command_names():
+        assert re.search(rf"│ {name} +{re.escape(summary(name)[:30])}", done.stdout), name
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & HEAVY
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_a_command_is_a_module_with_a_docstring_and_a_function(name):
+    assert summary(name).endswith(".")
+    assert callable(importlib.import_module(f"easytorch.cli.{name}").command)
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_the_help_of_a_command_is_shown(name, capsys):
+    assert exit_code(name, "--help") == 0
+    assert "--" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"easytorch {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such-command"], ["env", "--no-such-flag"], ["generate"], ["--no-such-flag"]]
+)
+def test_wrong_usage_is_2(arguments, capsys):
+    assert exit_code(*arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
+    assert exit_code("generat") == 2
+    assert "'generate'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("two\n  lines"), "error: two lines\n"),
+        (FileNotFoundError(2, "No such file or directory", "x/config.json"),
+         "error: [Errno 2] No such file or directory: 'x/config.json'\n"),
+        (ModuleNotFoundError("pip install it"), "error: pip install it\n"),
+        (ValueError(), "error: ValueError\n"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_user_is_one_line_and_2(error, line, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(env, "collect", fail)
+    monkeypatch.delenv("EASYTORCH_TRACEBACK", raising=False)
+    assert exit_code("env") == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", line)
+
+
+def test_an_unexpected_error_is_not_hidden(monkeypatch):
+    def fail():
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(env, "collect", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["env"])
+
+
+@pytest.mark.parametrize(("flags", "variables"), [(["--debug"], {}), ([], {"EASYTORCH_TRACEBACK": "1"})])
+def test_the_traceback_is_shown_when_asked_for(flags, variables):
+    done = run("-m", "easytorch", *flags, "train", "--text", "absent", "--output", "o", "--steps", "0", **variables)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "steps must be at least 1" in done.stderr
+
+
+def test_completion_offers_commands_and_their_flags():
+    def complete(line):
+        words = line.split(" ")
+        return run(
+            "-m", "easytorch", _EASYTORCH_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1)
+        ).stdout.split()
+
+    assert complete("easytorch g") == ["generate"]
+    assert "--json" in complete("easytorch env --")

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from easytorch.training import interrupt
+from easytorch.training.interrupt import StopOnSignal
+
+
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_and_one_passed_on_at_once_is_the_same(name):
+    before = signal.getsignal(name)
+    with StopOnSignal() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), name)
+        os.kill(os.getpid(), name)
+        assert stop.asked
+    assert signal.getsignal(name) is before
+
+
+def test_a_later_one_interrupts(monkeypatch):
+    monkeypatch.setattr(interrupt, "SAME_REQUEST_SECONDS", -1.0)
+    with pytest.raises(KeyboardInterrupt), StopOnSignal():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
