@@ -1,0 +1,225 @@
+"""Every head against transformers' own class: outputs, losses and every gradient, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from easytorch.models.bert import BertModel
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+BERT_HEADS = (
+    "BertModel",
+    "BertForPreTraining",
+    "BertLMHeadModel",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
+    "BertForSequenceClassification",
+    "BertForMultipleChoice",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+)
+LLAMA_HEADS = (
+    "LlamaModel",
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    "LlamaForTokenClassification",
+    "LlamaForQuestionAnswering",
+)
+
+
+def labels_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
+    tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if name == "BertForPreTraining":
+        return {"labels": tokens, "next_sentence_label": torch.tensor([0, 1])}
+    if "QuestionAnswering" in name:
+        return {"start_positions": torch.tensor([4, 1]), "end_positions": torch.tensor([6, 30])}
+    if "SequenceClassification" in name or "NextSentence" in name or "MultipleChoice" in name:
+        return {"labels": torch.tensor([1, 0])}
+    if "TokenClassification" in name:
+        return {"labels": tokens.clamp(max=1)}
+    return {} if name.endswith("Model") and "LMHead" not in name else {"labels": tokens}
+
+
+def inputs_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
+    if name == "BertForMultipleChoice":
+        return {key: torch.stack([value, value.flip(0)], dim=1) for key, value in batch.items()}
+    return dict(batch)
+
+
+def assert_same(ours, theirs) -> None:
+    """Every tensor of two outputs, those of padded positions too."""
+    assert set(ours) == set(theirs)
+    for key, expected in theirs.items():
+        given = ours[key]
+        if isinstance(expected, tuple):
+            assert_same(dict(enumerate(given)), dict(enumerate(expected)))
+        elif isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(given, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", BERT_HEADS + LLAMA_HEADS)
+def test_outputs_loss_and_gradients(name, batch, make_pair, bert_config, llama_config) -> None:
+    config = bert_config() if name.startswith("Bert") else llama_config()
+    ours, theirs = make_pair(name, config)
+    inputs = inputs_for(name, batch)
+    labels = labels_for(name, batch)
+    outputs = [model(**inputs, **labels, output_hidden_states=True) for model in (ours, theirs)]
+    assert_same(*outputs)
+    if not labels:
+        outputs = [{"loss": output.last_hidden_state.square().mean()} for output in outputs]
+    for output in outputs:
+        output["loss"].backward()
+    expected = {key: weight.grad for key, weight in theirs.named_parameters() if weight.grad is not None}
+    given = {key: weight.grad for key, weight in ours.named_parameters() if weight.grad is not None}
+    assert given.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(given[key], gradient, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ["BertModel", "LlamaModel"])
+def test_attentions_and_hidden_states_have_transformers_names_and_values(
+    name, batch, make_pair, bert_config, llama_config
+):
+    ours, theirs = make_pair(name, bert_config() if name == "BertModel" else llama_config(), "eager")
+    kwargs = {"output_attentions": True, "output_hidden_states": True}
+    unpadded = {"input_ids": batch["input_ids"].clamp(min=3)}
+    with torch.no_grad():
+        output, expected = ours(**unpadded, **kwargs), theirs(**unpadded, **kwargs)
+    assert len(output.attentions) == 2 and len(output.hidden_states) == 3
+    assert_same(output, expected)
+    assert isinstance(ours(**unpadded, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize("problem, labels", [
+    ("regression", torch.tensor([0.3, -1.0])),
+    ("multi_label_classification", torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])),
+    ("single_label_classification", torch.tensor([2, 0])),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "LlamaForSequenceClassification"])
+def test_every_problem_type(name, problem, labels, batch, make_pair, bert_config, llama_config) -> None:
+    make = bert_config if name.startswith("Bert") else llama_config
+    ours, theirs = make_pair(name, make(num_labels=1 if problem == "regression" else 3))
+    output, expected = ours(**batch, labels=labels), theirs(**batch, labels=labels)
+    torch.testing.assert_close(output.loss, expected.loss, **TOLERANCE)
+    assert ours.config.problem_type == theirs.config.problem_type == problem
+
+
+ROPE = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "rope_theta": 500.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "rope_theta": 500.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_rope_types_below_and_above_the_trained_length(rope, make_pair, llama_config) -> None:
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config(rope_parameters=ROPE[rope], max_position_embeddings=24))
+    torch.manual_seed(2)
+    for length in (9, 40, 12):
+        ids = torch.randint(3, 97, (1, length))
+        with torch.no_grad():
+            torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 12},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+        {"tie_word_embeddings": True},
+        {"pretraining_tp": 2},
+        {"hidden_act": "gelu"},
+    ],
+    ids=str,
+)
+def test_llama_config_variants(changes, batch, make_pair, llama_config) -> None:
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config(**changes))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**batch).logits, theirs(**batch).logits, **TOLERANCE)
+
+
+def test_packed_sequences_by_position_ids_do_not_see_each_other(make_pair, llama_config) -> None:
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config())
+    torch.manual_seed(3)
+    ids = torch.randint(3, 97, (1, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+    with torch.no_grad():
+        packed = ours(ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(packed, theirs(ids, position_ids=positions, use_cache=False).logits, **TOLERANCE)
+        torch.testing.assert_close(packed[:, 5:8], ours(ids[:, 5:8]).logits, **TOLERANCE)
+
+
+def test_inputs_embeds_logits_to_keep_and_a_4d_mask(make_pair, llama_config) -> None:
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config())
+    torch.manual_seed(4)
+    ids = torch.randint(3, 97, (2, 6))
+    embeds = theirs.get_input_embeddings()(ids)
+    mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float32).min).triu(2)
+    rows = torch.tensor([[0, 3], [2, 5]])
+    for kwargs in ({"inputs_embeds": embeds}, {"input_ids": ids, "attention_mask": mask}):
+        for keep in (0, 2, torch.tensor([1, 4]), rows, torch.rand(2, 6) > 0.5):
+            with torch.no_grad():
+                given = ours(**kwargs, logits_to_keep=keep).logits
+                torch.testing.assert_close(given, theirs(**kwargs, logits_to_keep=keep).logits, **TOLERANCE)
+    with pytest.raises(ValueError, match="exactly one"):
+        ours(input_ids=ids, inputs_embeds=embeds)
+
+
+def test_bert_options(batch, make_pair, bert_config) -> None:
+    ours, theirs = make_pair("BertModel", bert_config(chunk_size_feed_forward=1, hidden_act="relu"))
+    kwargs = {
+        "token_type_ids": torch.tensor([[0] * 5 + [1] * 6] * 2),
+        "position_ids": torch.arange(11).flip(0)[None],
+    }
+    with torch.no_grad():
+        assert_same(ours(**batch, **kwargs), theirs(**batch, **kwargs))
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_bert_as_a_decoder_with_cache(cross, batch, make_pair, bert_config) -> None:
+    ours, theirs = make_pair("BertLMHeadModel", bert_config(is_decoder=True, add_cross_attention=cross), "eager")
+    torch.manual_seed(5)
+    encoder = {}
+    if cross:
+        encoder = {"encoder_hidden_states": torch.randn(2, 7, 32), "encoder_attention_mask": torch.ones(2, 7)}
+        encoder["encoder_attention_mask"][0, 4:] = 0
+    ids = batch["input_ids"].clamp(min=3)
+    with torch.no_grad():
+        expected = theirs(ids, **encoder, output_attentions=True)
+        given = ours(ids, **encoder, output_attentions=True)
+        torch.testing.assert_close(given.logits, expected.logits, **TOLERANCE)
+        assert len(given.attentions) == 2 and len(given.cross_attentions or ()) == (2 if cross else 0)
+        for kind in ("attentions", "cross_attentions"):
+            for one, other in zip(given[kind] or (), expected[kind] or (), strict=True):
+                torch.testing.assert_close(one, other, **TOLERANCE)
+        first = ours(ids[:, :6], **encoder, use_cache=True)
+        rest = ours(ids[:, 6:], **encoder, past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected.logits, **TOLERANCE)
+
+
+def test_cross_attention_must_be_configured(batch, make_pair, bert_config) -> None:
+    ours, _ = make_pair("BertLMHeadModel", bert_config(is_decoder=True))
+    with pytest.raises(ValueError, match="add_cross_attention"):
+        ours(**batch, encoder_hidden_states=torch.randn(2, 7, 32))
+    with pytest.raises(ValueError, match="is_decoder=True"):
+        BertModel(bert_config(add_cross_attention=True))
