@@ -7,22 +7,20 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from easytorch.operations.attention_cpu import xla_is_faster
+from easytorch.operations import attention_cpu
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
+from easytorch.operations.platform import platform_of
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.sdpa import SdpaAttention
 from easytorch.operations.vanilla import VanillaAttention
 
-# platform -> (implementation, why it stands here), the first that carries the call is taken; `vanilla` comes last.
+# platform -> (implementation, why it stands here): the first that carries the call is taken, `vanilla` if none does.
+# The CPU's order depends on the size of the call: attention_cpu.py.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
-    "cpu": (
-        ("sdpa", "ATen's fused CPU kernel, no slower than XLA at this size"),
-        ("flash", "online softmax in XLA carries what ATen lacks"),
-    ),
     "cuda": (
         ("flash", "the Triton kernel carries every feature"),
         ("sdpa", "ATen picks cuDNN or its own flash kernel"),
@@ -31,7 +29,6 @@ PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     "tpu": (("flash", "online softmax compiled into the XLA graph"),),
     "native": (),
 }
-CPU_XLA_FIRST = (("flash", "measured faster than ATen at this size and dtype"), PREFERENCES["cpu"][0])
 
 
 @OperationRegistry.register
@@ -57,19 +54,20 @@ class Attention(AttentionImpl):
         return self.implementations["vanilla"].forward_native(query, key, value, **features)
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        preferences = PREFERENCES[platform]
-        if platform == "cpu" and xla_is_faster(*args, **kwargs):
-            preferences = CPU_XLA_FIRST
+        query = args[0] if args else kwargs["query"]
+        preferences = attention_cpu.preferences(query) if platform == "cpu" else PREFERENCES[platform]
         refusals = []
         for name, why in preferences:
             implementation = self.implementations[name]
             method, backend = implementation.path(platform)
             refusal = implementation.supports(backend, *args, **kwargs)
             if refusal is None:
-                return Choice(implementation, method, platform, backend, "; ".join((*refusals, why)))
+                if refusals:
+                    why = "; ".join((*refusals, why))
+                return Choice(implementation, method, platform, backend, why)
             refusals.append(f"{name}: {refusal}")
         reason = "; ".join(refusals) or "the definition, on a device without kernels"
-        if refusals:
+        if refusals and platform == platform_of(args, kwargs):
             log_fallback("attention", platform, reason, "vanilla")
         return Choice(self.implementations["vanilla"], "forward_native", platform, "native", reason)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.operations.impl import OperationImpl
+from easytorch.operations.metadata import OperationMetadata
 
 
 class AttentionFeatures(TypedDict, total=False):
@@ -32,22 +33,35 @@ class AttentionImpl(OperationImpl):
 
     takes_seed = frozenset({"native"})  # the backends whose dropout follows `seed`
 
-    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        given = self.metadata
+        # asked once here instead of at each call: without settings a call's arguments are already the kernel's
+        self._settled_as_given = (
+            given.runtime_dtype is given.runtime_softmax_dtype is given.softmax_scale is None
+            and given.dropout_prob == 0.0
+        )
+
+    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> str | None:
         """`supports` for a backend other than the definition, with the metadata's settings already in `features`."""
         return None
 
     def supports(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
         if backend == "native":
             return None
+        if self._settled_as_given:
+            return self.refusal(backend, query, key, value, features)
         softmax_dtype = self.metadata.runtime_softmax_dtype
         if softmax_dtype is not None and softmax_dtype != _accumulation(self.metadata.runtime_dtype or query.dtype):
             return f"its softmax is not computed in {softmax_dtype}"
-        return self.refusal(backend, *self._cast(query, key, value), **self._settled(features))
+        return self.refusal(backend, *self.prepare(query, key, value, features))
 
     def prepare(
         self, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """The kernel arguments: tensors in `runtime_dtype`, the metadata's scale and dropout if the call has none."""
+        if self._settled_as_given:
+            return query, key, value, features
         return (*self._cast(query, key, value), self._settled(features))
 
     def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:

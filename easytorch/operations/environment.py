@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 from easytorch.operations.registry import OperationRegistry
+
+# os.environ.get of an absent variable raises and catches a KeyError (0.75 us of the 5 us of a dispatch) and a call
+# asks twice; the table behind it answers in 0.05 us.
+_TABLE: Any = getattr(os.environ, "_data", os.environ)
+_encode: Callable[[str], Any] = getattr(os.environ, "encodekey", str)
+_OPS, _CHECK = _encode("EASYTORCH_OPS"), _encode("EASYTORCH_CHECK")
 
 
 def forced_by_environment(operation: str) -> str | None:
     """What `EASYTORCH_OPS="attention=flash,rms_norm=native"` says of `operation` (its primary name), if anything."""
-    setting = os.environ.get("EASYTORCH_OPS")
-    return _parse(setting).get(operation) if setting else None
+    if _OPS not in _TABLE:
+        return None
+    return _parse(os.environ["EASYTORCH_OPS"]).get(operation)
 
 
 def checking() -> bool:
     """True under `EASYTORCH_CHECK=1`: every call is compared with its definition."""
-    return os.environ.get("EASYTORCH_CHECK", "") not in ("", "0")
+    return _CHECK in _TABLE and os.environ["EASYTORCH_CHECK"] not in ("", "0")
 
 
 @functools.lru_cache(maxsize=16)

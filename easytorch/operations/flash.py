@@ -26,12 +26,11 @@ class FlashAttention(AttentionImpl):
     def get_impl_name(cls) -> tuple[str, ...]:
         return ("flash", "flash_attn2")
 
-    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
-        absent = missing("jax" if backend == "xla" else "triton")
-        if absent is not None:
-            return absent
+    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> str | None:
         if backend == "xla":
-            return f"XLA attention computes in float32, not {query.dtype}" if query.dtype == torch.float64 else None
+            if query.dtype == torch.float64:
+                return "XLA attention computes in float32, not float64"
+            return missing("jax")
         from easytorch.kernels.attention import triton_flash
 
         return triton_flash.supports(query, key, value, **features)

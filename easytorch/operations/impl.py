@@ -48,6 +48,7 @@ class OperationImpl(BaseOperation):
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
+        self._name = self.primary_name()
 
     @classmethod
     @abstractmethod
@@ -56,8 +57,7 @@ class OperationImpl(BaseOperation):
 
     @classmethod
     def primary_name(cls) -> str:
-        names = cls.get_impl_name()
-        return names if isinstance(names, str) else names[0]
+        return cls.all_names()[0]
 
     @classmethod
     def all_names(cls) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class OperationImpl(BaseOperation):
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        choice = self.choose(*args, **kwargs)
+        choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
         if checking() and not torch.compiler.is_compiling():
             return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.method)(*args, **kwargs)
@@ -111,7 +111,7 @@ class OperationImpl(BaseOperation):
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """`choose` for a platform that need not be present: the tensors are only asked for shape and dtype."""
-        forced = self.metadata.backend or forced_by_environment(self.primary_name())
+        forced = self.metadata.backend or forced_by_environment(self._name)
         if forced is not None:
             return self.choose_forced(forced, platform, args, kwargs)
         return self.choose_freely(platform, args, kwargs)
@@ -123,8 +123,10 @@ class OperationImpl(BaseOperation):
         if refusal is None:
             return Choice(self, method, platform, backend, "its path on this platform")
         if method != "forward_native" and self.falls_back:
-            log_fallback(self.primary_name(), platform, f"{backend}: {refusal}", "native")
-            return Choice(self, "forward_native", platform, "native", f"{backend}: {refusal}")
+            reason = f"{backend}: {refusal}"
+            if platform == platform_of(args, kwargs):  # not for a platform that is only asked about
+                log_fallback(self._name, platform, reason, "native")
+            return Choice(self, "forward_native", platform, "native", reason)
         raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {refusal}")
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:

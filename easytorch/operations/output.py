@@ -56,6 +56,10 @@ class AttentionOutput(OperationOutput):
     cache_view: Any = None
 
 
+# torch.export and torch.func take and return operations' results as the tensors they hold
+torch.export.register_dataclass(AttentionOutput, serialized_type_name="easytorch.AttentionOutput")
+
+
 def _to_plain(value: Any) -> Any:
     return value.to_dict() if isinstance(value, OperationOutput) else value
 

@@ -36,5 +36,7 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 def platform_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The platform of the first tensor of a call; `"native"` for a call without tensors."""
-    tensor = args[0] if args and isinstance(args[0], torch.Tensor) else first_tensor((*args, *kwargs.values()))
-    return "native" if tensor is None else platform_of_device(tensor.device.type)
+    if args and isinstance(args[0], torch.Tensor):
+        return _PLATFORM_OF_DEVICE.get(args[0].device.type, "native")
+    tensor = first_tensor((*args, *kwargs.values()))
+    return "native" if tensor is None else _PLATFORM_OF_DEVICE.get(tensor.device.type, "native")

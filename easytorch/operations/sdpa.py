@@ -23,7 +23,7 @@ class SdpaAttention(AttentionImpl):
     def get_impl_name(cls) -> str:
         return "sdpa"
 
-    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> str | None:
         return aten.supports(query, key, value, **features)
 
     def forward_native(

@@ -1,6 +1,6 @@
 """torch <-> jax on the CPU through DLPack: no copy where the layout allows, no narrowed dtype, no dangling buffer.
 
-jax sees the memory of a contiguous torch tensor that starts on 64 bytes, as torch's own allocations do; other layouts are
+jax sees the memory of a contiguous torch tensor that starts on 64 bytes, as torch's allocations do; other layouts are
 copied once. The array holds a reference to the tensor's storage, the tensor one to the array's buffer.
 """
 
@@ -28,5 +28,5 @@ _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """The array, once it is computed, as a tensor that keeps its memory alive. A mutation of one is seen by the other."""
+    """The array, once it is computed, as a tensor that keeps its memory alive; a mutation of one shows in the other."""
     return from_dlpack(array.block_until_ready())

@@ -1,0 +1,40 @@
+"""What every operation would run on every platform, present or not: the table of `easytorch env` and `demo`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from easytorch.operations.impl import UnsupportedOperationError
+from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.registry import OperationRegistry
+
+
+class Row(NamedTuple):
+    operation: str
+    platform: str
+    implementation: str
+    backend: str
+    reason: str
+
+
+def choices(metadata: OperationMetadata | None = None) -> list[Row]:
+    """One row for each registered operation and platform: the choice for its `typical_call`, computed on no device.
+
+    EASYTORCH_OPS and `metadata` count, and the installed libraries. A choice that is refused has "-" for implementation
+    and backend, and the refusal as its reason.
+    """
+    rows = []
+    for name in OperationRegistry.names():
+        operation = OperationRegistry.create(name, metadata)
+        call = operation.typical_call()
+        if name != operation.primary_name() or call is None:
+            continue
+        for platform in PLATFORMS:
+            try:
+                choice = operation.choose_on(platform, *call)
+            except UnsupportedOperationError as refusal:
+                rows.append(Row(name, platform, "-", "-", str(refusal)))
+            else:
+                rows.append(Row(name, platform, choice.implementation, choice.backend, choice.reason))
+    return rows
