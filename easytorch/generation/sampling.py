@@ -64,8 +64,8 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 def gumbel_noise(seed: torch.Tensor, step: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Standard Gumbel noise (B, V) in float32: argmax(logits + noise) is distributed as softmax(logits).
 
-    seed, step: int64, of one element, on the device of the result. Of the hash (Wellons' lowbias32) 23 bits are used, so that
-    every value lies strictly between 0 and 1 in float32.
+    seed, step: int64, of one element, on the device of the result. Of the hash (Wellons' lowbias32) 23 bits are used,
+    so that every value lies strictly between 0 and 1 in float32.
     """
     rows, columns = (torch.arange(n, device=seed.device) for n in shape)
     state = _mix((seed & _LOW) ^ (step * 0x9E3779B1 & _LOW))

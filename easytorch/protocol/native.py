@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
@@ -59,6 +61,13 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         if strict and not getattr(model, "_hf_peft_config_loaded", False):
             check_loaded(model, info, source, ignore_mismatched_sizes=ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
+        """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""
+        super()._apply(fn, recurse)
+        if any(parameter.device.type == "xla" for parameter in self.parameters()):
+            self.tie_weights()
+        return self
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -82,8 +82,7 @@ def train(model, inputs, optimizer, steps=2):
     return first[0].cpu(), host(first[1]), torch.stack(losses).cpu(), host(dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("padding", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize(("padding", "optimizer"), [(False, "sgd"), (True, "adamw")], ids=["full-sgd", "padded-adamw"])
 @pytest.mark.parametrize("make", [bert, llama])
 def test_training_steps_equal_the_cpu(make, padding, optimizer):
     torch.manual_seed(0)
@@ -100,16 +99,26 @@ def test_training_steps_equal_the_cpu(make, padding, optimizer):
     assert relative_rms_error(got_losses, losses) < FORWARD
     assert grads.keys() == got_grads.keys() and len(grads) > 10
     for name, grad in grads.items():
-        scale = max(float(grad.square().mean().sqrt()), 1e-4)  # the gradient of a key's bias is zero but for rounding
-        assert (got_grads[name] - grad).square().mean().sqrt() / scale < GRADIENT, name
+        assert error(got_grads[name], grad, least=1e-4) < GRADIENT, name
     for name, weight in weights.items():
-        assert relative_rms_error(got_weights[name], weight) < GRADIENT, name
+        assert error(got_weights[name], weight, least=1e-2) < GRADIENT, name
+
+
+def error(got, want, least):
+    """Relative RMS error, of at least `least`: the gradient of a key's bias is zero but for rounding."""
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt().clamp(min=least))
 
 
 @pytest.mark.parametrize("make", [bert, llama])
-def test_further_steps_compile_nothing(make, count_programs):
+def test_steps_are_one_program(make, count_programs):
+    """The first step has a program of its own, since it makes the optimizer's state; the later ones share another."""
     torch.manual_seed(0)
     model = make().to("xla").train()
-    assert count_programs(lambda: train(model, batch(True), "sgd", steps=3)) > 0
-    more = count_programs(lambda: train(model, batch(True), "sgd", steps=3))
-    assert more == 0
+    inputs = {name: tensor[:1] for name, tensor in batch(False).items()}  # a shape no other test has compiled
+    assert count_programs(lambda: train(model, inputs, "sgd", steps=4)) <= 3
+    assert count_programs(lambda: train(model, inputs, "sgd", steps=4)) == 0
+
+
+def test_tied_weights_stay_tied_on_xla():
+    model = bert().to("xla")
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
