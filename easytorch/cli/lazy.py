@@ -21,8 +21,8 @@ class LazyGroup(TyperGroup):
     """`--help` and completion see a name and a line of help; only the command that is run is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, None if command is None else _load(name), rest
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else _load(name), rest
 
 
 def command_names() -> list[str]:

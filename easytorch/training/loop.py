@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def train(config: TrainingConfig) -> TrainingResult:
     with joined(config.device) as processes:
         checkpoint = find_checkpoint(config)
         tokenizer, blocks = prepare_text(config, processes, checkpoint)
-        model = make_model(config, tokenizer, checkpoint).to(processes.device)
+        model = make_model(config, tokenizer, checkpoint, processes.device)
         return _Run(config, processes, tokenizer, blocks, model, checkpoint).run()
 
 
@@ -92,8 +93,7 @@ class _Run:
                 self.report.say(f"stopped after step {self.step}; {self.checkpoint} can be resumed")
         assert self.checkpoint is not None
         if self.processes.first:
-            output = Path(config.output)
-            plot_loss(output / "metrics.jsonl", output / "loss.png")
+            _draw(Path(config.output))
         return TrainingResult(self.checkpoint, self.step, interrupted)
 
     def _train_step(self) -> None:
@@ -169,11 +169,20 @@ class _Run:
 
     def _introduce(self) -> None:
         assert self.report is not None
-        config, blocks, processes = self.config, self.blocks, self.processes
+        config, blocks, processes, kind = self.config, self.blocks, self.processes, type(self.model)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.report.say(
-            f"{type(self.model).__module__}.{type(self.model).__name__}, {parameters / 1e6:.2f} M parameters; vocabulary {len(self.tokenizer)}; "
+            f"{kind.__module__}.{kind.__name__}, {parameters / 1e6:.2f} M parameters; "
+            f"vocabulary {len(self.tokenizer)}; "
             f"{blocks.train_count} blocks of {config.block_size} tokens to train on, {blocks.eval_count} held out; "
             f"{processes.world} process(es) on {processes.device.type}, {torch.get_num_threads()} thread(s) each"
             + (f"; resuming after step {self.step}" if self.step else "")
         )
+
+
+def _draw(output: Path) -> None:
+    """The loss curve, where matplotlib is there to draw it; the run does not depend on it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print('loss.png is not drawn, matplotlib is missing: pip install "easytorch[train]"')
+    else:
+        plot_loss(output / "metrics.jsonl", output / "loss.png")

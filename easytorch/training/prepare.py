@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -59,16 +59,20 @@ def prepare_text(
     return tokenizer, Blocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
 
 
-def make_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> PreTrainedModel:
-    """The model in float32: the same parameters in every process."""
+def make_model(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, device: torch.device
+) -> PreTrainedModel:
+    """The model on `device` in float32: the same parameters in every process."""
     auto = easytorch.AutoModelForCausalLM
     chosen: dict[str, Any] = {"dtype": torch.float32}
     if config.attn_implementation is not None:
         chosen["attn_implementation"] = config.attn_implementation
     torch.manual_seed(config.seed)
     if checkpoint is not None or isinstance(config.model, str):
-        return auto.from_pretrained(str(checkpoint or config.model), **chosen)
-    return auto.from_config(_architecture(config, tokenizer), **chosen)
+        model: torch.nn.Module = auto.from_pretrained(str(checkpoint or config.model), **chosen)
+    else:
+        model = auto.from_config(_architecture(config, tokenizer), **chosen)
+    return cast("PreTrainedModel", model.to(device))
 
 
 def _architecture(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
