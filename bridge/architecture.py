@@ -11,6 +11,10 @@ from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules import RuleTable
 
 
+# What transformers and torch raise for values of the wrong kind or size.
+_UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """`shapes` by torch name, the name of the base model in them, and whether the config ties word embeddings."""
@@ -28,6 +32,7 @@ def architecture_of(config: Config, tensors: int) -> Architecture:
     """
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     layers = config.content.get("num_hidden_layers")
     if isinstance(layers, int) and layers > tensors:
@@ -41,8 +46,7 @@ def architecture_of(config: Config, tensors: int) -> Architecture:
             model = model_class(settings)
     except CheckpointError:
         raise
-    # What transformers and torch raise for values of the wrong kind or size.
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
+    except (StrictDataclassError, *_UNBUILDABLE) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"describes no model that can be built ({reason}); correct it", file=config.file

@@ -163,6 +163,8 @@ class _Job:
         layout = form.layout(list(self.plan.targets.values()), shard_size)
         stream = self._stream([info for infos in layout.values() for info in infos], progress)
         form.write(folder, layout, stream)
+        # The last tensor is reported when the stream is asked for one more.
+        assert next(stream, None) is None, "the format left tensors unwritten"
         kept = {name: self._home[given].read(given) for name, given in self.plan.kept.items()}
         if form.naming == "flax":
             write_side_file(folder, kept, self.plan.tied)

@@ -69,7 +69,7 @@ class ShardedReader:
 
     def _open(self, weight_map: Mapping[str, str], open_shard: Callable[[Path], Reader]) -> None:
         found: dict[str, TensorInfo] = {}
-        for file in dict.fromkeys(weight_map.values()):
+        for file in sorted(set(weight_map.values())):
             path = self._index.parent / file
             if not path.is_file():
                 raise CheckpointError(f"the shard {file!r} is missing; download or copy it again", file=self._index)
