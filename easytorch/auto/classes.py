@@ -20,6 +20,7 @@ from easytorch.protocol.native import NativeModel
 
 ModelClass = type[PreTrainedModel]
 
+_REMOTE = "its code comes with the checkpoint"
 _PEEK = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder", "gguf_file")
 
 
@@ -56,11 +57,9 @@ class EasyTorchAuto:
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
         """A model with new weights, as `transformers.AutoModel.from_config`."""
         if _wants_remote_code(cls, config, kwargs):
-            return report_on(super().from_config(config, **kwargs), "its code comes with the checkpoint")
+            return report_on(_theirs(cls).from_config(config, **kwargs), _REMOTE)
         model_class = _model_class(cls, config)
-        attention, reason = attention_for(model_class, config, kwargs.pop("attn_implementation", None))
-        if attention is not None:
-            kwargs["attn_implementation"] = attention
+        reason = _choose_attention(model_class, config, kwargs)
         return report_on(super().from_config(config, **kwargs), reason)
 
     @classmethod
@@ -75,13 +74,12 @@ class EasyTorchAuto:
         path = pretrained_model_name_or_path
         config = _peek(path, kwargs)
         if _wants_remote_code(cls, config, kwargs):
-            loaded = super().from_pretrained(path, *model_args, **kwargs)
-            report_on(loaded[0] if isinstance(loaded, tuple) else loaded, "its code comes with the checkpoint")
+            kwargs.pop("strict", None)
+            loaded = _theirs(cls).from_pretrained(path, *model_args, **kwargs)
+            report_on(loaded[0] if isinstance(loaded, tuple) else loaded, _REMOTE)
             return loaded
         model_class = _model_class(cls, config)
-        attention, reason = attention_for(model_class, config, kwargs.pop("attn_implementation", None))
-        if attention is not None:
-            kwargs["attn_implementation"] = attention
+        reason = _choose_attention(model_class, config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         load = super().from_pretrained
         if issubclass(model_class, NativeModel):
@@ -90,6 +88,20 @@ class EasyTorchAuto:
             model, info = _load_foreign(load, model_class, path, model_args, kwargs)
         report_on(model, reason)
         return (model, info) if wants_info else model
+
+
+def _theirs(auto: type) -> Any:
+    """transformers' auto class behind one of ours: it prefers the checkpoint's own code to a class of the library."""
+    return next(base for base in auto.__mro__ if base.__module__.startswith("transformers."))
+
+
+def _choose_attention(model_class: ModelClass, config: PreTrainedConfig, kwargs: dict[str, Any]) -> str | None:
+    """Put the choice into `kwargs`; returns why it is not our attention, or None."""
+    wants_weights = bool(kwargs.get("output_attentions", config.output_attentions))
+    attention, reason = attention_for(model_class, config, kwargs.pop("attn_implementation", None), wants_weights)
+    if attention is not None:
+        kwargs["attn_implementation"] = attention
+    return reason
 
 
 def _load_foreign(

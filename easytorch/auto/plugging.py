@@ -33,14 +33,17 @@ def native_class(model_class: ModelClass) -> ModelClass:
 
 
 def attention_for(
-    model_class: ModelClass, config: PreTrainedConfig, asked: str | dict[str, str] | None
+    model_class: ModelClass, config: PreTrainedConfig, asked: str | dict[str, str] | None, wants_weights: bool
 ) -> tuple[str | dict[str, str] | None, str | None]:
     """The `attn_implementation` to load with, None for transformers' own choice, and why when that is not ours.
 
+    wants_weights: the config is to say output_attentions=True, which transformers takes with "eager" alone.
     `ValueError` when ours was asked for by name and `model_class` cannot take it.
     """
     if issubclass(model_class, NativeModel):
-        return asked or _of_config(config) or "easytorch", None
+        return asked or _of_config(config) or ("eager" if wants_weights else "easytorch"), None
+    if asked is None and wants_weights:
+        return None, "output_attentions=True in the config makes transformers take its own eager attention"
     if asked is None and _of_config(config) is None:
         return _automatic(model_class, config)
     if asked not in INTERFACES:

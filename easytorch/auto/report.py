@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from easytorch.layers import attention
+from easytorch.layers.attention import OBSERVERS
 from easytorch.protocol.native import NativeModel
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
     model.easytorch_report = report
     logger.log(logging.INFO if reason is None else logging.WARNING, "%s", report)
     if layers:
-        _FirstForward(model, report, layers)
+        _FirstForward(model)
     return model
 
 
@@ -83,29 +83,36 @@ def _and_parents(name: str) -> list[str]:
 class _FirstForward:
     """Counts, while the model computes for the first time, which of its attention layers reach ours."""
 
-    def __init__(self, model: PreTrainedModel, report: Report, layers: dict[str, nn.Module]) -> None:
-        self.report = report
-        self.names = {id(module): name for name, module in layers.items()}
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.names: dict[int, str] = {}
         self.seen: set[str] = set()
         # the base model, not the head: adapters call the head's `forward` directly, past its hooks
         base = model.base_model
-        self.handles = [base.register_forward_pre_hook(self.start), base.register_forward_hook(self.finish)]
+        self.handles = [
+            base.register_forward_pre_hook(self.start),
+            base.register_forward_hook(self.finish, always_call=True),
+        ]
 
     def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            attention.OBSERVERS.append(self.observe)
+        if torch.compiler.is_compiling() or self.observe in OBSERVERS:
+            return
+        self.names = {id(layer): name for name, layer in attention_layers(self.model).items()}
+        OBSERVERS.append(self.observe)
 
     def observe(self, module: nn.Module) -> None:
         if id(module) in self.names:
             self.seen.add(self.names[id(module)])
 
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if self.observe not in OBSERVERS:
             return
-        if self.observe in attention.OBSERVERS:
-            attention.OBSERVERS.remove(self.observe)
+        OBSERVERS.remove(self.observe)
+        if output is None:  # the forward failed: the next one counts
+            return
         for handle in self.handles:
             handle.remove()
-        self.report.called = tuple(name for name in self.report.layers if name in self.seen)
-        lacking = len(self.report.called) < len(self.report.layers)
-        logger.log(logging.WARNING if lacking else logging.INFO, "%s", self.report)
+        report = self.model.easytorch_report
+        report.called = tuple(name for name in report.layers if name in self.seen)
+        lacking = len(report.called) < len(report.layers)
+        logger.log(logging.WARNING if lacking else logging.INFO, "%s", report)

@@ -32,6 +32,11 @@ FLASH_FOR_TRANSFORMERS = "easytorch_tiled"
 INTERFACES = {"easytorch": None, "vanilla": "vanilla", "flash": "flash", FLASH_FOR_TRANSFORMERS: "flash"}
 NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
 
+_OPERATIONS = {
+    backend: OperationRegistry.create("attention", OperationMetadata(backend=backend))
+    for backend in NATIVE_INTERFACES.values()
+}
+
 # What else reaches the attention through transformers' **kwargs. These do not change what is attended; positions and
 # packing are already in the mask.
 _HARMLESS = frozenset(
@@ -113,7 +118,7 @@ def attend(
         bias = position_bias if bias is None else bias + position_bias
     if output_attentions or (output_attentions is None and getattr(_config_of(module), "output_attentions", False)):
         backend = _backend_with_weights(backend)
-    output = _operation(backend)(
+    output = _OPERATIONS[backend](
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -130,6 +135,11 @@ def attend(
     return output.attention_outputs, output.attention_weights
 
 
+_FUNCTIONS: dict[str, AttentionFunction] = {
+    name: functools.partial(attend, backend=backend) for name, backend in NATIVE_INTERFACES.items()
+}
+
+
 def attention_mask(
     *, attention_mask: torch.Tensor | None = None, q_offset: int | torch.Tensor = 0, device: Any = "cpu", **kwargs: Any
 ) -> torch.Tensor | None:
@@ -144,21 +154,16 @@ def attention_mask(
 
 def interface_of(implementation: str) -> AttentionFunction:
     """The function a native model calls for `config._attn_implementation`, ours or one the user registered."""
-    if implementation in NATIVE_INTERFACES:
-        return functools.partial(attend, backend=NATIVE_INTERFACES[implementation])
+    if implementation in _FUNCTIONS:
+        return _FUNCTIONS[implementation]
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, attend)
 
 
 def register_interfaces() -> None:
     """Put our names into transformers' tables; done once, when this module is imported."""
-    for name, backend in INTERFACES.items():
-        AttentionInterface.register(name, functools.partial(attend, backend=backend))
+    for name in INTERFACES:
+        AttentionInterface.register(name, _FUNCTIONS[name])
         AttentionMaskInterface.register(name, attention_mask)
-
-
-@functools.cache
-def _operation(backend: str | None) -> Any:
-    return OperationRegistry.create("attention", OperationMetadata(backend=backend))
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:

@@ -89,8 +89,9 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         if attn_implementation in NATIVE_INTERFACES:
             return attn_implementation
         if "flash" in attn_implementation or attn_implementation == "flex_attention":
+            names = ", ".join(repr(name) for name in NATIVE_INTERFACES if name != FLASH_FOR_TRANSFORMERS)
             raise ValueError(
-                f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes "
-                f"{', '.join(map(repr, NATIVE_INTERFACES))} or a name registered with transformers.AttentionInterface"
+                f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes {names} or "
+                f"a name registered with transformers.AttentionInterface"
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, is_init_check, allow_all_kernels)
