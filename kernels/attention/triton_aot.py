@@ -31,7 +31,11 @@ _POINTERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one compiled kernel takes: registers a thread (AMD: VGPRs), bytes of shared memory a block, of stack a thread."""
+    """What one compiled kernel takes.
+
+    registers (AMD: vector and accumulation registers) and bytes of stack a thread; bytes of shared memory a block;
+    columns of the tensor memory of Blackwell, of which a multiprocessor has 512.
+    """
 
     kernel: str
     architecture: str
@@ -44,12 +48,21 @@ class Resources:
     registers: int
     stack: int
     shared: int
+    tensor_memory: int
 
 
 def compile_kernels(
-    architecture: str, dtype: torch.dtype, head_dim: int, *, causal: bool = True, kernels: tuple[str, ...] = KERNELS
+    architecture: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    everything: bool = False,
+    kernels: tuple[str, ...] = KERNELS,
 ) -> Iterator[Resources]:
-    """Compile the kernels of one causal training step, query (2, 4096, 32, D), key and value (2, 4096, 8, D)."""
+    """Compile the kernels of one causal training step, query (2, 4096, 32, D), key and value (2, 4096, 8, D).
+
+    everything: with every feature of the contract, and the gradient of the bias.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -58,22 +71,22 @@ def compile_kernels(
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     hip = architecture.startswith("gfx")
     target = GPUTarget("hip", architecture, 64) if hip else GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    for name, call in _calls(architecture, dtype, head_dim, causal):
+    for name, call in _calls(architecture, dtype, head_dim, everything):
         if name not in kernels:
             continue
         signature, constants, attributes = _specialize(call.kernel, call.arguments)
         source = ASTSource(call.kernel, signature, constants, attributes)
-        options = {"num_warps": call.num_warps, "num_stages": call.num_stages}
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = triton.compile(source, target=target, options=call.options)
         registers, stack = _amd_usage(compiled.asm["amdgcn"]) if hip else _nvidia_usage(compiled.asm["cubin"])
         yield Resources(
             kernel=name, architecture=architecture, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim,
-            block_m=call.arguments["BLOCK_M"], block_n=call.arguments.get("BLOCK_N", 0), **options,
-            registers=registers, stack=stack, shared=compiled.metadata.shared,
+            block_m=call.arguments["BLOCK_M"], block_n=call.arguments.get("BLOCK_N", 0), num_warps=call.num_warps,
+            num_stages=call.num_stages, registers=registers, stack=stack, shared=compiled.metadata.shared,
+            tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
         )  # fmt: skip
 
 
-def _calls(architecture: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterator[tuple[str, Any]]:
+def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: bool) -> Iterator[tuple[str, Any]]:
     from easytorch.kernels.attention import triton_flash_calls as calls
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -81,17 +94,29 @@ def _calls(architecture: str, dtype: torch.dtype, head_dim: int, causal: bool) -
 
     query, key = empty(2, 4096, 32, head_dim), empty(2, 4096, 8, head_dim)
     lse = empty(2, 32, 4096, dtype=torch.float32)
-    features = calls.Features(right=0 if causal else None, softmax_scale=head_dim**-0.5)
+    features = calls.Features(right=0, softmax_scale=head_dim**-0.5)
+    bias_grad = None
+    if everything:
+        ids, seed = empty(2, 4096, dtype=torch.int64), empty(dtype=torch.int64)
+        features = features._replace(
+            bias=empty(1, 32, 4096, 4096, dtype=torch.float32), mask=empty(2, 1, 4096, 4096, dtype=torch.bool), query_ids=ids, key_ids=ids,
+            sinks=empty(32), seed=seed, left=1023, softcap=30.0, dropout_prob=0.1,
+        )  # fmt: skip
+        bias_grad = empty(2, 32, 4096, 4096, dtype=torch.float32)
     yield "forward", calls.forward_call(architecture, query, key, key, query, lse, features)
     yield "delta", calls.delta_call(query, query, lse)
-    yield "key_value_grad", calls.key_value_grad_call(
-        architecture, query, key, key, query, lse, lse, key, key, features
+    yield (
+        "key_value_grad",
+        calls.key_value_grad_call(architecture, query, key, key, query, lse, lse, key, key, features),
     )
-    yield "query_grad", calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, None, features)
+    yield (
+        "query_grad",
+        calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, bias_grad, features),
+    )
 
 
 def _specialize(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """signature, constants and attributes of `arguments`, specialized as Triton's launcher does (16-byte alignment too)."""
+    """signature, constants and attributes of `arguments`, specialized as Triton's launcher does (alignment too)."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -124,7 +149,9 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        report = subprocess.run([program, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [program, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found, f"cuobjdump printed no resource usage: {report}"
     return int(found[1]), int(found[2])
@@ -132,9 +159,7 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
     """(VGPRs, bytes of private memory) of a thread, from the kernel's metadata in the assembly."""
-    vgprs, stack = (
-        re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "private_segment_fixed_size")
-    )
+    vgprs, stack = (re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "private_segment_fixed_size"))
     assert vgprs and stack, "the assembly has no kernel metadata"
     return int(vgprs[1]), int(stack[1])
 
@@ -145,9 +170,12 @@ def main() -> None:
     parser.add_argument("dtype", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("head_dim", type=int)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
-    arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    for resources in compile_kernels(arguments.architecture, dtype, arguments.head_dim, kernels=tuple(arguments.kernels)):
+    parser.add_argument("--everything", action="store_true", help="with every feature, not only causal")
+    given = parser.parse_args()
+    dtype, kernels = getattr(torch, given.dtype), tuple(given.kernels)
+    for resources in compile_kernels(
+        given.architecture, dtype, given.head_dim, everything=given.everything, kernels=kernels
+    ):
         print(json.dumps(dataclasses.asdict(resources)), flush=True)
 
 

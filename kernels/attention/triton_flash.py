@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INSTALL = "Triton is not installed: pip install easytorch[gpu]"
+_TOO_OLD = "its kernels need compute capability 8.0 (Ampere) or later"
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **features: Any) -> str | None:
@@ -41,7 +42,8 @@ def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **feat
         return None
     if query.device.type != "cuda":
         return f"Triton runs on CUDA and ROCm devices, the tensors are on {query.device}"
-    return None if architecture_of(query.device) else "its kernels need compute capability 8.0 (Ampere) or later"
+    # while a graph is traced a device cannot be asked: the operator asks again
+    return None if torch.compiler.is_compiling() or architecture_of(query.device) else _TOO_OLD
 
 
 def flash_attention(
@@ -65,7 +67,8 @@ def flash_attention(
 
     float32, float16, bfloat16; scores and sums are float32. Strides are followed and mask and bias broadcast without
     copies. The gradient of `bias`, when asked for, is formed as float32 (B, H, T, S) and then summed to its shape.
-    Raises `ValueError` for tensors that do not fit the contract or that `supports` refuses, `ImportError` without Triton.
+    Raises `ValueError` for tensors that do not fit the contract or that `supports` refuses, `ImportError` without
+    Triton. Not differentiable twice.
     """
     dim = check_tensors(query, key, value)[5]
     check_features(
@@ -105,7 +108,7 @@ def _forward(
 
     features = Features(bias, mask, query_ids, key_ids, sinks, seed, left, right, softcap, softmax_scale, dropout_prob)
     output, lse = _forward_fake(query, key, value)
-    forward_call(architecture_of(query.device), query, key, value, output, lse, features).launch()
+    forward_call(_architecture(query), query, key, value, output, lse, features).launch()
     return output, lse
 
 
@@ -131,7 +134,7 @@ def _backward(
     features = calls.Features(
         bias, mask, query_ids, key_ids, sinks, seed, left, right, softcap, softmax_scale, dropout_prob
     )
-    architecture = architecture_of(query.device)
+    architecture = _architecture(query)
     query_grad, key_grad, value_grad, bias_grad, sinks_grad = _backward_fake(
         output_grad, query, key, value, output, lse, bias, mask, query_ids, key_ids, sinks, seed, left, right, softcap,
         softmax_scale, dropout_prob, bias_needs_grad,
@@ -170,6 +173,13 @@ def _backward_fake(
         return torch.empty((0,) if tensor is None else tensor.shape, dtype=source.dtype, device=query.device)
 
     return like(query), like(key), like(value), like(bias if bias_needs_grad else None), like(sinks)
+
+
+def _architecture(query: torch.Tensor) -> str:
+    architecture = architecture_of(query.device)
+    if architecture is None:
+        raise ValueError(f"triton flash attention: {_TOO_OLD}")
+    return architecture
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -38,15 +38,15 @@ def _fold_queries(
     local_rows = tl.arange(0, BLOCK_M)[None, :]
     local_columns = tl.arange(0, BLOCK_N)[:, None]
     columns = column_start + local_columns
-    bias_pointers = bias
-    mask_pointers = mask
-    ids = query_ids
     for start in range(begin, end, BLOCK_M):
         rows = start + local_rows
+        bias_pointers = bias
         if bias is not None:
             bias_pointers = tile_pointers(bias, start, bias_strides[2], bias_strides[3], local_rows, local_columns)
+        mask_pointers = mask
         if mask is not None:
             mask_pointers = tile_pointers(mask, start, mask_strides[2], mask_strides[3], local_rows, local_columns)
+        ids = query_ids
         if query_ids is not None:
             ids = tl.load(query_ids + rows * query_id_strides[1], mask=rows < T, other=0)
         queries = load_tile(query, start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, BOUNDARY)
@@ -126,8 +126,9 @@ def flash_key_value_grad(
             if part != 0 or right is not None:
                 key_sum, value_sum = _fold_queries(
                     key_sum, value_sum, keys, values, column_start, limits[part], limits[part + 1], q, grad, head_lse,
-                    head_delta, query_strides, grad_strides, head_bias, bias_strides, head_mask, mask_strides, query_ids,
-                    query_id_strides, column_ids, seed, threshold, keep_scale, head, T, S, left, right, scale, cap,
+                    head_delta, query_strides, grad_strides, head_bias, bias_strides, head_mask, mask_strides,
+                    query_ids, query_id_strides, column_ids, seed, threshold, keep_scale, head, T, S, left, right,
+                    scale, cap,
                     D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
                 )  # fmt: skip
     key_sum = key_sum * softmax_scale

@@ -46,19 +46,19 @@ def _fold_keys(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
-    """Add what keys [begin, end) give to query_grad, and write their part of bias_grad; score tiles are (queries, keys)."""
+    """Add what keys [begin, end) give to query_grad, write their part of bias_grad; score tiles are (queries, keys)."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
     local_columns = tl.arange(0, BLOCK_N)[None, :]
     rows = row_start + local_rows
-    bias_pointers = bias
-    mask_pointers = mask
-    ids = key_ids
     for start in range(begin, end, BLOCK_N):
         columns = start + local_columns
+        bias_pointers = bias
         if bias is not None:
             bias_pointers = tile_pointers(bias, start, bias_strides[3], bias_strides[2], local_columns, local_rows)
+        mask_pointers = mask
         if mask is not None:
             mask_pointers = tile_pointers(mask, start, mask_strides[3], mask_strides[2], local_columns, local_rows)
+        ids = key_ids
         if key_ids is not None:
             ids = tl.load(key_ids + columns * key_id_strides[1], mask=columns < S, other=0)
         keys = load_tile(key, start, S, key_strides[1], key_strides[3], BLOCK_N, D, BLOCK_D, BOUNDARY)
@@ -106,7 +106,7 @@ def flash_query_grad(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_M queries of one head: query_grad (B, T, H, D), and bias_grad (B, H, T, S) where seen."""
+    """One program a block of BLOCK_M queries of a head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
     blocks = tl.cdiv(T, BLOCK_M)
     row_start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -143,8 +143,8 @@ def flash_query_grad(
         if part != 0 or left is not None:
             result = _fold_keys(
                 result, queries, grads, row_lse, row_delta, row_start, limits[part], limits[part + 1], key, value,
-                key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, row_ids,
-                key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, left, right, scale, cap,
+                key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides,
+                row_ids, key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, left, right, scale, cap,
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
             )  # fmt: skip
     store_tile(

@@ -1,7 +1,7 @@
 """The launches of flash attention: which kernel, with which arguments, on how many programs.
 
-Only reads shapes, strides and dtypes, so it describes calls on meta tensors too: that is how triton_aot.py compiles what
-a GPU would run. Imports Triton: import it inside the function that needs it.
+Only reads shapes, strides and dtypes, so it describes calls on meta tensors too: that is how triton_aot.py compiles
+what a GPU would run. Imports Triton: import it inside the function that needs it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ class Features(NamedTuple):
     softmax_scale: float = 1.0
     dropout_prob: float = 0.0
 
+    @property
+    def dense(self) -> bool:
+        return self.mask is not None or self.bias is not None
+
 
 class Call(NamedTuple):
-    """One launch: `kernel[(programs,)](**arguments, num_warps=..., num_stages=...)`."""
+    """One launch: `kernel[(programs,)](**arguments, **options)`."""
 
     kernel: Any
     programs: int
@@ -45,11 +49,16 @@ class Call(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
 
+    @property
+    def options(self) -> dict[str, Any]:
+        # Triton 3.10 turns the fusion of multiply and add off by default; error bounds here are those with it
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def launch(self) -> None:
         if self.programs == 0:
             return
         with torch.cuda.device_of(self.arguments["output_grad" if "delta" in self.arguments else "query"]):
-            self.kernel[(self.programs,)](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
 def forward_call(
@@ -58,7 +67,7 @@ def forward_call(
 ) -> Call:  # fmt: skip
     """Fills output (B, T, H, Dv) and lse (B, H, T) float32."""
     batch, length, heads, _ = query.shape
-    tiles = tiles_of("forward", architecture, query, value)
+    tiles = tiles_of("forward", architecture, query, value, dense=features.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output": output, "lse": lse, "sinks": features.sinks,
         "output_strides": output.stride(), **_shared(query, key, value, features), **_blocks(query, value, tiles),
@@ -85,7 +94,7 @@ def key_value_grad_call(
 ) -> Call:  # fmt: skip
     """Fills key_grad (B, S, K, D) and value_grad (B, S, K, Dv)."""
     batch, keys, kv_heads, _ = key.shape
-    tiles = tiles_of("key_value_grad", architecture, query, value)
+    tiles = tiles_of("key_value_grad", architecture, query, value, dense=features.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output_grad": output_grad, "lse": lse, "delta": delta,
         "key_grad": key_grad, "value_grad": value_grad, "grad_strides": output_grad.stride(),
@@ -98,11 +107,12 @@ def key_value_grad_call(
 
 def query_grad_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output_grad: torch.Tensor,
-    lse: torch.Tensor, delta: torch.Tensor, query_grad: torch.Tensor, bias_grad: torch.Tensor | None, features: Features,
+    lse: torch.Tensor, delta: torch.Tensor, query_grad: torch.Tensor, bias_grad: torch.Tensor | None,
+    features: Features,
 ) -> Call:  # fmt: skip
     """Fills query_grad (B, T, H, D), and bias_grad (B, H, T, S) in the blocks that are seen."""
     batch, length, heads, _ = query.shape
-    tiles = tiles_of("query_grad", architecture, query, value)
+    tiles = tiles_of("query_grad", architecture, query, value, dense=features.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output_grad": output_grad, "lse": lse, "delta": delta,
         "query_grad": query_grad, "bias_grad": bias_grad, "grad_strides": output_grad.stride(),
@@ -125,9 +135,9 @@ def _shared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, feature
     return {
         "bias": bias, "mask": mask, "query_ids": features.query_ids, "key_ids": features.key_ids, "seed": features.seed,
         "query_strides": query.stride(), "key_strides": key.stride(), "value_strides": value.stride(),
-        "bias_strides": _strides(bias), "mask_strides": _strides(mask), "query_id_strides": _strides(features.query_ids),
-        "key_id_strides": _strides(features.key_ids), "H": heads, "GROUP": heads // kv_heads, "T": length, "S": keys,
-        "left": features.left, "right": features.right,
+        "bias_strides": _strides(bias), "mask_strides": _strides(mask),
+        "query_id_strides": _strides(features.query_ids), "key_id_strides": _strides(features.key_ids),
+        "H": heads, "GROUP": heads // kv_heads, "T": length, "S": keys, "left": features.left, "right": features.right,
         "scale": scale * _LOG2E if softcap is None else scale / softcap,
         "cap": None if softcap is None else softcap * _LOG2E,
         "threshold": dropout.threshold(features.dropout_prob), "keep_scale": 1.0 / (1.0 - features.dropout_prob),

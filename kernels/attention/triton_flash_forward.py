@@ -28,15 +28,15 @@ def _attend(
     local_rows = tl.arange(0, BLOCK_M)[:, None]
     local_columns = tl.arange(0, BLOCK_N)[None, :]
     rows = row_start + local_rows
-    bias_pointers = bias
-    mask_pointers = mask
-    ids = key_ids
     for start in range(begin, end, BLOCK_N):
         columns = start + local_columns
+        bias_pointers = bias
         if bias is not None:
             bias_pointers = tile_pointers(bias, start, bias_strides[3], bias_strides[2], local_columns, local_rows)
+        mask_pointers = mask
         if mask is not None:
             mask_pointers = tile_pointers(mask, start, mask_strides[3], mask_strides[2], local_columns, local_rows)
+        ids = key_ids
         if key_ids is not None:
             ids = tl.load(key_ids + columns * key_id_strides[1], mask=columns < S, other=0)
         keys = load_tile(key, start, S, key_strides[1], key_strides[3], BLOCK_N, D, BLOCK_D, BOUNDARY)
@@ -123,8 +123,8 @@ def flash_forward(
         if part != 0 or left is not None:
             result, total, top = _attend(
                 result, total, top, queries, row_start, limits[part], limits[part + 1], key, value, key_strides,
-                value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed, threshold,
-                head, T, S, left, right, scale, cap,
+                value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed,
+                threshold, head, T, S, left, right, scale, cap,
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
             )  # fmt: skip
 

@@ -20,90 +20,44 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# kernel -> architecture -> bytes of a padded head row (head_dim 64 in 16 bits is 128) -> tiles
-_TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
+# kernel -> architecture -> tiles for 16 bits, padded head_dim at most 64, 128, 256. Chosen by compiling: the largest
+# whose inner loops keep everything in registers and, where they fit, load one block ahead.
+_HEAD_DIMS = (64, 128, 256)
+_TABLE: dict[str, dict[str, tuple[Tiles, ...]]] = {
     "forward": {
-        "sm_80": {
-            128: Tiles(128, 64, 4, 3),
-            256: Tiles(128, 64, 8, 3),
-            512: Tiles(64, 32, 4, 2),
-            1024: Tiles(32, 16, 4, 2),
-        },
-        "sm_86": {
-            128: Tiles(128, 32, 4, 3),
-            256: Tiles(64, 32, 4, 2),
-            512: Tiles(32, 32, 4, 2),
-            1024: Tiles(32, 16, 4, 1),
-        },
-        "sm_90": {
-            128: Tiles(128, 128, 8, 3),
-            256: Tiles(128, 64, 8, 3),
-            512: Tiles(64, 64, 4, 2),
-            1024: Tiles(32, 16, 4, 2),
-        },
-        "gfx942": {
-            128: Tiles(128, 64, 4, 1),
-            256: Tiles(128, 64, 4, 1),
-            512: Tiles(64, 32, 4, 1),
-            1024: Tiles(32, 16, 4, 1),
-        },
+        "sm_80": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
+        "sm_86": (Tiles(128, 64, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2)),
+        "sm_90": (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+        "sm_100": (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+        "gfx942": (Tiles(128, 64, 4, 1), Tiles(128, 64, 4, 1), Tiles(64, 32, 4, 1)),
     },
     "key_value_grad": {
-        "sm_80": {
-            128: Tiles(64, 64, 4, 2),
-            256: Tiles(32, 64, 4, 2),
-            512: Tiles(32, 32, 4, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
-        "sm_86": {
-            128: Tiles(32, 64, 4, 2),
-            256: Tiles(32, 64, 8, 1),
-            512: Tiles(16, 32, 4, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
-        "sm_90": {
-            128: Tiles(64, 128, 8, 2),
-            256: Tiles(64, 64, 8, 2),
-            512: Tiles(32, 64, 8, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
-        "gfx942": {
-            128: Tiles(32, 64, 4, 1),
-            256: Tiles(32, 64, 4, 1),
-            512: Tiles(16, 32, 4, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
+        "sm_80": (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 32, 4, 1)),
+        "sm_86": (Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2), Tiles(16, 32, 4, 1)),
+        "sm_90": (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 32, 4, 1)),
+        "sm_100": (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 32, 4, 1)),
+        "gfx942": (Tiles(32, 64, 4, 1), Tiles(32, 64, 4, 1), Tiles(16, 32, 4, 1)),
     },
     "query_grad": {
-        "sm_80": {
-            128: Tiles(64, 64, 4, 2),
-            256: Tiles(64, 32, 4, 2),
-            512: Tiles(32, 32, 4, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
-        "sm_86": {
-            128: Tiles(64, 32, 4, 2),
-            256: Tiles(64, 32, 8, 1),
-            512: Tiles(32, 16, 4, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
-        "sm_90": {
-            128: Tiles(128, 64, 8, 2),
-            256: Tiles(64, 64, 8, 2),
-            512: Tiles(64, 32, 8, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
-        "gfx942": {
-            128: Tiles(64, 32, 4, 1),
-            256: Tiles(64, 32, 4, 1),
-            512: Tiles(32, 16, 4, 1),
-            1024: Tiles(16, 16, 4, 1),
-        },
+        "sm_80": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 1)),
+        "sm_86": (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
+        "sm_90": (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 1)),
+        "sm_100": (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 1)),
+        "gfx942": (Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 16, 4, 1)),
     },
 }
-# Blackwell has the shared memory and registers of Hopper.
-for _by_architecture in _TABLE.values():
-    _by_architecture["sm_100"] = _by_architecture["sm_90"]
+# float32 multiplies without tensor cores by default, with operands in registers: smaller tiles, alike everywhere.
+_FLOAT32: dict[str, tuple[Tiles, ...]] = {
+    "forward": (Tiles(64, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 8, 1)),
+    "key_value_grad": (Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
+    "query_grad": (Tiles(32, 32, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+# A mask or bias is one more tile of scores in registers and, loaded ahead, in shared memory.
+_DENSE: dict[str, tuple[Tiles, ...]] = {
+    "forward": (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    "key_value_grad": (Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 1)),
+    "query_grad": (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 16, 4, 1)),
+}
 # The interpreter has no limits; two different sizes, so that rows and columns cannot be exchanged unnoticed.
 _INTERPRETER = Tiles(32, 16, 1, 1)
 
@@ -111,7 +65,6 @@ _INTERPRETER = Tiles(32, 16, 1, 1)
 SHARED_MEMORY = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
 
-@torch.compiler.assume_constant_result
 def architecture_of(device: torch.device) -> str | None:
     """The row of the table for a device; None where the kernels cannot run."""
     if device.type == "cpu":
@@ -127,12 +80,17 @@ def architecture_of(device: torch.device) -> str | None:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_86")
 
 
-def tiles_of(kernel: str, architecture: str, query: torch.Tensor, value: torch.Tensor) -> Tiles:
-    """The tiles of `kernel` ("forward", "key_value_grad", "query_grad") for these head_dims and this dtype."""
+def tiles_of(kernel: str, architecture: str, query: torch.Tensor, value: torch.Tensor, *, dense: bool = False) -> Tiles:
+    """The tiles of `kernel` ("forward", "key_value_grad", "query_grad") for these head_dims and this dtype.
+
+    dense: the call has a mask or a bias.
+    """
     if architecture == "interpreter":
         return _INTERPRETER
-    row = max(128, padded_dim(max(query.shape[-1], value.shape[-1])) * query.element_size())
-    return _TABLE[kernel][architecture][row]
+    row = _DENSE[kernel] if dense else _TABLE[kernel][architecture]
+    if query.dtype == torch.float32:
+        row = _FLOAT32[kernel]
+    return row[_HEAD_DIMS.index(max(_HEAD_DIMS[0], padded_dim(max(query.shape[-1], value.shape[-1]))))]
 
 
 def padded_dim(dim: int) -> int:
