@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import easytorch
@@ -83,7 +84,7 @@ def operations_table(choices: list[dict[str, Any]]) -> Table:
         if previous not in (None, choice["operation"]):
             table.add_section()
         previous = choice["operation"]
-        table.add_row(*(str(choice[column]) for column in columns))
+        table.add_row(*(escape(choice[column]) for column in columns))
     return table
 
 

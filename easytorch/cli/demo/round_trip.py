@@ -10,6 +10,7 @@ import torch
 
 from easytorch.cli.demo.sentences import Encoded, sentence_embeddings
 from easytorch.cli.demo.stage import Demo
+from easytorch.operations.check import relative_rms_error
 
 TOLERANCE = 1e-5
 
@@ -29,32 +30,27 @@ def run(demo: Demo, weights: Path, encoded: Encoded) -> None:
     hidden = run_in_jax(flax, encoded)
     mask = encoded.inputs["attention_mask"]
     for what, got, expected in (
-        ("last hidden state by plain jax", hidden, encoded.hidden),
-        (
-            "sentence embeddings by plain jax",
-            sentence_embeddings(hidden, mask),
-            sentence_embeddings(encoded.hidden, mask),
-        ),
+        ("last hidden state", hidden, encoded.hidden),
+        ("sentence embeddings", sentence_embeddings(hidden, mask), sentence_embeddings(encoded.hidden, mask)),
     ):
-        difference = float((got - expected).abs().max())
+        error = relative_rms_error(got, expected)
         demo.check(
-            f"{what} against torch, max abs difference",
-            f"{difference:.2e} (allowed {TOLERANCE:.0e})",
-            difference < TOLERANCE,
+            f"{what} by plain jax against torch, relative RMS difference",
+            f"{error:.1e} (allowed {TOLERANCE:.0e})",
+            error <= TOLERANCE,
         )
 
 
 def compare_bits(first: Path, second: Path) -> tuple[int, list[str]]:
-    """How many tensors the first file has, and the names of those that the second lacks or has otherwise, or adds."""
+    """How many tensors the two files have, and the names of those that only one has or that differ in any bit."""
     from safetensors.numpy import load_file
 
     before, after = load_file(first), load_file(second)
+    names = sorted({*before, *after})
     different = [
-        name
-        for name in sorted({*before, *after})
-        if name not in before or name not in after or not _same_bits(before[name], after[name])
+        name for name in names if name not in before or name not in after or not _same_bits(before[name], after[name])
     ]
-    return len(before), different
+    return len(names), different
 
 
 def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
