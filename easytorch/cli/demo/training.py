@@ -38,8 +38,8 @@ def run(demo: Demo) -> Path:
 def settings(corpus: Path, output: Path, *, quick: bool) -> TrainingConfig:
     """A model and a number of steps that two cores finish in about two minutes, or in seconds when `quick`.
 
-    Measured on this text at equal tokens: steps of 512 tokens and a vocabulary of 4096 end at 1.05 nats a character, steps
-    of 1024 and 2048 at 1.19; a peak rate of 4e-3 learns more slowly than 1.2e-3.
+    Measured on this text at equal tokens: steps of 512 tokens and a vocabulary of 4096 end at 1.05 nats a character,
+    steps of 1024 and 2048 at 1.19; a peak rate of 4e-3 learns more slowly than 1.2e-3.
     """
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     if not quick:
