@@ -10,7 +10,6 @@ from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules import RuleTable
 
-
 # What transformers and torch raise for values of the wrong kind or size.
 _UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 

@@ -59,7 +59,10 @@ def rules_for(model_type: str) -> Rules:
     if name not in known:
         hint = f"{nearest(name, known)}; families: {', '.join(known)}"
         raise CheckpointError(f"unknown architecture: no rules for the family {model_type!r}{hint}")
-    return importlib.import_module(f"easytorch.models.{name}").RULES
+    module = importlib.import_module(f"easytorch.models.{name}")
+    if not hasattr(module, "RULES"):
+        raise CheckpointError(f"the family {model_type!r} has no RULES in {module.__name__}; add its table")
+    return module.RULES
 
 
 def families() -> list[str]:

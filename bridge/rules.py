@@ -19,13 +19,13 @@ Three names in the transform's place say what is not a change of layout:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
 from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.patterns import Bindings, Pattern, choices_in, has_prefix, parse
 from easytorch.bridge.transforms import Transform, transform_called
 
 Rule = tuple[str | tuple[str, ...], str | None, str]
@@ -37,67 +37,6 @@ TIED_IN_TORCH = "tied_in_torch"
 
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-
-_VARIABLE = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
-_OPTIONAL = re.compile(r"\[([^\[\]]+)\]")
-
-Bindings = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """One side of a rule without its optional prefix: components that are literal or a variable with its choices."""
-
-    components: tuple[str | tuple[str, tuple[str, ...]], ...]
-    separator: str
-
-    def match(self, name: str) -> Bindings | None:
-        """What the variables stand for in `name`, or None."""
-        parts = name.split(self.separator)
-        if len(parts) != len(self.components):
-            return None
-        bindings = {}
-        for part, component in zip(parts, self.components, strict=True):
-            if isinstance(component, str):
-                if part != component:
-                    return None
-            elif (component[1] and part not in component[1]) or bindings.setdefault(component[0], part) != part:
-                return None
-        return tuple(sorted(bindings.items()))
-
-    def fill(self, bindings: Bindings) -> str:
-        """The name for these bindings."""
-        values = dict(bindings)
-        return self.separator.join(part if isinstance(part, str) else values[part[0]] for part in self.components)
-
-    def like(self, name: str) -> str:
-        """An instance of this pattern as near to `name` as its variables allow, for error messages."""
-        parts = name.split(self.separator)
-        parts += [""] * (len(self.components) - len(parts))
-        return self.separator.join(
-            component if isinstance(component, str) else _choose(part, component[1])
-            for part, component in zip(parts, self.components, strict=False)
-        )
-
-    @property
-    def variables(self) -> frozenset[str]:
-        return frozenset(component[0] for component in self.components if not isinstance(component, str))
-
-    def overlaps(self, other: Pattern) -> bool:
-        """Whether some name fits both."""
-        return len(self.components) == len(other.components) and all(
-            _share(mine, theirs) for mine, theirs in zip(self.components, other.components, strict=True)
-        )
-
-
-def _choose(part: str, choices: tuple[str, ...]) -> str:
-    return (part or "0") if not choices or part in choices else choices[0]
-
-
-def _share(mine: str | tuple[str, tuple[str, ...]], theirs: str | tuple[str, tuple[str, ...]]) -> bool:
-    ours = (mine,) if isinstance(mine, str) else mine[1]
-    yours = (theirs,) if isinstance(theirs, str) else theirs[1]
-    return not ours or not yours or bool(set(ours) & set(yours))
 
 
 @dataclass(frozen=True)
@@ -218,39 +157,17 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
     if (flax_side is None) != (kind == BUFFER):
         raise ValueError(f"rule {number} {rule!r}: a rule without a Flax pattern is a {BUFFER!r}, and only that")
     sides = [*torch_patterns, *([] if flax_side is None else [flax_side])]
-    choices = _choices(number, rule, sides)
-    if len({bool(_OPTIONAL.match(side)) for side in sides}) > 1 and transform is not None:
+    choices = choices_in(sides)
+    if len({has_prefix(side) for side in sides}) > 1 and transform is not None:
         raise ValueError(f"rule {number} {rule!r}: an optional prefix stands on both sides or on neither")
     readings = []
-    for keep in (False, True) if any(_OPTIONAL.match(side) for side in sides) else (False,):
-        torch = tuple(_pattern(side, ".", keep, choices) for side in torch_patterns)
-        flax = None if flax_side is None else _pattern(flax_side, "/", keep, choices)
+    for keep in (False, True) if any(has_prefix(side) for side in sides) else (False,):
+        torch = tuple(parse(side, ".", keep, choices) for side in torch_patterns)
+        flax = None if flax_side is None else parse(flax_side, "/", keep, choices)
         if flax is not None and any(pattern.variables != flax.variables for pattern in torch):
             raise ValueError(f"rule {number} {rule!r}: a variable stands on one side only")
         readings.append(CompiledRule(number, kind, torch, flax, transform))
     return readings
-
-
-def _choices(number: int, rule: Rule, sides: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    choices: dict[str, tuple[str, ...]] = {}
-    for side in sides:
-        for name, listed in _VARIABLE.findall(side):
-            given = tuple(listed.split("|")) if listed else ()
-            if given and choices.get(name) and choices[name] != given:
-                raise ValueError(f"rule {number} {rule!r}: {{{name}}} is given two lists of choices")
-            choices[name] = given or choices.get(name, ())
-    return choices
-
-
-def _pattern(side: str, separator: str, keep: bool, choices: Mapping[str, tuple[str, ...]]) -> Pattern:
-    text = _OPTIONAL.sub(r"\1" if keep else "", side, count=1)
-    components: list[str | tuple[str, tuple[str, ...]]] = []
-    for component in text.split(separator):
-        variable = _VARIABLE.fullmatch(component)
-        if variable is None and (not component or set(component) & set("{}[]|")):
-            raise ValueError(f"pattern {side!r}: {component!r} is neither a name nor one variable")
-        components.append(component if variable is None else (variable[1], choices[variable[1]]))
-    return Pattern(tuple(components), separator)
 
 
 def _refuse_overlaps(patterns: list[tuple[int, Pattern]], rules: Rules) -> None:

@@ -6,10 +6,13 @@ They are unpickled with `weights_only=True`, which runs no code from the file, o
 from __future__ import annotations
 
 import pickle
+import struct
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +20,15 @@ from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Naming, Reader, TensorInfo
 from easytorch.bridge.formats.sharding import find, open_files
+
+if TYPE_CHECKING:
+    import torch
+
+# What torch's and Python's readers raise for damaged archives and pickles.
+_DAMAGED = (
+    *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    *(ArithmeticError, MemoryError, struct.error, tarfile.TarError, zipfile.BadZipFile),
+)
 
 
 class PickleFile:
@@ -42,9 +54,8 @@ class PickleFile:
                 "save the state dict as safetensors",
                 file=path,
             ) from error
-        # What torch's and Python's readers raise for damaged archives and pickles.
-        except (OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = str(error).partition("\n")[0]
+        except _DAMAGED as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise CheckpointError(f"cannot be read ({reason}); download or save it again", file=path) from error
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise CheckpointError(f"holds a {type(state).__name__}, not a state dict of tensors by name", file=path)
@@ -54,9 +65,9 @@ class PickleFile:
                 raise CheckpointError(message, file=path, tensor=name)
         return state
 
-    def _dtype(self, name: str, tensor: object) -> str:
+    def _dtype(self, name: str, tensor: torch.Tensor) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if numpy_dtype(dtype) is None or tensor.layout.__str__() != "torch.strided":
+        if numpy_dtype(dtype) is None or str(tensor.layout) != "torch.strided":
             raise CheckpointError(f"is {dtype} with layout {tensor.layout}", file=self.files[0], tensor=name)
         return dtype
 

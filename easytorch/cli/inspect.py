@@ -33,16 +33,22 @@ def command(
     if as_json:
         typer.echo(json.dumps(info.to_dict(), indent=2))
     else:
-        Console(highlight=False, soft_wrap=True).print(_tree(info))
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console.print(_title(info), style="bold")
+        console.print(_tree(info))
+
+
+def _title(info: CheckpointInfo) -> str:
+    from easytorch.bridge.sizes import human_size
+
+    family = f", {info.architecture or info.model_type}" if info.architecture or info.model_type else ""
+    return f"{info.path}: {info.format}{family}, {len(info.tensors)} tensors, {human_size(info.total_bytes)}"
 
 
 def _tree(info: CheckpointInfo) -> Tree:
-    from easytorch.bridge.sizes import human_size
     from easytorch.bridge.trees import nested
 
-    family = f", {info.architecture or info.model_type}" if info.architecture or info.model_type else ""
-    title = f"{info.path}: {info.format}{family}, {len(info.tensors)} tensors, {human_size(info.total_bytes)}"
-    root = Tree(Text(title, style="bold"))
+    root = Tree("", hide_root=True)
     separator = "." if info.naming == "torch" else "/"
     _grow(root, nested({tensor.name.replace(separator, "/"): tensor for tensor in info.tensors}))
     return root
@@ -56,4 +62,5 @@ def _grow(branch: Tree, children: dict[str, TensorInfo | dict]) -> None:
             _grow(branch.add(Text(name, style="cyan")), child)
         else:
             shape = "x".join(map(str, child.shape)) or "scalar"
-            branch.add(Text.assemble(name, ("  " + shape, "green"), f"  {child.dtype}  {human_size(child.nbytes)}"))
+            facts = ("  " + shape, "green"), f"  {child.dtype}  {human_size(child.nbytes)}"
+            branch.add(Text.assemble(name, *facts, no_wrap=True, overflow="ignore"))

@@ -13,7 +13,7 @@ from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
-# Converts argv[1] to argv[2] and stops itself dead when argv[3] tensors are written.
+# Rewrites the Flax checkpoint argv[1] in small shards as argv[2] and kills itself when argv[3] tensors are written.
 KILLED = """
 import os, signal, sys
 from easytorch.bridge.convert import convert
@@ -22,7 +22,7 @@ def progress(name, done, total):
     written.append(name)
     if len(written) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-convert(sys.argv[1], sys.argv[2], to="torch", max_shard_size="1KB", progress=progress)
+convert(sys.argv[1], sys.argv[2], to="flax", max_shard_size="1KB", progress=progress)
 """
 
 

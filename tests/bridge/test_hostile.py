@@ -1,4 +1,4 @@
-"""Damaged files of every reader: a CheckpointError, or a checkpoint that is whole; never another exception or a hang."""
+"""Damaged files, every reader: a CheckpointError or a checkpoint that is whole; never another error or a hang."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
