@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from easytorch.auto.plugging import attention_for, native_class
 from easytorch.auto.report import report_on
 from easytorch.bridge.formats.sharding import read_json
-from easytorch.protocol.checkpoint import check_torch_files, flax_file
+from easytorch.protocol.checkpoint import check_config, check_torch_files, flax_file
 from easytorch.protocol.flax import load_flax
 from easytorch.protocol.loading import check_loaded_foreign
 from easytorch.protocol.native import NativeModel
@@ -130,12 +130,24 @@ def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
     if isinstance(config, PreTrainedConfig):
         return config
     where = {name: kwargs[name] for name in (*_PEEK, "trust_remote_code", "code_revision") if name in kwargs}
-    if config is None and Path(path).is_dir():
+    if config is None and _is_local(path):
         folder = Path(path) / (kwargs.get("subfolder") or "")
         adapter = folder / "adapter_config.json"
         if adapter.is_file() and not (folder / "config.json").is_file():
             return AutoConfig.from_pretrained(_base_of_adapter(adapter), **where)
+        if kwargs.get("gguf_file") is None:
+            check_config(folder)
     return AutoConfig.from_pretrained(path if config is None else config, **where)
+
+
+def _is_local(path: Any) -> bool:
+    """True for a folder, False for a name on the Hub; `FileNotFoundError` for what can only be meant as a folder."""
+    if Path(path).is_dir():
+        return True
+    text = os.fspath(path)
+    if isinstance(path, os.PathLike) or text.startswith((".", "~")) or os.path.isabs(text) or text.count("/") > 1:
+        raise FileNotFoundError(f"{text}: there is no such folder; give a checkpoint's folder or a name on the Hub")
+    return False
 
 
 def _base_of_adapter(adapter: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
     model.easytorch_report = report
     logger.log(logging.INFO if reason is None else logging.WARNING, "%s", report)
     if layers:
-        _FirstForward(model)
+        _FirstForward(model, layers)
     return model
 
 
@@ -80,19 +81,25 @@ def _and_parents(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
+def _around(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """The smallest module that computes all the named ones: what runs whatever head or adapter stands around it."""
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns)]
+    while isinstance(model.get_submodule(".".join(shared)), nn.ModuleList | nn.ModuleDict):
+        shared.pop()
+    return model.get_submodule(".".join(shared))
+
+
 class _FirstForward:
     """Counts, while the model computes for the first time, which of its attention layers reach ours."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
         self.model = model
         self.names: dict[int, str] = {}
         self.seen: set[str] = set()
-        # the base model, not the head: adapters call the head's `forward` directly, past its hooks
-        base = model.base_model
-        self.handles = [
-            base.register_forward_pre_hook(self.start),
-            base.register_forward_hook(self.finish, always_call=True),
-        ]
+        # generate() runs an encoder by itself before the model: the count starts with the first layer, wherever it is
+        self.handles = [layer.register_forward_pre_hook(self.start) for layer in layers.values()]
+        self.handles.append(_around(model, tuple(layers)).register_forward_hook(self.finish, always_call=True))
 
     def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.observe in OBSERVERS:

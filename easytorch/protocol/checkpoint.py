@@ -6,15 +6,18 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import transformers
 from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.sharding import read_index
+from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.formats.sharding import read_index, read_json
 
 FLAX_FILES = ("flax_model.msgpack.index.json", "flax_model.msgpack")
 # In the order transformers looks for them.
 TORCH_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_CONFIG_LIMIT = 16 << 20
 _AGAIN = "download or save it again"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -75,6 +78,24 @@ def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
                 _check_whole(file)
             return str(files[0] if len(files) == 1 else folder)
     return str(folder)
+
+
+def check_config(folder: Path) -> None:
+    """`CheckpointError` when the config.json of a local checkpoint is absent, broken, or of no known architecture."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError("there is no config.json; copy the model's there, or pass config=", file=folder)
+    content = read_json(file, limit=_CONFIG_LIMIT)
+    model_type = content.get("model_type")
+    if "auto_map" in content or model_type in CONFIG_MAPPING:
+        return
+    if not isinstance(model_type, str):
+        raise CheckpointError("has no `model_type`; set it to the architecture's name, as in 'bert'", file=file)
+    raise CheckpointError(
+        f"neither EasyTorch nor transformers {transformers.__version__} knows the architecture {model_type!r}"
+        f"{nearest(model_type, CONFIG_MAPPING)}; correct `model_type`, or install a transformers that knows it",
+        file=file,
+    )
 
 
 def _shards(index: Path) -> list[Path]:

@@ -1,0 +1,211 @@
+"""Checkpoints that cannot be used: one clear error each, with what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, GPT2Config, GPT2Model, LlamaConfig
+
+import easytorch
+from easytorch.bridge.errors import CheckpointError
+from easytorch.models.bert import BertForSequenceClassification
+from easytorch.models.llama import LlamaForCausalLM
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+load = easytorch.AutoModelForCausalLM.from_pretrained
+
+
+@pytest.fixture
+def llama(tmp_path) -> Path:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, edit) -> Path:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
+    return file
+
+
+def test_a_missing_weight(llama) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = change(llama, lambda weights: weights.pop(name))
+    with pytest.raises(CheckpointError, match=r"is missing.*strict=False") as error:
+        load(llama)
+    assert error.value.tensor == name and error.value.file == str(file)
+    assert torch.isfinite(load(llama, strict=False)(torch.tensor([[4]])).logits).all()
+    with pytest.raises(CheckpointError, match=name):
+        LlamaForCausalLM.from_pretrained(llama)
+
+
+def test_a_missing_head_of_a_checkpoint_of_that_very_class(llama) -> None:
+    change(llama, lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(llama)
+    easytorch.AutoModel.from_pretrained(llama)
+
+
+def test_a_renamed_weight_is_found_by_its_nearest_name(llama) -> None:
+    def rename(weights):
+        weights["model.layers.0.mlp.upproj.weight"] = weights.pop("model.layers.0.mlp.up_proj.weight")
+
+    change(llama, rename)
+    with pytest.raises(CheckpointError, match=r"up_proj.*nearest known name: 'model\.layers\.0\.mlp\.upproj\.weight'"):
+        load(llama)
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "something.weight"])
+def test_a_left_over_weight(llama, name) -> None:
+    def add(weights):
+        weights[name] = torch.zeros(2, 2)
+
+    change(llama, add)
+    with pytest.raises(CheckpointError, match="has no place for it") as error:
+        load(llama)
+    assert error.value.tensor == name
+    load(llama, strict=False)
+
+
+def test_a_wrong_shape(llama) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+
+    def cut(weights):
+        weights[name] = weights[name][:-1].contiguous()
+
+    change(llama, cut)
+    with pytest.raises(CheckpointError, match=r"\(31, 32\).*\(32, 32\).*ignore_mismatched_sizes=True") as error:
+        load(llama)
+    assert error.value.tensor == name
+    model, info = load(llama, ignore_mismatched_sizes=True, output_loading_info=True)
+    assert {entry[0] for entry in info["mismatched_keys"]} == {name}
+    assert torch.isfinite(model(torch.tensor([[4]])).logits).all()
+
+
+def test_heads_of_other_sizes_are_a_wrong_shape_too(tmp_path) -> None:
+    BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"classifier"):
+        easytorch.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -10])
+def test_truncated_safetensors(llama, size) -> None:
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="truncated or corrupt") as error:
+        load(llama)
+    assert error.value.file == str(file)
+
+
+def test_a_corrupt_header_and_a_missing_shard(llama) -> None:
+    file = llama / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:8] + b"x" + good[9:])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(llama)
+    file.write_bytes(good)
+    model = load(llama)
+    file.unlink()
+    model.save_pretrained(llama, max_shard_size="20KB")
+    sorted(llama.glob("model-*.safetensors"))[1].unlink()
+    with pytest.raises(CheckpointError, match=r"the shard .* is missing"):
+        load(llama)
+
+
+def test_bin_files_are_only_read_as_weights(llama) -> None:
+    weights = load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    file = llama / "pytorch_model.bin"
+    torch.save(weights, file)
+    assert torch.equal(load(llama).lm_head.weight, weights["lm_head.weight"])
+    with pytest.raises(ValueError, match="weights_only=False"):
+        load(llama, weights_only=False)
+    good = file.read_bytes()
+    for broken in (good[: len(good) // 2], b""):
+        file.write_bytes(broken)
+        with pytest.raises(CheckpointError, match="truncated"):
+            load(llama)
+
+    class Evil:
+        def __reduce__(self):
+            return (llama.joinpath("ran").write_text, ("",))
+
+    torch.save({"a": Evil()}, file)
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        load(llama)
+    assert not (llama / "ran").exists()
+
+
+def test_no_config_no_weights_no_folder(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        load(tmp_path)
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"from_flax=True needs flax_model\.msgpack"):
+        load(tmp_path, from_flax=True)
+    for absent in (tmp_path / "absent", str(tmp_path / "absent"), "./absent"):
+        with pytest.raises(FileNotFoundError, match="there is no such folder"):
+            load(absent)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [({"model_type": "lama"}, "nearest known name: 'llama'"), ({}, "model_type"), ("{", "JSON")],
+    ids=str,
+)
+def test_a_config_that_says_nothing_known(tmp_path, content, words) -> None:
+    (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(CheckpointError, match=words) as error:
+        load(tmp_path)
+    assert error.value.file == str(tmp_path / "config.json") and "\n" not in str(error.value)
+
+
+def test_an_architecture_without_that_head(tmp_path) -> None:
+    GPT2Config(n_layer=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"AutoModelForMaskedLM has no class for the architecture 'gpt2'.*bert"):
+        easytorch.AutoModelForMaskedLM.from_pretrained(tmp_path)
+
+
+def test_layers_of_plugged_architectures(tmp_path) -> None:
+    model = GPT2Model(
+        GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    )
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"h\.2\..* has no place for it"):
+        easytorch.AutoModel.from_pretrained(tmp_path, num_hidden_layers=2)
+    file = change(tmp_path, lambda weights: weights.pop("h.1.attn.c_attn.weight"))
+    with pytest.raises(CheckpointError, match=r"h\.1\.attn\.c_attn\.weight.*is missing") as error:
+        easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert error.value.file == str(file)
+    easytorch.AutoModelForCausalLM.from_pretrained(tmp_path, strict=False)
+    with pytest.raises(CheckpointError, match=r"wte\.weight.*ignore_mismatched_sizes"):
+        easytorch.AutoModel.from_pretrained(tmp_path, vocab_size=50)
+
+
+FLAX = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "flax" / "llama"
+
+
+@pytest.mark.skipif(not FLAX.is_dir(), reason=f"no Flax fixtures at {FLAX}")
+def test_flax_checkpoints_that_are_broken(tmp_path) -> None:
+    config = json.loads((FLAX / "config.json").read_text())
+    weights = (FLAX / "flax_model.msgpack").read_bytes()
+    (tmp_path / "flax_model.msgpack").write_bytes(weights)
+    for changes, words in (
+        ({"num_hidden_layers": 1}, "has no place for it"),
+        ({"num_hidden_layers": 3}, "is missing"),
+        ({"vocab_size": 11}, "ignore_mismatched_sizes"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=words) as error:
+            load(tmp_path)
+        assert "flax_model.msgpack" in str(error.value)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "flax_model.msgpack").write_bytes(weights[:-50])
+    with pytest.raises(CheckpointError, match=r"flax_model\.msgpack"):
+        load(tmp_path)
