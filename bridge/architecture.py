@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.families import Config
@@ -62,7 +63,9 @@ def _model_class(config: Config, config_class: type) -> type:
     import transformers
 
     if config.architecture is None:
-        return transformers.MODEL_MAPPING[config_class]
+        # Some configs have several base classes, the plainest first.
+        base: Any = transformers.MODEL_MAPPING[config_class]
+        return base[0] if isinstance(base, tuple) else base
     found = getattr(transformers, config.architecture, None)
     if found is None and config.architecture.endswith("ForCausalLM"):
         # Flax calls every such head ForCausalLM; torch's BERT one is BertLMHeadModel.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import pkgutil
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,5 @@ def rules_for(model_type: str) -> Rules:
 
 def families() -> list[str]:
     """The names under which `easytorch.models` holds a family, without importing any."""
-    package = importlib.util.find_spec("easytorch.models")
-    folders = [Path(folder) for folder in package.submodule_search_locations or ()]
-    return sorted(file.stem for folder in folders for file in folder.glob("*.py") if not file.stem.startswith("_"))
+    package = importlib.import_module("easytorch.models")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))

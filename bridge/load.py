@@ -120,7 +120,7 @@ def _infos(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
 
 
 def _run(plan: Plan, read: Read) -> dict[str, np.ndarray]:
-    made = {}
+    made: dict[str, np.ndarray] = {}
     for step in plan.steps:
         arrays = step.run([read(name) for name in step.sources])
         made.update((info.name, array) for info, array in zip(step.targets, arrays, strict=True))

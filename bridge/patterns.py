@@ -1,4 +1,4 @@
-"""Name patterns, one side of a weight rule: components that are literal or a variable (the language: `bridge.rules`)."""
+"""Name patterns, one side of a weight rule: components are literal or a variable (the language: `bridge.rules`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pattern:
         parts = name.split(self.separator)
         if len(parts) != len(self.components):
             return None
-        bindings = {}
+        bindings: dict[str, str] = {}
         for part, component in zip(parts, self.components, strict=True):
             if isinstance(component, str):
                 if part != component:

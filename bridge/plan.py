@@ -124,7 +124,7 @@ class _ToFlax:
                 del names[name]
         for name in list(names):
             if name in names and (tie := self._table.tie(name)) is not None:
-                self._resolve(name, *tie, names)
+                self._resolve(name, tie[0], tie[1], names)
         for name in names:
             self._move(name, self._given[name])
         self._fill(names, fill)

@@ -46,8 +46,14 @@ class CompiledRule:
     number: int
     kind: str
     torch: tuple[Pattern, ...]
-    flax: Pattern | None
+    path: Pattern | None
     transform: Transform | None
+
+    @property
+    def flax(self) -> Pattern:
+        """The Flax pattern of a rule that has one: every rule but a buffer's."""
+        assert self.path is not None, f"{self.kind} has no Flax side"
+        return self.path
 
     def order(self, bindings: Bindings) -> tuple:
         """Sorts instances of the table: by rule, then by variable, numbers as numbers and choices as listed."""

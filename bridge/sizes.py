@@ -15,7 +15,7 @@ def parse_size(text: str | int) -> int:
     """Bytes in `text`; `ValueError` for what is not a positive number with a unit from KB to TiB, or none."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(text).upper())
     unit = None if found is None else _UNITS.get("" if found[2] == "B" else found[2])
-    size = 0 if unit is None else int(float(found[1]) * unit)
+    size = 0 if found is None or unit is None else int(float(found[1]) * unit)
     if size <= 0:
         raise ValueError(
             f"{text!r} is not a size; write a number and KB, MB, GB, TB, KiB, MiB, GiB or TiB, as in '5GB'"

@@ -45,7 +45,7 @@ class MappedFile:
 def byte_blocks(array: np.ndarray) -> Iterator[memoryview]:
     """The bytes of `array` in C order, of a transposed view a few megabytes at a time: never copied whole."""
     if array.flags.c_contiguous or array.nbytes <= _BLOCK_BYTES:
-        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         return
     rows = _BLOCK_BYTES * array.shape[0] // array.nbytes
     if rows == 0:

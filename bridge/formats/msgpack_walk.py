@@ -11,6 +11,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
@@ -89,7 +90,7 @@ class Walk:
         start = self._take(width, path)
         return int.from_bytes(self._data[start : start + width], "big")
 
-    def _head(self, path: tuple[str, ...]) -> object:
+    def _head(self, path: tuple[str, ...]) -> Any:
         """The next object: a plain value, a `_Span` passed over, or `("map" | "array", entries)`."""
         first = self._unsigned(1, path)
         if first <= 0x7F or first >= 0xE0:
@@ -120,10 +121,10 @@ class Walk:
         code = self._unsigned(1, path)
         return _Span("ext", self._take(length, path), length, code)
 
-    def _value(self, path: tuple[str, ...]) -> object:
+    def _value(self, path: tuple[str, ...]) -> Any:
         head = self._head(path)
         if isinstance(head, tuple):
-            return self._entries(*head, path)
+            return self._entries(head[0], head[1], path)
         self._leaves += 1
         if self._leaves > _MAX_LEAVES:
             raise self._fail(f"has more than {_MAX_LEAVES} leaves", path)
