@@ -2,8 +2,8 @@
 
     python scripts/bench_dispatch.py
 
-The two are timed in turns, so that a change of clock speed or load meets both; the figures are medians of the CPU time of
-one thread, in microseconds.
+The two are timed in turns, so that a change of clock speed or load meets both; the figures are medians of the CPU time
+of one thread, in microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def cases() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
     heads, table = torch.randn(1, 4, 4, 16), torch.randn(1, 4, 16)
     everything: dict[str, Any] = {
         "mask": None, "bias": None, "causal": True, "query_segment_ids": None, "key_segment_ids": None,
-        "sliding_window": None, "softcap": None, "sinks": None, "softmax_scale": 0.25, "dropout_prob": 0.0, "seed": None,
+        "sliding_window": None, "softcap": None, "sinks": None, "softmax_scale": 0.25, "dropout_prob": 0.0,
+        "seed": None,
     }  # fmt: skip
     return {
         "rms_norm": ("rms_norm", (torch.randn(4, 64), torch.ones(64)), {}),

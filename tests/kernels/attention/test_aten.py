@@ -1,0 +1,37 @@
+"""What kernels/attention/aten.py relies on in ATen's CPU kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from easytorch.kernels.attention import aten
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lowered", ["boolean", "bias", "bias that needs a gradient"])
+def test_a_row_that_sees_nothing_gives_zeros_and_finite_gradients(dtype: torch.dtype, lowered: str) -> None:
+    q, k, v = (torch.randn(1, 40, h, 16, dtype=dtype, requires_grad=True) for h in (4, 2, 2))
+    mask = torch.rand(1, 4, 40, 40) > 0.5
+    mask[:, :, 7] = False
+    bias = None if lowered == "boolean" else torch.randn(4, 40, 40, dtype=dtype)
+    if bias is not None and lowered.endswith("gradient"):
+        bias.requires_grad_()
+    output = aten.attention(q, k, v, mask=mask, bias=bias)
+    assert (output[:, 7] == 0).all()
+    leaves = [q, k, v, *([bias] if bias is not None and bias.requires_grad else [])]
+    assert all(g.isfinite().all() for g in torch.autograd.grad(output.sum(), leaves))
+
+
+def test_a_float32_bias_is_not_rounded_to_the_inputs() -> None:
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    bias = torch.full((8, 8), 256.0) + torch.rand(8, 8)  # bfloat16 has steps of 2 here
+    got = aten.attention(q, q, q, bias=bias).float()
+    expected = aten.attention(*[q.float()] * 3, bias=bias)
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_direct_call_drops_nothing() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        aten.attention(q, q, q, softcap=1.0)

@@ -1,0 +1,76 @@
+"""Every operation inside torch.compile(fullgraph=True) and torch.export: same result, same gradient, same type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from easytorch.operations import AttentionOutput, OperationMetadata, OperationRegistry
+
+CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "rms_norm": ("rms_norm", None, {}),
+    "rotary": ("rotary", None, {}),
+    "automatic": ("attention", None, {"causal": True}),
+    "vanilla": ("attention", "vanilla", {"causal": True, "softcap": 3.0}),
+    "sdpa": ("attention", "sdpa", {"causal": True, "sliding_window": 9}),
+    "flash_native": ("attention", "flash:native", {"causal": True, "dropout_prob": 0.2, "seed": 3}),
+    "flash_xla": ("attention", "flash:xla", {"causal": True, "softcap": 3.0}),
+}
+
+
+class Module(torch.nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        name, backend, self.features = CASES[case]
+        self.operation = OperationRegistry.create(name, OperationMetadata(backend=backend))
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.operation(*args, **self.features)
+
+
+def _inputs(case: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    if case == "rms_norm":
+        return [torch.randn(3, 5, 16), torch.randn(16)]
+    q, k = torch.randn(1, 33, 4, 16), torch.randn(1, 33, 2, 16)
+    return [q, k, torch.randn(1, 33, 16), torch.randn(1, 33, 16)] if case == "rotary" else [q, k, k.clone()]
+
+
+def _first(result: Any) -> torch.Tensor:
+    if isinstance(result, AttentionOutput):
+        return result.attention_outputs
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _run(function: Any, case: str) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    inputs = [x.requires_grad_() for x in _inputs(case)]
+    result = function(*inputs)
+    used = inputs if case != "rotary" else [inputs[0]]
+    return result, torch.autograd.grad(_first(result).square().sum(), used)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compile_fullgraph(case: str) -> None:
+    if case == "flash_xla":
+        pytest.importorskip("jax")
+    torch._dynamo.reset()
+    eager, eager_grads = _run(Module(case), case)
+    # aot_eager traces forward and backward as inductor does, without the time of compiling C++
+    compiled, grads = _run(torch.compile(Module(case), fullgraph=True, backend="aot_eager"), case)
+    assert type(compiled) is type(eager)
+    torch.testing.assert_close(_first(compiled), _first(eager))
+    for got, expected in zip(grads, eager_grads, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export(case: str) -> None:
+    if case == "flash_xla":
+        pytest.importorskip("jax")
+    module, inputs = Module(case), tuple(_inputs(case))
+    result = torch.export.export(module, inputs).module()(*inputs)
+    expected = module(*inputs)
+    assert type(result) is type(expected)
+    torch.testing.assert_close(_first(result), _first(expected))

@@ -1,0 +1,255 @@
+"""Dispatch: the path of the platform, forcing, refusing, falling back with one log line, and the differential mode."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from easytorch.kernels.attention import native
+from easytorch.kernels.interop import installed
+from easytorch.operations import (
+    BaseOperation,
+    OperationImpl,
+    OperationMetadata,
+    OperationRegistry,
+    UnsupportedOperationError,
+    backend,
+    impl,
+)
+from easytorch.operations.check import OperationMismatchError
+
+
+def heads(length: int = 8, count: int = 4, dim: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, length, count, dim, dtype=dtype)
+
+
+def attention(**metadata: Any) -> OperationImpl:
+    return OperationRegistry.create("attention", OperationMetadata(**metadata))
+
+
+class Double(BaseOperation):
+    def forward_native(self, x: torch.Tensor) -> str:
+        return "native"
+
+    @backend("aten")
+    def forward_gpu(self, x: torch.Tensor) -> str:
+        return "gpu"
+
+
+def test_paths_follow_the_defaults() -> None:
+    paths = {platform: Double.path(platform)[0] for platform in ("cpu", "cuda", "rocm", "tpu", "native")}
+    gpu, plain = "forward_gpu", "forward_native"
+    assert paths == {"cpu": plain, "cuda": gpu, "rocm": gpu, "tpu": plain, "native": plain}
+    assert Double.backends() == {"native": "forward_native", "aten": "forward_gpu"}
+    operation, x = Double(), torch.ones(1)
+    assert operation(x) == operation.forward_cpu(x) == operation.forward_tpu(x) == "native"
+    assert operation.forward_cuda(x) == operation.forward_rocm(x) == "gpu"
+
+
+def test_forward_native_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        BaseOperation()  # type: ignore[abstract]
+
+
+def test_a_device_without_kernels_takes_the_definition() -> None:
+    x = torch.empty(2, 8, 4, 16, device="meta")
+    choice = attention().choose(x, x, x)
+    assert (choice.implementation, choice.backend, choice.platform) == ("vanilla", "native", "native")
+    assert attention()(x, x, x).attention_outputs.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("forced", "implementation", "backend_name"),
+    [
+        ("vanilla", "vanilla", "native"),
+        ("eager", "vanilla", "native"),
+        ("native", "vanilla", "native"),
+        ("sdpa", "sdpa", "aten"),
+        ("aten", "sdpa", "aten"),
+        ("sdpa:aten", "sdpa", "aten"),
+        ("flash", "flash", "xla"),
+        ("flash_attn2", "flash", "xla"),
+        ("xla", "flash", "xla"),
+        ("flash:native", "flash", "native"),
+    ],
+)
+def test_a_forced_choice_is_obeyed(
+    forced: str, implementation: str, backend_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(installed.INSTALLED, "jax", True)  # choosing does not import it
+    q = heads()
+    choice = attention(backend=forced).choose(q, q, q)
+    assert (choice.implementation, choice.backend, choice.reason) == (implementation, backend_name, "forced")
+    monkeypatch.setenv("EASYTORCH_OPS", f"attention={forced}, rms_norm=native")
+    assert attention().choose(q, q, q)[1:] == choice[1:]
+
+
+@pytest.mark.parametrize(
+    ("forced", "features", "message"),
+    [
+        ("flash3", {}, "no implementation or backend 'flash3'.*vanilla, eager.*native, aten"),
+        ("flash:aten", {}, "flash has no backend 'aten'; it has native, xla, triton"),
+        ("sdpa", {"softcap": 2.0}, "ATen has no softcap"),
+        ("aten", {"sinks": torch.zeros(4)}, "ATen has no sinks"),
+        ("sdpa", {"dropout_prob": 0.5, "seed": 1}, "takes no seed"),
+        ("triton", {}, "runs on cuda, rocm, the tensors are on cpu"),
+    ],
+)
+def test_a_forced_choice_is_refused_with_the_reason(
+    forced: str, features: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = heads()
+    with pytest.raises(UnsupportedOperationError, match=message):
+        attention(backend=forced)(q, q, q, **features)
+    monkeypatch.setenv("EASYTORCH_OPS", f"attention={forced}")
+    with pytest.raises(UnsupportedOperationError, match=message):
+        attention()(q, q, q, **features)
+
+
+def test_sdpa_by_its_own_name_refuses_rather_than_falls_back() -> None:
+    q = heads()
+    with pytest.raises(UnsupportedOperationError, match="ATen has no softcap"):
+        OperationRegistry.create("sdpa")(q, q, q, softcap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("attention", "is not of the form operation=implementation"),
+        ("attention=", "is not of the form operation=implementation"),
+        ("atention=flash", "no operation is called 'atention'.*did you mean 'attention'"),
+        ("attention=flash,attention=sdpa", "twice"),
+    ],
+)
+def test_a_malformed_environment_is_an_error(setting: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_OPS", setting)
+    q = heads()
+    with pytest.raises(ValueError, match=message):
+        attention()(q, q, q)
+
+
+def test_the_automatic_choice_falls_back_and_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(installed.INSTALLED, "jax", False)
+    monkeypatch.setattr(impl, "_logged", set())
+    q, operation = heads(length=200), attention()
+    with caplog.at_level(logging.INFO, logger="easytorch"):
+        for _ in range(3):
+            choice = operation.choose(q, q, q, softcap=2.0)
+    assert (choice.implementation, choice.backend) == ("vanilla", "native")
+    assert "ATen has no softcap" in choice.reason
+    assert "jax is not installed (pip install 'easytorch[jax]')" in choice.reason
+    assert len(caplog.records) == 1
+    expected = native.attention(q, q, q, softcap=2.0)[0]
+    assert torch.equal(operation(q, q, q, softcap=2.0).attention_outputs, expected)
+
+
+def test_flash_falls_back_to_blocks_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(installed.INSTALLED, "jax", False)
+    q = heads()
+    choice = OperationRegistry.create("flash").choose(q, q, q)
+    assert (choice.implementation, choice.backend) == ("flash", "native")
+    with pytest.raises(UnsupportedOperationError, match="jax is not installed"):
+        attention(backend="flash:xla").choose(q, q, q)
+
+
+def test_metadata_settles_what_the_call_leaves_open() -> None:
+    q = heads()
+    settled = attention(softmax_scale=0.3, runtime_dtype=torch.float64, backend="vanilla")
+    output = settled(q, q, q).attention_outputs
+    assert output.dtype == torch.float64
+    torch.testing.assert_close(output, native.attention(*[q.double()] * 3, softmax_scale=0.3)[0])
+    output = settled(q, q, q, softmax_scale=0.7).attention_outputs
+    torch.testing.assert_close(output, native.attention(*[q.double()] * 3, softmax_scale=0.7)[0])
+
+
+def test_metadata_dropout_is_applied() -> None:
+    q = heads()
+    output = attention(dropout_prob=0.5, backend="vanilla")(q, q, q, seed=3).attention_outputs
+    torch.testing.assert_close(output, native.attention(q, q, q, dropout_prob=0.5, seed=3)[0])
+    with pytest.raises(UnsupportedOperationError, match="takes no seed"):
+        attention(dropout_prob=0.5, backend="sdpa")(q, q, q, seed=3)
+
+
+def test_the_softmax_dtype_is_refused_where_it_is_not_computed() -> None:
+    q = heads(dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedOperationError, match=r"not computed in torch\.bfloat16"):
+        attention(runtime_softmax_dtype=torch.bfloat16, backend="sdpa")(q, q, q)
+    assert attention(runtime_softmax_dtype=torch.float32, backend="sdpa").choose(q, q, q).backend == "aten"
+    assert attention(runtime_softmax_dtype=torch.bfloat16).choose(q, q, q).implementation == "vanilla"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q: (q[0], q, q), r"\(batch, seq, heads, head_dim\)"),
+        (lambda q: (q, q[:1], q[:1]), "differ"),
+        (lambda q: (q, q[:, :, :3], q[:, :, :3]), "not a multiple"),
+        (lambda q: (q, q.double(), q), "one dtype"),
+    ],
+)
+@pytest.mark.parametrize("forced", [None, "vanilla", "sdpa", "flash:native", "flash:xla"])
+def test_shapes_that_do_not_fit_are_one_clear_error(forced: str | None, call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(backend=forced)(*call(heads()))
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"mask": torch.ones(8, 8)}, "mask must be boolean"),
+        ({"mask": torch.ones(3, 8, dtype=torch.bool)}, "does not broadcast"),
+        ({"bias": torch.ones(8, 9)}, "does not broadcast"),
+        ({"query_segment_ids": torch.zeros(2, 8)}, "go together"),
+        ({"sliding_window": 0}, "at least 1"),
+        ({"dropout_prob": 1.0}, "dropout_prob"),
+    ],
+)
+@pytest.mark.parametrize("forced", [None, "vanilla", "flash:native", "flash:xla"])
+def test_features_that_do_not_fit_are_one_clear_error(forced: str | None, features: Any, message: str) -> None:
+    q = heads()
+    with pytest.raises(ValueError, match=message):
+        attention(backend=forced)(q, q, q, **features)
+
+
+def test_an_unknown_keyword_is_an_error() -> None:
+    q = heads()
+    with pytest.raises(TypeError, match="casual"):
+        attention()(q, q, q, casual=True)
+
+
+class Wrong(OperationImpl):
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "wrong_for_the_test"
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @backend("aten")
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1.001
+
+
+def test_check_mode_raises_where_an_implementation_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_CHECK", "0")
+    Wrong()(torch.ones(3))
+    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+    with pytest.raises(OperationMismatchError, match=r"wrong_for_the_test \(aten, cpu\) differs.*relative RMS"):
+        Wrong()(torch.ones(3))
+
+
+@pytest.mark.parametrize("forced", ["vanilla", "flash:native", "sdpa"])
+def test_check_mode_pins_dropout_where_it_can(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+    q = heads(length=40)
+    attention(backend=forced)(q, q, q, causal=True)
+    torch.manual_seed(0)
+    first = attention(backend=forced)(q, q, q, dropout_prob=0.4).attention_outputs
+    second = attention(backend=forced)(q, q, q, dropout_prob=0.4).attention_outputs
+    assert not torch.equal(first, second)

@@ -1,0 +1,90 @@
+"""OperationImpl's helpers, OperationMetadata and OperationRegistry."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
+
+
+class Nothing(OperationImpl):
+    @classmethod
+    def get_impl_name(cls) -> tuple[str, ...]:
+        return ("nothing_for_the_test", "attention")
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_taken_name_is_an_error_and_registers_nothing() -> None:
+    with pytest.raises(ValueError, match=r"'attention' is taken by easytorch\.operations\.attention\.Attention"):
+        OperationRegistry.register(Nothing)
+    assert "nothing_for_the_test" not in OperationRegistry.names()
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'flsh' \(did you mean 'flash'\?\); known: .*attention.*rotary.*vanilla"):
+        OperationRegistry.create("flsh")
+
+
+def test_aliases_are_the_same_class() -> None:
+    assert OperationRegistry.get("flash_attn2") is OperationRegistry.get("flash")
+    assert OperationRegistry.get("eager") is OperationRegistry.get("vanilla")
+    metadata = OperationMetadata(softmax_scale=2.0)
+    assert OperationRegistry.create("flash", metadata).get_impl_metadata() is metadata
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"runtime_dtype": torch.int8}, "runtime_dtype must be a floating"),
+        ({"runtime_softmax_dtype": "float32"}, "runtime_softmax_dtype must be a floating"),
+        ({"dropout_prob": 1.0}, r"dropout_prob must be in \[0, 1\)"),
+        ({"mode": "train"}, "mode must be one of __autoregressive__"),
+    ],
+)
+def test_metadata_is_validated(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OperationMetadata(**settings)
+
+
+def test_get_mode() -> None:
+    operation = OperationRegistry.create("attention")
+    one, many = torch.empty(2, 1, 4, 16), torch.empty(2, 7, 4, 16)
+    assert operation.get_mode(one) == "__autoregressive__"
+    assert operation.get_mode(many) == "__train__"
+    with torch.no_grad():
+        assert operation.get_mode(many) == "__prefill__"
+    assert operation.get_mode(one.transpose(1, 2), BTHD=False) == "__autoregressive__"
+    assert Nothing(OperationMetadata(mode="__insert__")).get_mode(many) == "__insert__"
+
+
+def test_repeat_kv_heads() -> None:
+    k, v = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 4)
+    repeated_k, repeated_v = OperationImpl.repeat_kv_heads(k, v, 2)
+    assert repeated_k.shape == (2, 5, 6, 8)
+    assert repeated_v.shape == (2, 5, 6, 4)
+    for head in range(6):
+        assert torch.equal(repeated_k[:, :, head], k[:, :, head // 2])
+    assert OperationImpl.repeat_kv_heads(k, v, 1)[0] is k
+    with pytest.raises(ValueError, match="at least 1"):
+        OperationImpl.repeat_kv_heads(k, v, 0)
+
+
+def test_create_stable_sharding() -> None:
+    mesh = SimpleNamespace(axis_names=("dp", "tp"), mesh_shape=(2, 4))
+    shard = Nothing(OperationMetadata(mesh=mesh)).create_stable_sharding
+    spec = ("dp", None, "tp", None)
+    assert shard(spec) == spec
+    assert shard(spec, preserved_indices=[0]) == ("dp", None, None, None)
+    assert shard(spec, preserved_indices=[-2]) == (None, None, "tp", None)
+    assert shard(spec, preserved_indices=[0, 2], clone_ps=("tp", None, "dp", None)) == ("tp", None, "dp", None)
+    assert shard(spec, dep=None) is None
+    assert shard(None) is None
+    assert shard(spec, tensor=torch.empty(4, 7, 6, 8)) == ("dp", None, None, None)
+    assert shard((("dp", "tp"),), tensor=torch.empty(16, 3)) == (("dp", "tp"), None)
+    with pytest.raises(ValueError, match="outside"):
+        shard(spec, preserved_indices=[4])
