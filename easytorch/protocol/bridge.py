@@ -39,6 +39,8 @@ class BridgeMixin:
         plain = {name: weight.detach() for name, weight in weights.items()}
         theirs = getattr(transformers, type(self).__name__)
         model = theirs.from_pretrained(None, config=config, state_dict=plain, dtype=self.dtype).to(self.device)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(weights[name].requires_grad)  # assigning gives a weight the flag it replaces
         model.load_state_dict(weights, assign=True)
         model.train(self.training)
         return model
