@@ -99,8 +99,8 @@ def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: boo
     if everything:
         ids, seed = empty(2, 4096, dtype=torch.int64), empty(dtype=torch.int64)
         features = features._replace(
-            bias=empty(1, 32, 4096, 4096, dtype=torch.float32), mask=empty(2, 1, 4096, 4096, dtype=torch.bool), query_ids=ids, key_ids=ids,
-            sinks=empty(32), seed=seed, left=1023, softcap=30.0, dropout_prob=0.1,
+            bias=empty(1, 32, 4096, 4096, dtype=torch.float32), mask=empty(2, 1, 4096, 4096, dtype=torch.bool),
+            query_ids=ids, key_ids=ids, sinks=empty(32), seed=seed, left=1023, softcap=30.0, dropout_prob=0.1,
         )  # fmt: skip
         bias_grad = empty(2, 32, 4096, 4096, dtype=torch.float32)
     yield "forward", calls.forward_call(architecture, query, key, key, query, lse, features)

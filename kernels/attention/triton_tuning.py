@@ -29,7 +29,7 @@ _TABLE: dict[str, dict[str, tuple[Tiles, ...]]] = {
         "sm_86": (Tiles(128, 64, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2)),
         "sm_90": (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
         "sm_100": (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
-        "gfx942": (Tiles(128, 64, 4, 1), Tiles(128, 64, 4, 1), Tiles(64, 32, 4, 1)),
+        "gfx942": (Tiles(128, 64, 4, 1), Tiles(128, 32, 4, 1), Tiles(64, 32, 4, 1)),
     },
     "key_value_grad": {
         "sm_80": (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 32, 4, 1)),
@@ -90,7 +90,9 @@ def tiles_of(kernel: str, architecture: str, query: torch.Tensor, value: torch.T
     row = _DENSE[kernel] if dense else _TABLE[kernel][architecture]
     if query.dtype == torch.float32:
         row = _FLOAT32[kernel]
-    return row[_HEAD_DIMS.index(max(_HEAD_DIMS[0], padded_dim(max(query.shape[-1], value.shape[-1]))))]
+    tiles = row[_HEAD_DIMS.index(max(_HEAD_DIMS[0], padded_dim(max(query.shape[-1], value.shape[-1]))))]
+    # two stages of a loaded mask fail to compile for AMD (Triton 3.9: "element type bit width must be a multiple of 8")
+    return tiles._replace(num_stages=1) if architecture.startswith("gfx") else tiles
 
 
 def padded_dim(dim: int) -> int:
