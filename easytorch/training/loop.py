@@ -69,7 +69,7 @@ class _Run:
             state = load_state(checkpoint)
             self.step = state["step"]
             self.optimizer.load_state_dict(state["optimizer"])
-        self.parallel = DistributedDataParallel(model) if processes.world > 1 else model
+        self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if processes.world > 1 else model
         self.report: Report | None = None
 
     def run(self) -> TrainingResult:

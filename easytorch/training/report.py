@@ -22,7 +22,6 @@ class Report:
         self.steps, self.log_every = steps, log_every
         self._start = time.perf_counter()
         self._first_step = first_step
-        self._eval = ""
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -51,7 +50,7 @@ class Report:
         self.metrics.write(
             step=step, loss=loss, learning_rate=learning_rate, gradient_norm=gradient_norm, tokens_per_second=rate
         )
-        figures = f"loss {loss:.3f}{self._eval}  {rate:,.0f} tokens/s"
+        figures = f"loss {loss:.3f}  {rate:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, figures=figures)
         if not self.console.is_terminal and (step % self.log_every == 0 or step == self.steps):
             elapsed = time.perf_counter() - self._start
@@ -60,4 +59,4 @@ class Report:
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         self.metrics.write(step=step, eval_loss=eval_loss)
-        self._eval = f"  held-out {eval_loss:.3f}"
+        self.say(f"step {step}/{self.steps}  held-out loss {eval_loss:.3f}")

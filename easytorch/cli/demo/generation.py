@@ -18,6 +18,8 @@ PROMPT = "The class statement"
 def run(demo: Demo, checkpoint: Path) -> None:
     from transformers import AutoTokenizer
 
+    # One token of a small model is too little work to share: two threads wait for one another, worst on a busy machine.
+    torch.set_num_threads(1)
     model = easytorch.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     demo.say(f'$ easytorch generate {checkpoint} --prompt "{PROMPT}" --temperature 0.6 --top-p 0.9 --seed 0\n')
