@@ -56,8 +56,9 @@ def _fold_queries(
         row_delta = tl.load(delta + rows, mask=rows < T, other=0.0)
         products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         scores, capped = score_tile(
-            products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, ids, key_ids, left, right, BOUNDARY
-        )
+            products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, ids, key_ids, left, right,
+            BOUNDARY,
+        )  # fmt: skip
         weights = tl.exp2(scores - row_lse)
         kept = weights
         weight_grad = tl.dot(values, tl.trans(grads), input_precision=PRECISION)

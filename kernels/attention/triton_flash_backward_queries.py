@@ -65,21 +65,9 @@ def _fold_keys(
         values = load_tile(value, start, S, value_strides[1], value_strides[3], BLOCK_N, DV, BLOCK_DV, BOUNDARY)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, capped = score_tile(
-            products,
-            rows,
-            columns,
-            T,
-            S,
-            scale,
-            cap,
-            bias_pointers,
-            mask_pointers,
-            query_ids,
-            ids,
-            left,
-            right,
+            products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, ids, left, right,
             BOUNDARY,
-        )
+        )  # fmt: skip
         weights = tl.exp2(scores - row_lse[:, None])
         weight_grad = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
         if seed is not None:

@@ -42,21 +42,9 @@ def _attend(
         keys = load_tile(key, start, S, key_strides[1], key_strides[3], BLOCK_N, D, BLOCK_D, BOUNDARY)
         products = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         scores, _ = score_tile(
-            products,
-            rows,
-            columns,
-            T,
-            S,
-            scale,
-            cap,
-            bias_pointers,
-            mask_pointers,
-            query_ids,
-            ids,
-            left,
-            right,
+            products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, ids, left, right,
             BOUNDARY,
-        )
+        )  # fmt: skip
         new_top = tl.maximum(top, tl.max(scores, 1))
         origin = new_top
         if BOUNDARY or bias is not None or mask is not None or key_ids is not None:
