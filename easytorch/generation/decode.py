@@ -45,6 +45,8 @@ def generate_tokens(
     cache: "static" (fixed shapes), "dynamic", or None: static on xla, dynamic elsewhere.
     Raises `ValueError` for arguments that do not fit, before anything runs.
     """
+    if not model.can_generate():
+        raise ValueError(f"{type(model).__name__} is no causal language model; load one with AutoModelForCausalLM")
     config = SamplingConfig(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
     )
@@ -77,7 +79,7 @@ def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch
         _run_graph(tokens.device)
         yield tokens.to(device)
         # reduced on the host: on xla it would be a program of its own
-        if bool(sampler.finished.cpu().all()):
+        if sampler.eos is not None and bool(sampler.finished.cpu().all()):
             return
 
 

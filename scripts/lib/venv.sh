@@ -27,7 +27,7 @@ find_python() {
             command -v "$candidate"
             return
         fi
-        tried+=("$candidate ($("$candidate" --version 2>&1 | head -n 1))")
+        tried+=("$candidate ($("$candidate" --version 2>/dev/null || echo "does not run"))")
     done
     echo "error: Python 3.11, 3.12 or 3.13 is needed; tried: ${tried[*]}. Install one, or set PYTHON to its path." >&2
     return 1

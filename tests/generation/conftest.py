@@ -36,11 +36,15 @@ def configs():
 
 @pytest.fixture(scope="session")
 def make_model():
-    """`make_model("llama")`: transformers' causal model of that type, the same weights at every call."""
+    """`make_model("llama")`: transformers' causal model of that type, "native_llama" ours; always the same weights."""
     import transformers
 
     def make(name: str, **kwargs):
         torch.manual_seed(0)
+        if name == "native_llama":
+            from easytorch.models.llama import LlamaForCausalLM
+
+            return LlamaForCausalLM(configs()["llama"]).eval()
         return transformers.AutoModelForCausalLM.from_config(configs()[name], **kwargs).eval()
 
     return make

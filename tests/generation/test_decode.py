@@ -38,7 +38,7 @@ def to_the_right(ids, mask):
 
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [(name, cache) for name in ("llama", "gpt2", "gemma3_text", "mistral") for cache in CACHES]
+    [(name, cache) for name in ("native_llama", "llama", "gpt2", "gemma3_text", "mistral") for cache in CACHES]
     + [("bloom", "dynamic")],
 )
 def test_greedy_equals_transformers(make_model, batch, name, cache):
@@ -150,8 +150,12 @@ def test_arguments_are_checked_before_anything_runs(llama, make_model, batch):
         generate_tokens(make_model("bloom"), ids, mask, cache="static")
 
 
-def test_encoder_decoders_are_refused(batch):
+def test_models_that_do_not_continue_text_are_refused(batch):
     import transformers
+
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=97, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model"):
+        generate_tokens(bert, *batch)
 
     config = transformers.T5Config(vocab_size=97, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
     with pytest.raises(ValueError, match="use generate"):
