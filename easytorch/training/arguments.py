@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ def run(arguments: Sequence[str], prog: str) -> int:
     try:
         result = train(parse(arguments, prog))
     except (ValueError, OSError) as error:
+        if os.environ.get("EASYTORCH_TRACEBACK", "") not in ("", "0"):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 130 if result.interrupted else 0

@@ -41,6 +41,7 @@ def train(config: TrainingConfig) -> TrainingResult:
     Raises `ValueError` for settings that do not fit together and `OSError` for text or an output that cannot be used.
     """
     with joined(config.device) as processes:
+        config.share(processes.world)  # refused before anything is written
         checkpoint = find_checkpoint(config)
         tokenizer, blocks = prepare_text(config, processes, checkpoint)
         model = make_model(config, tokenizer, checkpoint, processes.device)

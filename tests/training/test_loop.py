@@ -135,3 +135,12 @@ def test_a_new_run_does_not_mix_with_an_old_one(settings):
 def test_a_block_longer_than_the_models_positions_is_refused(settings):
     with pytest.raises(ValueError, match="max_position_embeddings 16"):
         train(settings(model={"model_type": "llama", "hidden_size": 32, "max_position_embeddings": 16}))
+
+
+def test_bad_settings_are_refused_before_anything_is_written(settings):
+    with pytest.raises(ValueError, match="does not divide"):
+        train(settings(batch_size=8, micro_batch_size=3))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees no GPU"):
+            train(settings(device="cuda"))
+    assert not Path(settings().output).exists()
