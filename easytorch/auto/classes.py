@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -14,9 +14,14 @@ from easytorch.auto.plugging import attention_for, native_class
 from easytorch.auto.report import report_on
 from easytorch.bridge.formats.sharding import read_json
 from easytorch.protocol.checkpoint import check_config, check_torch_files, flax_file
-from easytorch.protocol.flax import load_flax
+from easytorch.protocol.flax_weights import load_flax
 from easytorch.protocol.loading import check_loaded_foreign
 from easytorch.protocol.native import NativeModel
+
+if TYPE_CHECKING:
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass as _Base
+else:
+    _Base = object
 
 ModelClass = type[PreTrainedModel]
 
@@ -50,8 +55,10 @@ class NativeFirst:
         self._registered[config_class] = model_class
 
 
-class EasyTorchAuto:
+class EasyTorchAuto(_Base):
     """What the auto classes do before and after transformers' own, which stands behind them in the bases."""
+
+    _model_mapping: Any
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
@@ -173,25 +180,29 @@ def _wants_remote_code(auto: Any, config: PreTrainedConfig, kwargs: dict[str, An
     return bool(kwargs.get("trust_remote_code")) and auto.__name__ in getattr(config, "auto_map", {})
 
 
+def _native_first(auto: Any) -> Any:
+    return NativeFirst(auto._model_mapping)
+
+
 class AutoModel(EasyTorchAuto, transformers.AutoModel):
-    _model_mapping = NativeFirst(transformers.AutoModel._model_mapping)
+    _model_mapping = _native_first(transformers.AutoModel)
 
 
 class AutoModelForCausalLM(EasyTorchAuto, transformers.AutoModelForCausalLM):
-    _model_mapping = NativeFirst(transformers.AutoModelForCausalLM._model_mapping)
+    _model_mapping = _native_first(transformers.AutoModelForCausalLM)
 
 
 class AutoModelForMaskedLM(EasyTorchAuto, transformers.AutoModelForMaskedLM):
-    _model_mapping = NativeFirst(transformers.AutoModelForMaskedLM._model_mapping)
+    _model_mapping = _native_first(transformers.AutoModelForMaskedLM)
 
 
 class AutoModelForSequenceClassification(EasyTorchAuto, transformers.AutoModelForSequenceClassification):
-    _model_mapping = NativeFirst(transformers.AutoModelForSequenceClassification._model_mapping)
+    _model_mapping = _native_first(transformers.AutoModelForSequenceClassification)
 
 
 class AutoModelForTokenClassification(EasyTorchAuto, transformers.AutoModelForTokenClassification):
-    _model_mapping = NativeFirst(transformers.AutoModelForTokenClassification._model_mapping)
+    _model_mapping = _native_first(transformers.AutoModelForTokenClassification)
 
 
 class AutoModelForQuestionAnswering(EasyTorchAuto, transformers.AutoModelForQuestionAnswering):
-    _model_mapping = NativeFirst(transformers.AutoModelForQuestionAnswering._model_mapping)
+    _model_mapping = _native_first(transformers.AutoModelForQuestionAnswering)

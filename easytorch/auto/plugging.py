@@ -12,6 +12,7 @@ import importlib
 import inspect
 import re
 import sys
+from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,10 +24,9 @@ from easytorch.protocol.native import NativeModel
 ModelClass = type[PreTrainedModel]
 
 
-@functools.cache
 def native_class(model_class: ModelClass) -> ModelClass:
     """Our class for one of transformers' own: that of the same name in the family's file, or the class itself."""
-    family = getattr(model_class.config_class, "model_type", None)
+    family = getattr(model_class.config_class, "model_type", "")
     if not model_class.__module__.startswith("transformers.") or family not in families():
         return model_class
     return getattr(importlib.import_module(f"easytorch.models.{family}"), model_class.__name__, model_class)
@@ -57,7 +57,6 @@ def attention_for(
     return FLASH_FOR_TRANSFORMERS if asked == "flash" else asked, None
 
 
-@functools.cache
 def refusal_of(model_class: ModelClass) -> str | None:
     """None when the attention of `model_class` can be ours, else the reason why not."""
     name, code = model_class.__name__, _source(model_class.__module__)
@@ -76,7 +75,7 @@ def _automatic(model_class: ModelClass, config: PreTrainedConfig) -> tuple[dict[
     for key in config.sub_configs:
         inner = getattr(config, key, None)
         if inner is not None and type(inner) in transformers.AutoModel._model_mapping:
-            found = transformers.AutoModel._model_mapping[type(inner)]
+            found: Any = transformers.AutoModel._model_mapping[type(inner)]
             refusals[key] = refusal_of(found[0] if isinstance(found, tuple) else found)
     reason = "; ".join(dict.fromkeys(filter(None, refusals.values()))) or None
     chosen = {key: "easytorch" for key, refusal in refusals.items() if refusal is None}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from easytorch.layers.attention import OBSERVERS
@@ -61,10 +62,10 @@ def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
         reason=reason,
         layers=tuple(layers),
     )
-    model.easytorch_report = report
+    model.easytorch_report = report  # type: ignore[assignment]
     logger.log(logging.INFO if reason is None else logging.WARNING, "%s", report)
     if layers:
-        _FirstForward(model, layers)
+        _FirstForward(model, report, layers)
     return model
 
 
@@ -93,12 +94,13 @@ def _around(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
 class _FirstForward:
     """Counts, while the model computes for the first time, which of its attention layers reach ours."""
 
-    def __init__(self, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, model: PreTrainedModel, report: Report, layers: dict[str, nn.Module]) -> None:
         self.model = model
+        self.report = report
         self.names: dict[int, str] = {}
         self.seen: set[str] = set()
         # generate() runs an encoder by itself before the model: the count starts with the first layer, wherever it is
-        self.handles = [layer.register_forward_pre_hook(self.start) for layer in layers.values()]
+        self.handles: list[RemovableHandle] = [layer.register_forward_pre_hook(self.start) for layer in layers.values()]
         self.handles.append(_around(model, tuple(layers)).register_forward_hook(self.finish, always_call=True))
 
     def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -119,7 +121,6 @@ class _FirstForward:
             return
         for handle in self.handles:
             handle.remove()
-        report = self.model.easytorch_report
-        report.called = tuple(name for name in report.layers if name in self.seen)
-        lacking = len(report.called) < len(report.layers)
-        logger.log(logging.WARNING if lacking else logging.INFO, "%s", report)
+        self.report.called = tuple(name for name in self.report.layers if name in self.seen)
+        lacking = len(self.report.called) < len(self.report.layers)
+        logger.log(logging.WARNING if lacking else logging.INFO, "%s", self.report)

@@ -141,7 +141,7 @@ _FUNCTIONS: dict[str, AttentionFunction] = {
 
 
 def attention_mask(
-    *, attention_mask: torch.Tensor | None = None, q_offset: int | torch.Tensor = 0, device: Any = "cpu", **kwargs: Any
+    *, attention_mask: torch.Tensor | None = None, q_offset: Any = 0, device: Any = "cpu", **kwargs: Any
 ) -> torch.Tensor | None:
     """Boolean (B, 1, T, S), or None where causality alone says it (transformers' `sdpa_mask`).
 

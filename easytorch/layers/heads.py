@@ -7,7 +7,7 @@ attribute that holds it is `base_model_prefix`, as on disk.
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,10 +19,15 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Base
+else:
+    _Base = object  # the family's `PreTrainedModel` stands behind the head in the bases
+
 logger = logging.getLogger(__name__)
 
 
-class SequenceClassificationHead:
+class SequenceClassificationHead(_Base):
     """Logits of the last token of each row that is not padding, on either side."""
 
     backbone_class: ClassVar[type[nn.Module]]
@@ -82,7 +87,7 @@ class SequenceClassificationHead:
         return (positions * (input_ids != padding).to(device, torch.int32)).argmax(-1)
 
 
-class TokenClassificationHead:
+class TokenClassificationHead(_Base):
     """Logits of every token."""
 
     backbone_class: ClassVar[type[nn.Module]]
@@ -125,7 +130,7 @@ class TokenClassificationHead:
         )
 
 
-class QuestionAnsweringHead:
+class QuestionAnsweringHead(_Base):
     """Logits of where the answer starts and ends."""
 
     backbone_class: ClassVar[type[nn.Module]]
@@ -136,11 +141,6 @@ class QuestionAnsweringHead:
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.base_model.set_input_embeddings(value)
 
     @can_return_tuple
     def forward(

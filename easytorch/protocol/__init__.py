@@ -1,7 +1,11 @@
 """What a native model can do beyond `transformers.PreTrainedModel`, one file a capability.
 
-base.py     `BaseModuleProtocol`: the interface, by EasyDeL's names, of what is carried out today
-bridge.py   `BridgeMixin`: weights to and from JAX/Flax, and a plain transformers model of the same weights
+base.py          `BaseModuleProtocol`: the interface, by EasyDeL's names, of what is carried out today
+native.py        `NativeModel`: the base class of every native family
+bridge.py        `BridgeMixin`: weights to and from JAX/Flax, and a plain transformers model of the same weights
+checkpoint.py    which file a folder or name stands for, and that it is whole
+flax_weights.py  a Flax checkpoint given to a `from_pretrained`
+loading.py       which weights a checkpoint may lack, or hold in addition
 """
 
 from easytorch.protocol.base import BaseModuleProtocol

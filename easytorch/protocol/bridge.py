@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import transformers
@@ -15,12 +15,17 @@ from easytorch.bridge.families import rules_for
 from easytorch.bridge.load import state_dict_to_tree, tree_to_state_dict
 from easytorch.layers.attention import INTERFACES
 
+if TYPE_CHECKING:
+    _Base = PreTrainedModel
+else:
+    _Base = object  # `PreTrainedModel` stands behind the mixin in the bases
+
 StateDict = Mapping[str, torch.Tensor]
 # A nested dict of arrays, as `flax.linen` modules take under "params".
 Tree = dict[str, Any]
 
 
-class BridgeMixin:
+class BridgeMixin(_Base):
     """The names are those of EasyDeL's `EasyBridgeMixin`, and work for bf16 and for tied weights too."""
 
     config: PreTrainedConfig
@@ -61,7 +66,8 @@ class BridgeMixin:
         tie = bool(config.tie_word_embeddings)
         weights = tree_to_state_dict(params, rules_for(config.model_type), tie_word_embeddings=tie)
         kwargs |= {"config": config, "state_dict": weights, "output_loading_info": True}
-        model, info = cls.from_pretrained(None, **kwargs)
+        loaded: Any = cls.from_pretrained(None, **kwargs)
+        model, info = loaded
         for what, names in (("is missing from", info["missing_keys"]), ("is left over in", info["unexpected_keys"])):
             if names:
                 raise CheckpointError(f"{what} the Flax params of {cls.__name__}", tensor=min(names))

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from easytorch.bridge.errors import CheckpointError, nearest
 
+if TYPE_CHECKING:
+    from easytorch.protocol.native import NativeModel
+
 
 def check_loaded(
-    model: PreTrainedModel, info: dict[str, Any], source: str | None, *, ignore_mismatched_sizes: bool
+    model: NativeModel, info: dict[str, Any], source: str | None, *, ignore_mismatched_sizes: bool
 ) -> None:
     """`CheckpointError` naming the first weight of `info` (transformers' loading info) that a native `model` refuses.
 

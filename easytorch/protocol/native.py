@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.checkpoint import check_torch_files, flax_file
-from easytorch.protocol.flax import load_flax
+from easytorch.protocol.flax_weights import load_flax
 from easytorch.protocol.loading import check_loaded
 
 
@@ -30,7 +30,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
     head_weights: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *model_args: Any,
@@ -47,7 +47,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         strict: refuse a checkpoint without one of the base weights, or with one the family does not know; False leaves
         it at transformers' warning. A shape that differs is refused unless `ignore_mismatched_sizes`.
         """
-        load = super().from_pretrained
+        load: Any = super().from_pretrained
         flax = flax_file(pretrained_model_name_or_path, from_flax, kwargs)
         kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         if flax is None:

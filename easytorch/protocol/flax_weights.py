@@ -17,7 +17,7 @@ _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only
 
 def load_flax(
     load: Callable[..., Any],
-    config_class: type[PreTrainedConfig],
+    config_class: Any,
     file: Path,
     name_or_path: Any,
     config: Any,
