@@ -141,7 +141,6 @@ class QuestionAnsweringHead(_Base):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-
     @can_return_tuple
     def forward(
         self,
