@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from easytorch.operations.flash import FlashAttention
 from easytorch.operations.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
-from easytorch.operations.platform import platform_of
+from easytorch.operations.platform import platform_of_device
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.sdpa import SdpaAttention
 from easytorch.operations.vanilla import VanillaAttention
@@ -54,21 +55,23 @@ class Attention(AttentionImpl):
         return self.implementations["vanilla"].forward_native(query, key, value, **features)
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        query = args[0] if args else kwargs["query"]
-        preferences = attention_cpu.preferences(query) if platform == "cpu" else PREFERENCES[platform]
+        query, key, value, features = (*args, kwargs) if len(args) == 3 else _named(*args, **kwargs)
+        preferences = PREFERENCES.get(platform)
+        if preferences is None:
+            preferences = attention_cpu.preferences(query, key, value, features)
         refusals = []
         for name, why in preferences:
             implementation = self.implementations[name]
             method, backend = implementation.path(platform)
-            refusal = implementation.supports(backend, *args, **kwargs)
+            refusal = implementation.supports(backend, query, key, value, **features)
             if refusal is None:
                 if refusals:
-                    why = "; ".join((*refusals, why))
+                    why = self._fall_back(platform, query, refusals, name, logging.INFO) + f"; {why}"
                 return Choice(implementation, method, platform, backend, why)
             refusals.append(f"{name}: {refusal}")
-        reason = "; ".join(refusals) or "the definition, on a device without kernels"
-        if refusals and platform == platform_of(args, kwargs):
-            log_fallback("attention", platform, reason, "vanilla")
+        reason = "the definition, on a device without kernels"
+        if refusals:
+            reason = self._fall_back(platform, query, refusals, "vanilla", logging.WARNING)
         return Choice(self.implementations["vanilla"], "forward_native", platform, "native", reason)
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
@@ -89,3 +92,14 @@ class Attention(AttentionImpl):
                 f"attn_implementation or EASYTORCH_OPS)"
             )
         return holders[0].choose_forced(forced, platform, args, kwargs)
+
+    def _fall_back(self, platform: str, query: Tensor, refusals: list[str], instead: str, level: int) -> str:
+        """The refusals as one reason, logged once, unless the platform is only asked about."""
+        reason = "; ".join(refusals)
+        if platform == platform_of_device(query.device.type):
+            log_fallback(self._name, platform, reason, instead, level)
+        return reason
+
+
+def _named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    return query, key, value, features

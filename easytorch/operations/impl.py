@@ -226,9 +226,9 @@ def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
 _logged: set[tuple[str, str, str]] = set()
 
 
-def log_fallback(operation: str, platform: str, reason: str, instead: str) -> None:
+def log_fallback(operation: str, platform: str, reason: str, instead: str, level: int = logging.WARNING) -> None:
     """Log, once for each reason, that the automatic choice is not the first one; silent while a graph is traced."""
     if torch.compiler.is_compiling() or (operation, platform, reason) in _logged:
         return
     _logged.add((operation, platform, reason))
-    logger.warning("%s on %s: %s; using %s", operation, platform, reason, instead)
+    logger.log(level, "%s on %s: %s; using %s", operation, platform, reason, instead)

@@ -253,3 +253,42 @@ def test_check_mode_pins_dropout_where_it_can(forced: str, monkeypatch: pytest.M
     first = attention(backend=forced)(q, q, q, dropout_prob=0.4).attention_outputs
     second = attention(backend=forced)(q, q, q, dropout_prob=0.4).attention_outputs
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("length", "features", "expected"),
+    [
+        (8, {"causal": True}, "sdpa"),
+        (8, {"softcap": 2.0}, "vanilla"),  # a jax call and its compilation do not pay
+        (128, {"softcap": 2.0}, "flash"),
+        (1024, {"causal": True}, "sdpa"),
+        (1024, {"causal": True, "sliding_window": 256}, "flash"),
+        (1024, {"causal": True, "sliding_window": (400, 0)}, "sdpa"),
+        (4096, {"causal": True}, "flash"),
+        (4096, {}, "sdpa"),
+    ],
+)
+def test_the_automatic_choice_on_the_cpu(
+    length: int, features: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(installed.INSTALLED, "jax", True)
+    q = torch.empty(1, length, 1, 8)
+    assert attention().choose(q, q, q, **features).implementation == expected
+    monkeypatch.setitem(installed.INSTALLED, "jax", False)
+    # what ATen carries it still gets, the rest the definition
+    assert attention().choose(q, q, q, **features).backend == ("native" if "softcap" in features else "aten")
+
+
+def test_training_at_length_chooses_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(installed.INSTALLED, "jax", True)
+    q = torch.empty(1, 1024, 1, 8, requires_grad=True)
+    assert attention().choose(q, q, q, causal=True).implementation == "flash"
+    with torch.no_grad():
+        assert attention().choose(q, q, q, causal=True).implementation == "sdpa"
+
+
+def test_keywords_only_and_any_order() -> None:
+    q, k = heads(), heads(count=2)
+    expected = native.attention(q, k, k, causal=True)[0]
+    got = attention()(causal=True, value=k, key=k, query=q).attention_outputs
+    torch.testing.assert_close(got, expected)
