@@ -152,7 +152,7 @@ def _backward(
     calls.query_grad_call(
         architecture, query, key, value, output_grad, lse, delta, query_grad, scores_grad, features
     ).launch()
-    if bias_needs_grad:
+    if scores_grad is not None and bias is not None:
         bias_grad.copy_(scores_grad.sum_to_size(bias.shape))
     if sinks is not None:
         weight = torch.exp(sinks.float()[:, None] - lse)
