@@ -263,12 +263,22 @@ class BertModel(BertPreTrainedModel):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         hidden_states = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, past)
         if self.config.is_decoder:
-            mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values)
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+            )
         else:
-            mask = create_bidirectional_mask(self.config, hidden_states, attention_mask)
+            mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+            )
         if encoder_attention_mask is not None:
             encoder_attention_mask = create_bidirectional_mask(
-                self.config, hidden_states, encoder_attention_mask, encoder_hidden_states
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
             )
         hidden_states = self.encoder(
             hidden_states,
