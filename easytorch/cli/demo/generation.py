@@ -12,7 +12,7 @@ from easytorch.cli.demo.stage import Demo
 from easytorch.cli.generate import echo
 from easytorch.generation import generate_tokens, stream_text
 
-PROMPT = "The class statement"
+PROMPT = "When an exception is raised,"
 
 
 def run(demo: Demo, checkpoint: Path) -> None:
@@ -22,10 +22,10 @@ def run(demo: Demo, checkpoint: Path) -> None:
     torch.set_num_threads(1)
     model = easytorch.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    demo.say(f'$ easytorch generate {checkpoint} --prompt "{PROMPT}" --temperature 0.6 --top-p 0.9 --seed 0\n')
+    demo.say(f'$ easytorch generate {checkpoint} --prompt "{PROMPT}" --temperature 0.7 --top-p 0.9 --seed 0\n')
     count = 40 if demo.quick else 160
     pieces = stream_text(
-        model, tokenizer, PROMPT, max_new_tokens=count, temperature=0.6, top_p=0.9, seed=0, eos_token_id=[]
+        model, tokenizer, PROMPT, max_new_tokens=count, temperature=0.7, top_p=0.9, seed=0, eos_token_id=[]
     )
     demo.console.print(PROMPT, end="", style="bold", highlight=False)
     start = time.perf_counter()

@@ -57,7 +57,7 @@ def settings(corpus: Path, output: Path, *, quick: bool) -> TrainingConfig:
         vocab_size=1024 if quick else 4096,
         block_size=64 if quick else 128,
         batch_size=8 if quick else 4,
-        steps=60 if quick else 800,
+        steps=60 if quick else 1000,
         learning_rate=3e-3 if quick else 1.2e-3,
         warmup_steps=10 if quick else 50,
         eval_every=30 if quick else 100,
