@@ -59,7 +59,7 @@ class Attention(AttentionImpl):
         preferences = PREFERENCES.get(platform)
         if preferences is None:
             preferences = attention_cpu.preferences(query, key, value, features)
-        refusals = []
+        refusals: list[str] = []
         for name, why in preferences:
             implementation = self.implementations[name]
             method, backend = implementation.path(platform)
@@ -80,7 +80,7 @@ class Attention(AttentionImpl):
             implementation = self._by_name[name]
             if backend:
                 return implementation.choose_forced(backend, platform, args, kwargs)
-            return implementation.choose_freely(platform, args, kwargs)._replace(reason="forced")
+            return implementation.choose_by_name(platform, args, kwargs)
         if forced == "native":
             return Choice(self.implementations["vanilla"], "forward_native", platform, "native", "forced")
         holders = [impl for impl in self.implementations.values() if forced in impl.backends() and forced != "native"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -42,11 +42,15 @@ class AttentionImpl(OperationImpl):
             and given.dropout_prob == 0.0
         )
 
-    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> str | None:
+    def refusal(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
+    ) -> str | None:
         """`supports` for a backend other than the definition, with the metadata's settings already in `features`."""
         return None
 
-    def supports(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+    def supports(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+    ) -> str | None:
         if backend == "native":
             return None
         if self._settled_as_given:
@@ -57,15 +61,18 @@ class AttentionImpl(OperationImpl):
         return self.refusal(backend, *self.prepare(query, key, value, features))
 
     def prepare(
-        self, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        self, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionFeatures]:
         """The kernel arguments: tensors in `runtime_dtype`, the metadata's scale and dropout if the call has none."""
         if self._settled_as_given:
             return query, key, value, features
-        return (*self._cast(query, key, value), self._settled(features))
+        query, key, value = self._cast(query, key, value)
+        return query, key, value, self._settled(features)
 
     def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        if kwargs.get("seed") is not None or not self._settled(dict(kwargs)).get("dropout_prob"):
+        if kwargs.get("seed") is not None or not self._settled(cast(AttentionFeatures, dict(kwargs))).get(
+            "dropout_prob"
+        ):
             return kwargs
         return {**kwargs, "seed": draw_seed()} if backend in self.takes_seed else None
 
@@ -78,7 +85,7 @@ class AttentionImpl(OperationImpl):
         dtype = self.metadata.runtime_dtype
         return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
 
-    def _settled(self, features: dict[str, Any]) -> dict[str, Any]:
+    def _settled(self, features: AttentionFeatures) -> AttentionFeatures:
         metadata = self.metadata
         if metadata.softmax_scale is not None and features.get("softmax_scale") is None:
             features["softmax_scale"] = metadata.softmax_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ class FlashAttention(AttentionImpl):
     def get_impl_name(cls) -> tuple[str, ...]:
         return ("flash", "flash_attn2")
 
-    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> str | None:
+    def refusal(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
+    ) -> str | None:
         if backend == "xla":
             if query.dtype == torch.float64:
                 return "XLA attention computes in float32, not float64"

@@ -129,6 +129,12 @@ class OperationImpl(BaseOperation):
             return Choice(self, "forward_native", platform, "native", reason)
         raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {refusal}")
 
+    def choose_by_name(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice where this operation was forced and the path it takes was not."""
+        choice = self.choose_freely(platform, args, kwargs)
+        kept = choice.method == self.path(platform)[0]
+        return choice._replace(reason="forced" if kept else f"forced; {choice.reason}")
+
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The choice `forced`, or `UnsupportedOperationError` with the reason why it cannot be obeyed.
 
@@ -137,19 +143,21 @@ class OperationImpl(BaseOperation):
         name, methods = self.primary_name(), self.backends()
         own, _, backend = forced.rpartition(":") if ":" in forced else ("", "", forced)
         if backend in self.all_names() and not own:
-            return self.choose_freely(platform, args, kwargs)._replace(reason="forced")
+            return self.choose_by_name(platform, args, kwargs)
         if backend not in methods or (own and own not in self.all_names()):
             raise UnsupportedOperationError(
                 f"{name} has no backend {forced!r}; it has {', '.join(methods)} (forced by metadata.backend, "
                 f"attn_implementation or EASYTORCH_OPS)"
             )
-        method = methods[backend]
-        if backend != "native" and self.path(platform)[0] != method and not self.emulates(backend, platform):
-            homes = ", ".join(p for p in PLATFORMS if self.path(p)[0] == method)
-            raise UnsupportedOperationError(
-                f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them or force "
-                f"another"
-            )
+        method, here = self.path(platform)
+        if backend != here:
+            method = methods[backend]
+            if backend != "native" and not self.emulates(backend, platform):
+                homes = ", ".join(p for p in PLATFORMS if self.path(p)[1] == backend)
+                raise UnsupportedOperationError(
+                    f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them or force "
+                    f"another"
+                )
         refusal = self.supports(backend, *args, **kwargs)
         if refusal is not None:
             raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")

@@ -13,7 +13,11 @@ from easytorch.operations.registry import OperationRegistry
 
 @OperationRegistry.register
 class RMSNorm(OperationImpl):
-    """`rms_norm(x, weight=None, eps=1e-6)`: (..., N) normalized over its last dimension."""
+    """`rms_norm(x, weight=None, eps=1e-6)`: (..., N) normalized over its last dimension.
+
+    No CPU path of its own: F.rms_norm is within 15% of the definition at every size and dtype measured, forward and
+    backward, and rounds bfloat16 elsewhere than the Llama modules do.
+    """
 
     @classmethod
     def get_impl_name(cls) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
@@ -23,7 +23,9 @@ class SdpaAttention(AttentionImpl):
     def get_impl_name(cls) -> str:
         return "sdpa"
 
-    def refusal(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> str | None:
+    def refusal(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
+    ) -> str | None:
         return aten.supports(query, key, value, **features)
 
     def forward_native(

@@ -20,6 +20,7 @@ from easytorch.operations import (
     impl,
 )
 from easytorch.operations.check import OperationMismatchError
+from easytorch.operations.platform import PLATFORMS
 
 
 def heads(length: int = 8, count: int = 4, dim: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,6 +86,22 @@ def test_a_forced_choice_is_obeyed(
     assert (choice.implementation, choice.backend, choice.reason) == (implementation, backend_name, "forced")
     monkeypatch.setenv("EASYTORCH_OPS", f"attention={forced}, rms_norm=native")
     assert attention().choose(q, q, q)[1:] == choice[1:]
+
+
+@pytest.mark.parametrize("name", ["attention", "flash", "sdpa", "vanilla", "rms_norm", "rotary"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_path_of_a_platform_can_be_forced_there(name: str, platform: str) -> None:
+    """Two platforms may share a backend's name (XLA on CPU and TPU, ATen on CPU and GPU) and not its method."""
+    free = OperationRegistry.create(name)
+    call = free.typical_call()
+    assert call is not None
+    choice = free.choose_on(platform, *call)
+    forced = OperationRegistry.create(name, OperationMetadata(backend=choice.backend)).choose_on(platform, *call)
+    if choice.backend == "native":  # the definition: the chooser's is vanilla's
+        assert forced.method == "forward_native"
+    else:
+        assert (forced.implementation, forced.method) == (choice.implementation, choice.method)
+    assert (forced.platform, forced.backend) == (platform, choice.backend)
 
 
 @pytest.mark.parametrize(
