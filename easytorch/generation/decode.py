@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from easytorch.generation.decoders import Decoder, DynamicDecoder, StaticDecoder, align_right
+from easytorch.generation.decoders import CausalLM, Decoder, DynamicDecoder, StaticDecoder, align_right
 from easytorch.generation.sampling import Sampler, SamplingConfig
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _DECODERS: dict[str, type[Decoder]] = {"dynamic": DynamicDecoder, "static": Stat
 
 
 def generate_tokens(
-    model: torch.nn.Module,
+    model: CausalLM,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
@@ -91,7 +91,7 @@ def _run_graph(device: torch.device) -> None:
         torch_xla.sync()
 
 
-def _check(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> None:
+def _check(model: CausalLM, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> None:
     if input_ids.dim() != 2 or input_ids.is_floating_point() or 0 in input_ids.shape:
         raise ValueError(
             f"input_ids must be integers (batch, length), neither of them 0; "
@@ -117,7 +117,7 @@ def _check(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor, 
         )  # fmt: skip
 
 
-def _end_tokens(model: torch.nn.Module, eos_token_id: int | Sequence[int] | None) -> list[int]:
+def _end_tokens(model: CausalLM, eos_token_id: int | Sequence[int] | None) -> list[int]:
     given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
     if given is None:
         return []

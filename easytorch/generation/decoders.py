@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
 
 # Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
 _LEAST_PROMPT, _LEAST_CACHE = 16, 128
+
+
+class CausalLM(Protocol):
+    """What is asked of a model: a causal language model of easytorch or transformers, or PEFT's wrapper of one."""
+
+    config: Any
+    generation_config: Any
+    dtype: torch.dtype
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def can_generate(self) -> bool: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 def bucket(length: int, least: int) -> int:
@@ -34,7 +50,7 @@ class Decoder(ABC):
     """
 
     def __init__(
-        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
+        self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
         self.model, self.ids, self.mask, self.device = model, ids, mask, device
         # PEFT's wrappers take **kwargs; what the wrapped model takes is what counts
@@ -62,7 +78,7 @@ class DynamicDecoder(Decoder):
     """A cache that grows by a token a step: no work on empty slots, and a new shape each step."""
 
     def __init__(
-        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
+        self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
         from transformers import DynamicCache
 
@@ -89,7 +105,7 @@ class StaticDecoder(Decoder):
     """
 
     def __init__(
-        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
+        self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
         from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
 from easytorch.generation.decode import generate_tokens
+from easytorch.generation.decoders import CausalLM
 
 _BROKEN = "\ufffd"  # what a tokenizer decodes half a UTF-8 character to
 
 
-def stream_text(model: torch.nn.Module, tokenizer: Any, prompt: str, **settings: Any) -> Iterator[str]:
+def stream_text(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any) -> Iterator[str]:
     """The continuation of `prompt`, in pieces, never with part of a character.
 
     tokenizer: a transformers tokenizer. settings: those of `generate_tokens`; the end token is the tokenizer's where

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -45,6 +47,11 @@ def test_forward_equals_the_cpu(tensors):
     output, weights = call_jax(softmax_attention, *on_xla(tensors), scale=0.3)
     torch.testing.assert_close(output.cpu(), reference(*tensors, 0.3), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weights.cpu().sum(-1), torch.ones(5))
+
+
+def test_torchax_is_not_used(tensors):
+    call_jax(softmax_attention, *on_xla(tensors), scale=0.3)
+    assert "torchax" not in sys.modules
 
 
 def test_gradient_equals_the_cpu(tensors):
