@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input
@@ -48,7 +48,9 @@ class BertEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(embeddings))
 
 
-class BertSelfAttention(nn.Module):
+class BertMultiHead(nn.Module):
+    """Attention of the hidden states to the keys and values a subclass finds."""
+
     def __init__(self, config: BertConfig, layer_idx: int, is_causal: bool = False) -> None:
         super().__init__()
         if config.hidden_size % config.num_attention_heads:
@@ -72,10 +74,7 @@ class BertSelfAttention(nn.Module):
     def key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self.heads(self.key(hidden_states)), self.heads(self.value(hidden_states))
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+        raise NotImplementedError
 
     def forward(
         self,
@@ -94,7 +93,17 @@ class BertSelfAttention(nn.Module):
         return output.flatten(2), weights
 
 
-class BertCrossAttention(BertSelfAttention):
+class BertSelfAttention(BertMultiHead):
+    def key_value(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self.heads(self.key(hidden_states)), self.heads(self.value(hidden_states))
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+
+
+class BertCrossAttention(BertMultiHead):
     """Keys and values come from the encoder, once: later tokens read them from the cache."""
 
     def key_value(
@@ -207,7 +216,7 @@ class BertPreTrainedModel(NativeModel):
     base_model_prefix = "bert"
     _can_record_outputs = {  # noqa: RUF012 - transformers' name and type
         "hidden_states": BertLayer,
-        "attentions": OutputRecorder(BertSelfAttention, index=1, layer_name="attention"),
+        "attentions": BertSelfAttention,
         "cross_attentions": BertCrossAttention,
     }
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.(position_ids|token_type_ids)$"]  # noqa: RUF012 - old buffers
