@@ -86,8 +86,9 @@ def flash_forward(
             if sink is not None:
                 top = jnp.broadcast_to(sink[head % n.kv_heads][:, None], top.shape)
             total = jnp.where(top == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
+            first, last = column_range(n, settings, i)
             start = (top, total, jnp.zeros((n.group, n.rows, value_dim)))
-            top, total, output = lax.fori_loop(*column_range(n, settings, i), column_tile, start)
+            top, total, output = lax.fori_loop(first, last, column_tile, start)
             empty = total == 0.0
             logsumexp = jnp.where(empty, jnp.inf, _finite(top) + jnp.log(jnp.where(empty, 1.0, total)))
             return output / jnp.where(empty, 1.0, total)[..., None], logsumexp
@@ -185,8 +186,9 @@ def flash_backward(
                 return grad_queries, grad_bias, grad_columns, grad_part
 
             start = (*state, jnp.zeros_like(columns), jnp.zeros_like(part))
-            *state, grad_columns, grad_part = lax.fori_loop(*row_range(n, settings, j), row_tile, start)
-            return tuple(state), (grad_columns, grad_part)
+            first, last = row_range(n, settings, j)
+            grad_queries, grad_bias, grad_columns, grad_part = lax.fori_loop(first, last, row_tile, start)
+            return (grad_queries, grad_bias), (grad_columns, grad_part)
 
         start = (jnp.zeros_like(queries), grad_bias)
         (grad_queries, grad_bias), tiles = lax.scan(column_tile, start, jnp.arange(n.column_tiles))
@@ -201,7 +203,7 @@ def flash_backward(
     parts = (query_heads(n, query), key_heads(n, key), key_heads(n, value), query_heads(n, grad), *rows)
     (_, grad_bias), (grad_query, grad_key, grad_value) = lax.scan(head_step, (jnp.int32(0), grad_bias), parts)
     grad_bias_out = None
-    if wants_bias:
+    if bias is not None and wants_bias:
         padded = grad_bias[:, :, : min(grad_bias.shape[2], n.length), : min(grad_bias.shape[3], n.keys)]
         grad_bias_out = padded.reshape(bias.shape).astype(bias.dtype)
     return (

@@ -79,7 +79,7 @@ def xla_flash_forward(
 
 @xla_flash_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = query.shape
+    batch, length, heads = query.shape[:3]
     output = query.new_empty(batch, length, heads, value.shape[3])
     return output, query.new_empty(batch, heads, length, dtype=torch.float32)
 
@@ -114,9 +114,10 @@ def xla_flash_backward(
     grads = _jitted("flash_backward")(
         *arrays, scale=scale, left=left, right=right, softcap=softcap, dropout_prob=dropout_prob, bias_grad=bias_grad
     )
-    dq, dk, dv, _, dbias, _, _, dsinks, _ = (None if g is None else to_torch(g) for g in grads)
-    empty = query.new_empty(0)
-    return dq, dk, dv, empty if dbias is None else dbias, query.new_empty(0) if dsinks is None else dsinks
+    dq, dk, dv, dbias, dsinks = (
+        query.new_empty(0) if grad is None else to_torch(grad) for grad in (*grads[:3], grads[4], grads[7])
+    )
+    return dq, dk, dv, dbias, dsinks
 
 
 @xla_flash_backward.register_fake

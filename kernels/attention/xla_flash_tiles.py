@@ -127,23 +127,23 @@ def from_key_heads(n: Sizes, x: Array) -> Array:
 def column_range(n: Sizes, settings: Settings, row_tile: Array) -> tuple[Array, Array]:
     """The column tiles [first, last) that the band lets any row of `row_tile` see."""
     own = row_tile * n.rows + (n.keys - n.length)  # the key at which the first row stands
-    first, last = 0, n.keys
+    first, last = jnp.int32(0), jnp.int32(n.keys)
     if settings.left is not None:
         first = jnp.clip(own - settings.left, 0, n.keys)
     if settings.right is not None:
         last = jnp.clip(own + n.rows + settings.right, 0, n.keys)
-    return jnp.asarray(first) // n.columns, (jnp.asarray(last) + n.columns - 1) // n.columns
+    return first // n.columns, (last + n.columns - 1) // n.columns
 
 
 def row_range(n: Sizes, settings: Settings, column_tile: Array) -> tuple[Array, Array]:
     """The row tiles [first, last) of which any row sees a column of `column_tile`."""
     own = column_tile * n.columns - (n.keys - n.length)  # the row that stands at the first column
-    first, last = 0, n.length
+    first, last = jnp.int32(0), jnp.int32(n.length)
     if settings.right is not None:
         first = jnp.clip(own - settings.right, 0, n.length)
     if settings.left is not None:
         last = jnp.clip(own + n.columns + settings.left, 0, n.length)
-    return jnp.asarray(first) // n.rows, (jnp.asarray(last) + n.rows - 1) // n.rows
+    return first // n.rows, (last + n.rows - 1) // n.rows
 
 
 def matmul(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision) -> Array:

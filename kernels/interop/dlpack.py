@@ -18,7 +18,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     """
     if tensor.device.type != "cpu":
         raise ValueError(f"to_jax takes CPU tensors, got one on {tensor.device}")
-    if tensor.dtype in _WIDE and not jax.config.jax_enable_x64:
+    if tensor.dtype in _WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError(f"jax would narrow {tensor.dtype} to 32 bits: cast it, or set jax_enable_x64")
     plain = tensor.detach().resolve_conj().resolve_neg()
     return jax.dlpack.from_dlpack(plain.contiguous())
