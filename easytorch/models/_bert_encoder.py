@@ -32,10 +32,10 @@ class BertEmbeddings(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None,
+        input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
-        token_type_ids: torch.LongTensor | None,
-        position_ids: torch.LongTensor | None,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
         past: int | torch.Tensor,
     ) -> torch.Tensor:
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -245,10 +245,10 @@ class BertModel(BertPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
