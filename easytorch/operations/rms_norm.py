@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from easytorch.kernels.rms_norm import native
+from easytorch.kernels.rms_norm import aten, native
+from easytorch.operations.base import backend
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.registry import OperationRegistry
 
@@ -29,6 +30,10 @@ class RMSNorm(OperationImpl):
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
         return native.rms_norm(self._cast(x), weight, eps)
+
+    @backend("aten")
+    def forward_cpu(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+        return aten.rms_norm(self._cast(x), weight, eps)
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.metadata.runtime_dtype is None else x.to(self.metadata.runtime_dtype)
