@@ -47,6 +47,27 @@ def test_the_script_runs_under_plain_torchrun(settings, tmp_path):
     assert len(series(config.output, "loss")) == 3
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the threads of a process from /proc")
+def test_no_communication_thread_outlives_the_run(settings, tmp_path):
+    """One that did could drop a tensor while Python shuts down, which aborts a process that had done its work."""
+    config = settings(steps=2)
+    config.save(tmp_path / "run.json")
+    (tmp_path / "rank.py").write_text(
+        "import json, pathlib, sys\n"
+        "from easytorch.training import TrainingConfig, train\n"
+        "train(TrainingConfig.from_dict(json.loads(pathlib.Path(sys.argv[1]).read_text())))\n"
+        "tasks = pathlib.Path('/proc/self/task').iterdir()\n"
+        "print('left:', [name for task in tasks if 'gloo' in (name := (task / 'comm').read_text().strip())])\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "rank.py"), str(tmp_path / "run.json")],
+        env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("left: []") == 2, done.stdout
+
+
 def test_ctrl_c_ends_the_command_with_a_checkpoint_to_resume_from(settings, tmp_path):
     config = settings(steps=100_000, eval_fraction=0.0)
     config.save(tmp_path / "run.json")
