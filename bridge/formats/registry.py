@@ -10,6 +10,7 @@ from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
 
+# In order of preference where a folder holds several with the same names.
 _FORMATS: dict[str, Format] = {}
 # What `--to` accepts, and the format it writes.
 TARGETS: dict[str, WritableFormat] = {"torch": TorchSafetensors(), "flax": FlaxMsgpack()}
@@ -36,19 +37,23 @@ def target(name: str) -> WritableFormat:
 def find(path: Path, *, prefer: Naming | None = None) -> tuple[Format, Path]:
     """The format `path` (a folder or a file) is in, and the file to open.
 
-    Where a folder holds several, the one with the names of `prefer` is taken; several of those are an error.
+    Where a folder holds several, the one with the names of `prefer` is taken; without it those are an error. Of the
+    same weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
     """
     if not path.exists():
         raise CheckpointError("does not exist; give a checkpoint folder or a weight file", file=path)
-    found = [(form, file) for form in _FORMATS.values() if (file := form.detect(path)) is not None]
+    found: dict[Naming, tuple[Format, Path]] = {}
+    for form in _FORMATS.values():
+        if (file := form.detect(path)) is not None:
+            found.setdefault(form.naming, (form, file))
     if not found:
         raise CheckpointError(f"no weights found; read here: {', '.join(_FORMATS)}", file=path)
+    if prefer in found:
+        return found[prefer]
     if len(found) > 1:
-        found = [(form, file) for form, file in found if form.naming == prefer] or found
-    if len(found) > 1:
-        files = ", ".join(file.name for _, file in found)
+        files = ", ".join(file.name for _, file in found.values())
         raise CheckpointError(f"holds several checkpoints ({files}); give the path of the one to use", file=path)
-    return found[0]
+    return next(iter(found.values()))
 
 
 def open_checkpoint(path: Path, *, prefer: Naming | None = None, writable: bool = False) -> tuple[Format, Reader]:

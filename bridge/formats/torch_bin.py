@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import struct
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,8 +47,14 @@ class PickleFile:
     def _load(self, path: Path) -> dict:
         import torch
 
+        zipped = zipfile.is_zipfile(path)
+        if not zipped and _begins_as_zip_or_is_empty(path):
+            raise CheckpointError("is truncated; download or save it again", file=path)
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            with warnings.catch_warnings():
+                # torch warns of a pickle protocol it may not know; what it does not know it refuses.
+                warnings.simplefilter("ignore", UserWarning)
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 "is not a pickle of plain tensors, and others are not loaded because they can run code; "
@@ -86,6 +93,11 @@ class PickleFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _begins_as_zip_or_is_empty(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(4) in (b"PK\x03\x04", b"")
 
 
 class TorchBin:

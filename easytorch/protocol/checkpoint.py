@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.sharding import read_index, read_json
+from easytorch.bridge.formats.torch_bin import PickleFile
 
 FLAX_FILES = ("flax_model.msgpack.index.json", "flax_model.msgpack")
 # In the order transformers looks for them.
@@ -60,7 +60,8 @@ def _from_hub(name: str, kwargs: dict[str, Any]) -> Path:
 def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
     """Where the weights of a local checkpoint are, its one file or its folder, for error messages; a Hub name as it is.
 
-    `CheckpointError` when a file is missing, truncated or corrupt: only headers and sizes are read here.
+    `CheckpointError` when a file is missing, truncated or corrupt, or a pickle of anything but tensors. Of safetensors
+    only headers and sizes are read here, and pickles are mapped where torch wrote a zip archive.
     """
     if kwargs.get("weights_only") is False:
         raise ValueError(
@@ -113,7 +114,4 @@ def _check_whole(file: Path) -> None:
                 return
         except SafetensorError as error:
             raise CheckpointError(f"is truncated or corrupt ({error}); {_AGAIN}", file=file) from error
-    with file.open("rb") as stream:
-        begins_as_zip = stream.read(4) == b"PK\x03\x04"
-    if file.stat().st_size == 0 or (begins_as_zip and not zipfile.is_zipfile(file)):
-        raise CheckpointError(f"is truncated; {_AGAIN}", file=file)
+    PickleFile(file).close()

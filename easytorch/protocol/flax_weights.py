@@ -29,6 +29,8 @@ def load_flax(
     dtype: None and "auto" are the dtype the checkpoint has, as for a torch checkpoint whose config does not say.
     """
     where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
+    # A config takes whatever it is given, and "auto" is no dtype it could have.
+    dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
     if not isinstance(config, PreTrainedConfig):
         config, kwargs = config_class.from_pretrained(
             name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
@@ -37,7 +39,7 @@ def load_flax(
     state_dict = load_torch_state_dict(file, rules_for(config.model_type), tie_word_embeddings=tie)
     if not state_dict:
         raise CheckpointError("holds no weights; save it again", file=file)
-    model, info = load(None, *model_args, config=config, state_dict=state_dict, **kwargs)
+    model, info = load(None, *model_args, config=config, state_dict=state_dict, **dtype, **kwargs)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     if model.can_generate() and (file.parent / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(file.parent)

@@ -12,6 +12,7 @@ from easytorch.bridge.dtypes import SAFETENSORS_CODES, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
+from easytorch.bridge.load import save_tree
 
 
 def every_dtype():
@@ -153,23 +154,31 @@ def test_pickles_of_tensors(tmp_path, zipped):
     [
         (lambda file: torch.save({"a": Explosive()}, file), "can run code"),
         (lambda file: file.write_bytes(pickle.dumps({"a": Explosive()})), "can run code"),
+        (lambda file: file.write_bytes(pickle.dumps({"a": Explosive()}, protocol=4)), "can run code"),
         (lambda file: torch.save({"model": {"a": torch.ones(1)}}, file), "'model'.*not a tensor"),
         (lambda file: torch.save([1], file), "not a state dict"),
-        (lambda file: file.write_bytes(b""), "cannot be read"),
-        (lambda file: file.write_bytes(b"PK\x03\x04 nothing"), "plain tensors|cannot be read"),
+        (lambda file: file.write_bytes(b""), "truncated"),
+        (lambda file: file.write_bytes(b"PK\x03\x04 nothing"), "truncated"),
+        (lambda file: file.write_bytes(b"\x80"), "cannot be read"),
     ],
 )
-def test_other_pickles_are_refused(tmp_path, write, message):
+def test_other_pickles_are_refused(tmp_path, write, message, recwarn):
     write(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=message):
         registry.open_checkpoint(tmp_path)
+    assert not recwarn, "the error is the one thing to read"
 
 
 def test_several_formats_must_be_told_apart(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"several checkpoints \(model.safetensors, pytorch_model.bin\)"):
+    assert registry.find(tmp_path)[1].name == "model.safetensors", "the one transformers takes"
+    save_tree({"a": np.zeros(1, np.float32)}, tmp_path / "flax")
+    (tmp_path / "flax" / "flax_model.msgpack").rename(tmp_path / "flax_model.msgpack")
+    with pytest.raises(CheckpointError, match=r"several checkpoints \(model.safetensors, flax_model.msgpack\)"):
         registry.open_checkpoint(tmp_path)
+    assert registry.find(tmp_path, prefer="torch")[1].name == "model.safetensors"
+    assert registry.find(tmp_path, prefer="flax")[1].name == "flax_model.msgpack"
     with registry.open_checkpoint(tmp_path / "pytorch_model.bin")[1] as reader:
         assert list(reader.tensors) == ["a"]
     with pytest.raises(CheckpointError, match="no weights found"):

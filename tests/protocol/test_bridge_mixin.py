@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
 from transformers import BertConfig, LlamaConfig
 
+from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.trees import flat
 from easytorch.models import bert, llama
@@ -34,7 +37,7 @@ CASES = {
 def model(request) -> torch.nn.Module:
     model_class, config = CASES[request.param]
     torch.manual_seed(0)
-    model = model_class(config).eval()
+    model = model_class(copy.deepcopy(config)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
@@ -86,6 +89,16 @@ def test_to_flax_and_back(model, dtype) -> None:
     assert any(path.endswith("kernel") for path in leaves) and {leaf.dtype.name for leaf in leaves.values()} == {
         str(dtype).removeprefix("torch.")
     }
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", "float16", torch.float16])
+def test_a_flax_folder_loads_in_the_dtype_a_torch_folder_does(model, tmp_path, dtype) -> None:
+    model.bfloat16().save_pretrained(tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "flax", to="flax")
+    given = {} if dtype is None else {"dtype": dtype}
+    torch_side, flax_side = (type(model).from_pretrained(tmp_path / name, **given) for name in ("torch", "flax"))
+    same_weights(torch_side, flax_side)
+    assert flax_side.dtype == flax_side.config.dtype == (torch.float16 if "float16" in str(dtype) else torch.bfloat16)
 
 
 def test_from_flax_takes_jax_arrays_and_refuses_what_does_not_fit() -> None:
