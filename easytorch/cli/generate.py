@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -32,28 +33,33 @@ def command(
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
 
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     import easytorch
-    from easytorch.generation import stream_text
+    from easytorch.generation.text import decode_incrementally, stream_tokens
 
     logging.disable_progress_bar()
     forced = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     place = find_device(device)
     weights = "auto" if dtype == "auto" else getattr(torch, dtype)
-    loaded = easytorch.AutoModelForCausalLM.from_pretrained(model, dtype=weights, **forced).to(place).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded, info = easytorch.AutoModelForCausalLM.from_pretrained(
+        model, dtype=weights, output_loading_info=True, **forced
+    )
+    check_causal(loaded, info["missing_keys"], model)
+    loaded = loaded.to(place).eval()
+    tokenizer = load_tokenizer(model)
     text = sys.stdin.read() if prompt == "-" else prompt
-    pieces = stream_text(
+    tokens = stream_tokens(
         loaded, tokenizer, text, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         seed=seed,
     )  # fmt: skip
     typer.echo(text, nl=False)
     start = time.perf_counter()
-    written = "".join(echo(pieces))
+    ids: list[int] = []
+    for _ in echo(decode_incrementally(tokenizer, _kept(tokens, ids))):
+        pass
     seconds = time.perf_counter() - start
-    count = len(tokenizer(written, add_special_tokens=False)["input_ids"])
+    count = len(ids)
     typer.echo()
     typer.echo(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s on {place}", err=True)
 
@@ -64,6 +70,37 @@ def echo(pieces: Iterable[str]) -> Iterable[str]:
         typer.echo(piece, nl=False)
         sys.stdout.flush()
         yield piece
+
+
+def _kept(tokens: Iterable[int], ids: list[int]) -> Iterable[int]:
+    """`tokens`, each put into `ids` as it passes: text does not tell how many tokens made it."""
+    for token in tokens:
+        ids.append(token)
+        yield token
+
+
+def check_causal(model: PreTrainedModel, missing: Collection[str], source: str) -> None:
+    """`ValueError` when the checkpoint has no language model's head, or reads text in both directions."""
+    saved = (model.config.architectures or [type(model).__name__])[0]
+    # Only where the class differs too: GPT-NeoX's config says is_decoder=False of a decoder.
+    reads_ahead = getattr(model.config, "is_decoder", None) is False and saved != type(model).__name__
+    if missing or reads_ahead:
+        why = f"it has no {min(missing)!r}" if missing else "it reads text in both directions"
+        raise ValueError(
+            f"{source}: holds {saved}, which cannot generate: {why}; give a causal language model's checkpoint"
+        )
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights; `ValueError` that names `source` when there is none, or a broken one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{source}: no tokenizer can be loaded there ({error}); save the model's own beside the weights"
+        ) from error
 
 
 def find_device(name: str) -> torch.device:

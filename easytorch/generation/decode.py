@@ -103,6 +103,11 @@ def _check(model: CausalLM, input_ids: torch.Tensor, mask: torch.Tensor, max_new
         )
     if not bool(mask.bool().any(dim=-1).cpu().all()):
         raise ValueError("attention_mask leaves a row without any token; generation needs at least one to begin from")
+    vocabulary, largest = model.get_input_embeddings().weight.shape[0], int(input_ids.cpu().max())
+    if largest >= vocabulary:
+        raise ValueError(
+            f"token {largest} is outside the {vocabulary} of {type(model).__name__}; the tokenizer is another model's"
+        )
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     if model.config.is_encoder_decoder:

@@ -12,16 +12,24 @@ _BROKEN = "\ufffd"  # what a tokenizer decodes half a UTF-8 character to
 
 
 def stream_text(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any) -> Iterator[str]:
-    """The continuation of `prompt`, in pieces, never with part of a character.
+    """The continuation of `prompt`, in pieces, never with part of a character: `stream_tokens`, decoded.
+
+    Special tokens are left out.
+    """
+    return decode_incrementally(tokenizer, stream_tokens(model, tokenizer, prompt, **settings))
+
+
+def stream_tokens(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any) -> Iterator[int]:
+    """The continuation of `prompt`, token by token.
 
     tokenizer: a transformers tokenizer. settings: those of `generate_tokens`; the end token is the tokenizer's where
-    neither `eos_token_id` nor the model's generation config names one. Special tokens are left out.
+    neither `eos_token_id` nor the model's generation config names one.
     """
     inputs = tokenizer(prompt, return_tensors="pt")
     if settings.get("eos_token_id") is None and model.generation_config.eos_token_id is None:
         settings["eos_token_id"] = tokenizer.eos_token_id
     tokens = generate_tokens(model, inputs["input_ids"], inputs.get("attention_mask"), **settings)
-    return decode_incrementally(tokenizer, (int(token[0]) for token in tokens))
+    return (int(token[0]) for token in tokens)
 
 
 def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:

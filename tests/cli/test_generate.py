@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_greedy_text_is_that_of_transformers(model, capsys):
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
     expected = reference.generate(**tokenizer("the class", return_tensors="pt"), max_new_tokens=12, do_sample=False)
     assert captured.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
-    assert "tokens/s on cpu" in captured.err
+    assert captured.err.startswith("12 tokens in ") and "tokens/s on cpu" in captured.err
 
 
 def test_a_seed_makes_sampling_repeatable(model, capsys):
@@ -77,3 +78,36 @@ def test_a_folder_that_is_no_model_is_one_error_and_2(tmp_path, capsys):
     assert generate(tmp_path, "--prompt", "x") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and str(tmp_path) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "said"),
+    [
+        ("LlamaModel", {}, "holds LlamaModel, which cannot generate: it has no 'lm_head.weight'"),
+        ("LlamaForSequenceClassification", {}, "it has no 'lm_head.weight'"),
+        ("BertModel", {}, "holds BertModel, which cannot generate: it has no"),
+        ("BertForMaskedLM", {}, "holds BertForMaskedLM, which cannot generate: it reads text in both directions"),
+        ("LlamaForCausalLM", {"vocab_size": 20}, "the tokenizer is another model's"),
+    ],
+)
+def test_a_checkpoint_that_does_not_continue_text_is_one_error_and_2(model, tmp_path, capsys, cls, config, said):
+    model_class = getattr(transformers, cls)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    made = model_class.config_class(**{"vocab_size": len(tokenizer), **sizes, **config})
+    model_class(made).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert generate(tmp_path, "--prompt", "the class") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err and captured.err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_missing_or_broken_tokenizer_is_one_error_and_2(model, tmp_path, capsys, content):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    assert generate(folder, "--prompt", "the class") == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and f"error: {folder}: no tokenizer can be loaded there" in captured.err

@@ -140,6 +140,7 @@ def test_arguments_are_checked_before_anything_runs(llama, make_model, batch):
         ((ids[:, :0], mask[:, :0]), {}, "neither of them 0"),
         ((ids, mask[:, 1:]), {}, "attention_mask"),
         ((ids, torch.zeros_like(mask)), {}, "without any token"),
+        ((ids + 97, mask), {}, "is outside the 97 of LlamaForCausalLM; the tokenizer is another model's"),
         ((ids, mask), {"max_new_tokens": -1}, "max_new_tokens"),
         ((ids, mask), {"cache": "paged"}, "'dynamic' or 'static'"),
         ((ids, mask), {"temperature": -1}, "temperature"),
