@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def _model_class(config: Config, config_class: type) -> type:
         found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
     if not isinstance(found, type) or getattr(found, "config_class", None) is not config_class:
         family = config_class.__name__.removesuffix("Config")
-        known = [name for name in dir(transformers) if name.startswith(f"{family}For") or name == f"{family}Model"]
+        known = [name for name in dir(transformers) if re.fullmatch(rf"{family}(Model|LMHeadModel|For\w+)", name)]
         raise CheckpointError(
             f"unknown architecture {config.architecture!r}{nearest(config.architecture, known)}; "
             f"known for {config.model_type!r}: {', '.join(known)}",

@@ -124,7 +124,7 @@ class _Job:
         if naming == form.naming:
             self.plan = copy_plan(self._tensors)
         else:
-            table = compile_rules(rules_for(self._config.model_type))
+            table = compile_rules(rules_for(self._config.model_type, self._config.file))
             architecture = architecture_of(self._config, len(self._tensors))
             if form.naming == "flax":
                 fill = architecture.shapes if architecture.tie else ()

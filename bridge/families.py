@@ -52,13 +52,20 @@ def read_config(path: Path) -> Config:
     return Config(file, read_json(file, limit=_CONFIG_LIMIT))
 
 
-def rules_for(model_type: str) -> Rules:
-    """`RULES` of `easytorch.models.<model_type>`; `CheckpointError` naming the families there are otherwise."""
+def rules_for(model_type: str, file: Path | None = None) -> Rules:
+    """`RULES` of `easytorch.models.<model_type>`; `CheckpointError` naming the families there are otherwise.
+
+    file: the config that says so, for the error.
+    """
     name = model_type.replace("-", "_")
     known = families()
     if name not in known:
         hint = f"{nearest(name, known)}; families: {', '.join(known)}"
-        raise CheckpointError(f"unknown architecture: no rules for the family {model_type!r}{hint}")
+        raise CheckpointError(
+            f"unknown architecture: no rules for the family {model_type!r}{hint}; correct `model_type`, or add the "
+            f"family as docs/add-a-model.md says",
+            file=file,
+        )
     module = importlib.import_module(f"easytorch.models.{name}")
     if not hasattr(module, "RULES"):
         raise CheckpointError(f"the family {model_type!r} has no RULES in {module.__name__}; add its table")

@@ -43,7 +43,7 @@ def load_tree(path: str | PathLike[str], rules: Rules | None = None) -> Tree:
             return nested({name: reader.read(name) for name in reader.tensors})
         config = read_config(path)
         architecture = architecture_of(config, len(reader.tensors))
-        table = compile_rules(rules or rules_for(config.model_type))
+        table = compile_rules(rules or rules_for(config.model_type, config.file))
         fill = architecture.shapes if architecture.tie else ()
         plan = plan_to_flax(reader.tensors, table, tie=architecture.tie, same=_same(reader.read), fill=fill)
         return nested(_run(plan, reader.read))
@@ -82,7 +82,7 @@ def load_torch_state_dict(
             return {name: to_torch(reader.read(name)) for name in reader.tensors}
         if rules is None or tie_word_embeddings is None:
             config = read_config(path)
-            rules = rules_for(config.model_type) if rules is None else rules
+            rules = rules_for(config.model_type, config.file) if rules is None else rules
             if tie_word_embeddings is None:
                 tie_word_embeddings = bool(config.content.get("tie_word_embeddings", True))
         side, tied = read_side_file(reader.files[0].parent)

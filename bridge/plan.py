@@ -196,7 +196,7 @@ def _step_to_torch(info: TensorInfo, rule: CompiledRule, bindings: Bindings) -> 
     _check_rank(info, rule.transform.rank)
     shapes = rule.transform.torch_shapes(info.shape)
     targets = tuple(
-        TensorInfo(pattern.fill(bindings), tuple(shape), info.dtype)
+        TensorInfo(pattern.fill(bindings), tuple(shape), info.dtype, info.file)
         for pattern, shape in zip(rule.torch, shapes, strict=True)
     )
     return Step((info.name,), targets, rule.transform, True)

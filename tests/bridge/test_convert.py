@@ -228,12 +228,13 @@ BAD_CHECKPOINTS = {
     "path as model_type": (lambda folder: edit_config(folder, model_type="../bert"), "`model_type` is '../bert'"),
     "unknown family": (
         lambda folder: edit_config(folder, model_type="bret"),
-        "'bret' .nearest known name: 'bert'.*llama",
+        "config.json: .*'bret' .nearest known name: 'bert'.*llama.*add-a-model",
     ),
     "unknown class": (
         lambda folder: edit_config(folder, architectures=["BertForSequenceClass"]),
         "BertForSequenceClassif",
     ),
+    "unknown head": (lambda folder: edit_config(folder, architectures=["BertLMHead"]), "nearest .*'BertLMHeadModel'"),
     "class of another family": (
         lambda folder: edit_config(folder, architectures=["LlamaModel"]),
         "unknown architecture",
@@ -284,7 +285,7 @@ def test_bad_torch_checkpoints(tiny_torch, tmp_path, case):
 )
 def test_bad_flax_checkpoints(tiny_leaves, save_flax, tmp_path, change, message):
     change(tiny_leaves)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=rf"flax_model\.msgpack: .*{message}"):
         convert(save_flax(tiny_leaves), tmp_path / "new", to="torch")
     assert not (tmp_path / "new").exists()
 
