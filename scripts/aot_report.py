@@ -25,7 +25,7 @@ PAGE = ROOT / "docs/kernels/triton_flash.md"
 MARK = "<!-- Everything below is written by scripts/aot_report.py -->\n"
 
 sys.path.insert(0, str(ROOT))
-from easytorch.kernels.attention.triton_tuning import SHARED_MEMORY  # noqa: E402 - a script of the checkout
+from easytorch.kernels.interop.triton_devices import SHARED_MEMORY  # noqa: E402 - a script of the checkout
 
 CASES = [
     *product(SHARED_MEMORY, ("bfloat16", "float16"), (64, 128)),

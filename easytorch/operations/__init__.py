@@ -3,7 +3,9 @@
 from easytorch.operations.attention import Attention
 from easytorch.operations.base import BaseOperation, backend
 from easytorch.operations.flash import FlashAttention
+from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
+from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput, OperationOutput
 from easytorch.operations.registry import OperationRegistry
@@ -18,6 +20,8 @@ __all__ = [
     "BaseOperation",
     "Choice",
     "FlashAttention",
+    "GeGLU",
+    "LayerNorm",
     "OperationImpl",
     "OperationMetadata",
     "OperationOutput",
@@ -25,6 +29,7 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "SdpaAttention",
+    "SwiGLU",
     "UnsupportedOperationError",
     "VanillaAttention",
     "backend",

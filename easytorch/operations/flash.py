@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Unpack
 
 import torch
@@ -36,9 +35,6 @@ class FlashAttention(AttentionImpl):
         from easytorch.kernels.attention import triton_flash
 
         return triton_flash.supports(query, key, value, **features)
-
-    def emulates(self, backend: str, platform: str) -> bool:
-        return backend == "triton" and platform == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]

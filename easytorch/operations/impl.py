@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.base import BaseOperation
 from easytorch.operations.check import compare_with_definition
 from easytorch.operations.environment import checking, forced_by_environment
@@ -72,8 +73,12 @@ class OperationImpl(BaseOperation):
         return None
 
     def emulates(self, backend: str, platform: str) -> bool:
-        """True when `backend` can run on `platform` although it is not made for it (an interpreter)."""
-        return False
+        """True when `backend` can run on `platform` although it is not made for it: Triton in its interpreter."""
+        return backend == "triton" and platform == "cpu" and interpreted()
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in `metadata.runtime_dtype`, where there is one."""
+        return tensor if self.metadata.runtime_dtype is None else tensor.to(self.metadata.runtime_dtype)
 
     def definition(self, *args: Any, **kwargs: Any) -> Any:
         """What `EASYTORCH_CHECK=1` compares with."""

@@ -68,10 +68,12 @@ def attention(
     plain = mask is None and bias is None and query_segment_ids is None and sliding_window is None
     if plain and causal and length == 1:
         causal = False  # the one query is aligned with the last key: it sees them all
-    # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree
-    causal_flag = plain and causal and length == keys
-    seen = None
-    if not causal_flag:
+    seen, causal_flag = None, False
+    # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree. The comparison is
+    # branched on, never passed: compiled for any length it is a SymBool, which ATen does not take.
+    if plain and causal and length == keys:
+        causal_flag = True
+    else:
         seen = visible(
             length, keys, query.device, mask=mask, causal=causal, query_segment_ids=query_segment_ids,
             key_segment_ids=key_segment_ids, sliding_window=sliding_window,

@@ -10,23 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from easytorch.kernels.attention.triton_tuning import SHARED_MEMORY
+from easytorch.kernels.interop.triton_aot_compile import ARCHITECTURES, compile_call
 
-ARCHITECTURES = tuple(SHARED_MEMORY)
 KERNELS = ("forward", "delta", "key_value_grad", "query_grad")
-
-_POINTERS = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.uint8: "*u8",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,26 +54,14 @@ def compile_kernels(
 
     everything: with every feature of the contract, and the gradient of the bias.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    hip = architecture.startswith("gfx")
-    target = GPUTarget("hip", architecture, 64) if hip else GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     for name, call in _calls(architecture, dtype, head_dim, everything):
         if name not in kernels:
             continue
-        signature, constants, attributes = _specialize(call.kernel, call.arguments)
-        source = ASTSource(call.kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=target, options=call.options)
-        registers, stack = _amd_usage(compiled.asm["amdgcn"]) if hip else _nvidia_usage(compiled.asm["cubin"])
+        usage = compile_call(call, architecture)
         yield Resources(
             kernel=name, architecture=architecture, dtype=str(dtype).removeprefix("torch."), head_dim=head_dim,
             block_m=call.arguments["BLOCK_M"], block_n=call.arguments.get("BLOCK_N", 0), num_warps=call.num_warps,
-            num_stages=call.num_stages, registers=registers, stack=stack, shared=compiled.metadata.shared,
-            tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+            num_stages=call.num_stages, **usage._asdict(),
         )  # fmt: skip
 
 
@@ -113,55 +92,6 @@ def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: boo
         "query_grad",
         calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, bias_grad, features),
     )
-
-
-def _specialize(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """signature, constants and attributes of `arguments`, specialized as Triton's launcher does (alignment too)."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-
-    def describe(path: tuple[int, ...], value: Any, constant: bool) -> Any:
-        if isinstance(value, tuple):
-            return tuple(describe((*path, i), item, constant) for i, item in enumerate(value))
-        if constant or value is None or (isinstance(value, int) and value == 1):
-            constants[path] = value
-            return "constexpr"
-        if isinstance(value, torch.Tensor) or value % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        if isinstance(value, torch.Tensor):
-            return _POINTERS[value.dtype]
-        if isinstance(value, float):
-            attributes.pop(path, None)
-            return "fp32"
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-    for index, parameter in enumerate(kernel.params):
-        signature[parameter.name] = describe((index,), arguments[parameter.name], parameter.is_constexpr)
-    return signature, constants, attributes
-
-
-def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread, read by the cuobjdump that Triton ships."""
-    import triton
-
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
-        file.write_bytes(cubin)
-        report = subprocess.run(
-            [program, "--dump-resource-usage", file], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found, f"cuobjdump printed no resource usage: {report}"
-    return int(found[1]), int(found[2])
-
-
-def _amd_usage(assembly: str) -> tuple[int, int]:
-    """(VGPRs, bytes of private memory) of a thread, from the kernel's metadata in the assembly."""
-    vgprs, stack = (re.search(rf"\.{name}:\s+(\d+)", assembly) for name in ("vgpr_count", "private_segment_fixed_size"))
-    assert vgprs and stack, "the assembly has no kernel metadata"
-    return int(vgprs[1]), int(stack[1])
 
 
 def main() -> None:

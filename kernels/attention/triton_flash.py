@@ -14,7 +14,7 @@ import torch
 
 from easytorch.kernels.attention.contract import check_features, check_tensors, window_of
 from easytorch.kernels.attention.dropout import draw_seed
-from easytorch.kernels.attention.triton_tuning import architecture_of
+from easytorch.kernels.interop.triton_devices import architecture_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from easytorch.kernels.attention.triton_flash_tiles import (
-    LOG2E,
     band_limits,
     keep_tile,
     load_tile,
@@ -17,6 +16,7 @@ from easytorch.kernels.attention.triton_flash_tiles import (
     store_tile,
     tile_pointers,
 )
+from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit

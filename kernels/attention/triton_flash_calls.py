@@ -16,6 +16,7 @@ from easytorch.kernels.attention.triton_flash_backward_keys import flash_key_val
 from easytorch.kernels.attention.triton_flash_backward_queries import flash_delta, flash_query_grad
 from easytorch.kernels.attention.triton_flash_forward import flash_forward
 from easytorch.kernels.attention.triton_tuning import padded_dim, tiles_of
+from easytorch.kernels.interop.triton_call import Call
 
 _LOG2E = math.log2(math.e)
 
@@ -38,27 +39,6 @@ class Features(NamedTuple):
     @property
     def dense(self) -> bool:
         return self.mask is not None or self.bias is not None
-
-
-class Call(NamedTuple):
-    """One launch: `kernel[(programs,)](**arguments, **options)`."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 1
-
-    @property
-    def options(self) -> dict[str, Any]:
-        # Triton 3.10 turns the fusion of multiply and add off by default; error bounds here are those with it
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-
-    def launch(self) -> None:
-        if self.programs == 0:
-            return
-        with torch.cuda.device_of(self.arguments["output_grad" if "delta" in self.arguments else "query"]):
-            self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
 def forward_call(

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from easytorch.kernels.attention.triton_flash_tiles import (
     LN2,
-    LOG2E,
     band_limits,
     keep_tile,
     load_tile,
@@ -15,6 +14,7 @@ from easytorch.kernels.attention.triton_flash_tiles import (
     store_tile,
     tile_pointers,
 )
+from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from easytorch.kernels.attention import dropout
+from easytorch.kernels.interop.triton_math import LOG2E, tanh
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 HEAD: tl.constexpr = tl.constexpr(dropout.HEAD)
 ROW: tl.constexpr = tl.constexpr(dropout.ROW)
@@ -78,16 +78,6 @@ def band_limits(first, last, reach_down, reach_up, length, BLOCK: tl.constexpr):
     full_begin = tl.minimum(full_begin, end)
     full_end = tl.maximum(full_end, full_begin)
     return begin, full_begin, full_end, end
-
-
-@triton.jit
-def tanh(x):
-    """Correct to float32: the quotient cancels near zero, where five terms of the series are exact enough."""
-    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
-    y = x * x
-    near = x + x * y * (-0.333333333 + y * (0.133333333 + y * (-0.0539682540 + y * 0.0218694885)))
-    return tl.where(y < 0.0625, near, tl.where(x < 0.0, -far, far))
 
 
 @triton.jit

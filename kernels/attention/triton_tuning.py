@@ -61,24 +61,6 @@ _DENSE: dict[str, tuple[Tiles, ...]] = {
 # The interpreter has no limits; two different sizes, so that rows and columns cannot be exchanged unnoticed.
 _INTERPRETER = Tiles(32, 16, 1, 1)
 
-# Shared memory a block may have, in bytes (CUDA C++ Programming Guide, table 30; AMD CDNA3 ISA, 1.1).
-SHARED_MEMORY = {"sm_80": 166912, "sm_86": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
-
-
-def architecture_of(device: torch.device) -> str | None:
-    """The row of the table for a device; None where the kernels cannot run."""
-    if device.type == "cpu":
-        return "interpreter"
-    if torch.version.hip is not None:
-        return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return None
-    if (major, minor) in ((8, 0), (8, 7)):
-        return "sm_80"
-    # 8.6, 8.9 and 12.x have the least shared memory; so may what is not known yet
-    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_86")
-
 
 def tiles_of(kernel: str, architecture: str, query: torch.Tensor, value: torch.Tensor, *, dense: bool = False) -> Tiles:
     """The tiles of `kernel` ("forward", "key_value_grad", "query_grad") for these head_dims and this dtype.

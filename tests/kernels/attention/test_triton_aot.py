@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from easytorch.kernels.attention.triton_tuning import SHARED_MEMORY
+from easytorch.kernels.interop.triton_devices import SHARED_MEMORY
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install easytorch[gpu]")
 

@@ -11,7 +11,8 @@ import torch
 
 from easytorch.kernels.attention import triton_flash
 from easytorch.kernels.attention.triton_flash import flash_attention, supports
-from easytorch.kernels.attention.triton_tuning import SHARED_MEMORY, padded_dim, tiles_of
+from easytorch.kernels.attention.triton_tuning import padded_dim, tiles_of
+from easytorch.kernels.interop.triton_devices import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[3]
 
