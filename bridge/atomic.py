@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from easytorch.bridge.errors import CheckpointError
@@ -22,15 +22,17 @@ def refuse_existing(destination: Path) -> None:
 def new_folder(destination: Path) -> Iterator[Path]:
     """A temporary folder beside `destination`, flushed to disk and renamed to it when the block ends well.
 
-    When the block raises, Ctrl-C included, the temporary folder is removed. A killed process leaves it behind, under a
-    hidden name, and `destination` absent.
+    When the block raises, Ctrl-C included, the temporary folder is removed, and so are the parents that were made for
+    it. A killed process leaves it behind, under a hidden name, and `destination` absent.
     """
     refuse_existing(destination)
+    made = [parent for parent in destination.parents if not os.path.lexists(parent)]
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
         temporary.mkdir()
     except OSError as error:
+        _remove_empty(made)
         raise CheckpointError(f"cannot be written: {error.strerror}", file=destination) from error
     try:
         yield temporary
@@ -42,6 +44,14 @@ def new_folder(destination: Path) -> Iterator[Path]:
         raise CheckpointError(f"cannot be written: {error.strerror or error}", file=destination) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Removes those of `folders`, innermost first, that nobody has put anything into."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _flush(folder: Path) -> None:

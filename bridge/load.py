@@ -13,7 +13,8 @@ import numpy as np
 from easytorch.bridge.architecture import architecture_of
 from easytorch.bridge.atomic import new_folder
 from easytorch.bridge.bits import identical
-from easytorch.bridge.dtypes import to_numpy, to_torch
+from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
+from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import read_config, rules_for
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
@@ -116,6 +117,9 @@ def state_dict_to_tree(
 
 
 def _infos(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
+    for name, array in arrays.items():
+        if numpy_dtype(array.dtype.name) is None:
+            raise CheckpointError(f"is of dtype {array.dtype}, not an array of numbers", tensor=name)
     return {name: TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()}
 
 

@@ -43,7 +43,7 @@ def test_interrupted_while_writing(tiny_flax, tmp_path, error):
 
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError if error is OSError else error):
-        convert(tiny_flax, tmp_path / "new", to="torch", progress=progress)
+        convert(tiny_flax, tmp_path / "not" / "there" / "yet", to="torch", progress=progress)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -67,5 +67,7 @@ def test_parents_are_made_and_permissions_are_ordinary(tmp_path):
     (tmp_path / "ordinary").mkdir()
     assert (tmp_path / "a" / "b").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"), new_folder(tmp_path / "file" / "b"):
-        pytest.fail("the block ran")
+    for nowhere in (tmp_path / "file" / "b", tmp_path / "c" / ("long" * 100)):
+        with pytest.raises(CheckpointError, match="cannot be written"), new_folder(nowhere):
+            pytest.fail("the block ran")
+    assert not (tmp_path / "c").exists()

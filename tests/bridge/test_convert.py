@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.inspect import inspect
-from easytorch.bridge.load import load_torch_state_dict, load_tree
+from easytorch.bridge.load import load_torch_state_dict, load_tree, save_tree
 from easytorch.bridge.trees import flat
 
 FAMILIES = pytest.mark.parametrize("family", ["bert", "llama"])
@@ -325,3 +325,10 @@ def test_other_weights_are_not_copied(tiny_flax, tmp_path):
     convert(tiny_flax, tmp_path / "new", to="torch")
     files = {str(file.relative_to(tmp_path / "new")) for file in (tmp_path / "new").rglob("*") if file.is_file()}
     assert files == {"config.json", "model.safetensors", "vocab.txt", "sub/more.txt"}
+
+
+@pytest.mark.parametrize("leaf", [None, "text", np.zeros(2, object)], ids=repr)
+def test_a_tree_of_anything_but_arrays_is_refused(tmp_path, leaf):
+    with pytest.raises(CheckpointError, match=r"tensor 'a/b': .*not an array of numbers"):
+        save_tree({"a": {"b": leaf}}, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
