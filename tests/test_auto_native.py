@@ -76,8 +76,10 @@ def test_an_attention_that_is_not_ours_is_refused_or_the_users_own() -> None:
     load = easytorch.AutoModel.from_config
     with pytest.raises(ValueError, match=r"flash_attention_2.*'flash'"):
         load(config_of("Bert"), attn_implementation="flash_attention_2")
-    with pytest.raises(ValueError, match="nonsense"):
+    with pytest.raises(ValueError, match=r"nonsense.*'easytorch', 'vanilla', 'flash', 'eager', 'sdpa'"):
         load(config_of("Bert"), attn_implementation="nonsense")
+    with pytest.raises(ValueError, match=r"nonsense.*'easytorch'"):
+        load(config_of("Llama")).set_attn_implementation("nonsense")
     calls = []
 
     def mine(module, query, key, value, attention_mask, **kwargs):

@@ -190,7 +190,8 @@ class LlamaModel(LlamaPreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past)[None]
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        for layer in self.layers:
+        # generate(assistant_early_exit=n) drafts with the first n layers by lowering the config's number for a while
+        for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,

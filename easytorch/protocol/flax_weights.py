@@ -35,7 +35,7 @@ def load_flax(
         config, kwargs = config_class.from_pretrained(
             name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
         )
-    tie = bool(config.tie_word_embeddings)
+    tie = bool(getattr(config, "tie_word_embeddings", False))  # vision and audio configs do not say
     state_dict = load_torch_state_dict(file, rules_for(config.model_type), tie_word_embeddings=tie)
     if not state_dict:
         raise CheckpointError("holds no weights; save it again", file=file)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
 from easytorch.protocol.bridge import BridgeMixin
@@ -88,7 +89,8 @@ class NativeModel(BridgeMixin, PreTrainedModel):
             return "flash"
         if attn_implementation in NATIVE_INTERFACES:
             return attn_implementation
-        if "flash" in attn_implementation or attn_implementation == "flex_attention":
+        registered = attn_implementation.removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        if not registered or "flash" in attn_implementation or attn_implementation == "flex_attention":
             names = ", ".join(repr(name) for name in NATIVE_INTERFACES if name != FLASH_FOR_TRANSFORMERS)
             raise ValueError(
                 f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes {names} or "

@@ -69,8 +69,8 @@ def attention(
     if plain and causal and length == 1:
         causal = False  # the one query is aligned with the last key: it sees them all
     seen, causal_flag = None, False
-    # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree. The comparison is
-    # branched on, never passed: compiled for any length it is a SymBool, which ATen does not take.
+    # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree. A branch, as the
+    # comparison itself, compiled for any length, is a SymBool, which ATen does not take.
     if plain and causal and length == keys:
         causal_flag = True
     else:

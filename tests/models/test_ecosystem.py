@@ -119,6 +119,18 @@ def test_compile_without_graph_breaks(llama, ids) -> None:
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, llama(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("lengths", [(8, 5, 1), (3, 7, 8)], ids=str)
+def test_compile_for_any_length(lengths, llama, ids) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for length in lengths:
+            short = ids[:, :length]
+            for mask in (None, torch.ones_like(short)):
+                given = compiled(short, attention_mask=mask, use_cache=False).logits
+                torch.testing.assert_close(given, llama(short, use_cache=False).logits)
+
+
 def test_resize_token_embeddings_keeps_them_tied(make_pair, llama_config, bert_config, ids) -> None:
     for name, config in (
         ("LlamaForCausalLM", llama_config(tie_word_embeddings=True)),

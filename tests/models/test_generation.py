@@ -72,3 +72,13 @@ def test_every_attention_generates_the_same(implementation, left_padded, make_pa
     assert ours.config._attn_implementation == implementation
     expected = generate(theirs, left_padded, do_sample=False)
     assert torch.equal(generate(ours, left_padded, do_sample=False), expected)
+
+
+def test_drafting_with_the_first_layers(make_pair, llama_config) -> None:
+    ours, _ = make_pair("LlamaForCausalLM", llama_config())
+    torch.manual_seed(10)
+    ids = torch.randint(3, 97, (1, 6))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = generate(ours, inputs, do_sample=False)
+    assert torch.equal(generate(ours, inputs, do_sample=False, assistant_early_exit=1), expected)
+    assert ours.config.num_hidden_layers == 2
