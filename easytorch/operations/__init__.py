@@ -2,6 +2,7 @@
 
 from easytorch.operations.attention import Attention
 from easytorch.operations.base import BaseOperation, backend
+from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
@@ -19,7 +20,9 @@ __all__ = [
     "AttentionOutput",
     "BaseOperation",
     "Choice",
+    "CrossEntropy",
     "FlashAttention",
+    "FusedLinearCrossEntropy",
     "GeGLU",
     "LayerNorm",
     "OperationImpl",

@@ -1,0 +1,125 @@
+"""`cross_entropy` of logits, and `fused_linear_cross_entropy` of the hidden states before them."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cross_entropy import aten, fused_linear, native
+from easytorch.operations.base import backend
+from easytorch.operations.impl import OperationImpl
+from easytorch.operations.registry import OperationRegistry
+
+
+class LossOptions(TypedDict, total=False):
+    """The keywords of both; kernels/cross_entropy/native.py says what each means."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    reduction: str
+
+
+class FusedLossOptions(LossOptions, total=False):
+    chunk_size: int | None
+
+
+@OperationRegistry.register
+class CrossEntropy(OperationImpl):
+    """`cross_entropy(logits, labels, *, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0,
+    reduction="mean")`: (..., V) and (...) -> the loss, float32 whatever the logits' dtype or `runtime_dtype`.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "cross_entropy"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (torch.empty(1024, 32000, device="meta"), torch.empty(1024, dtype=torch.int64, device="meta")), {}
+
+    def supports(self, backend: str, logits: Tensor, labels: Tensor, **options: Any) -> str | None:
+        if backend == "aten":
+            return aten.supports(options.get("softcap"), options.get("z_loss", 0.0))
+        if backend == "triton":
+            from easytorch.kernels.cross_entropy import triton_cross_entropy
+
+            return triton_cross_entropy.supports(logits, self.metadata.runtime_dtype)
+        return None
+
+    def forward_native(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        return native.cross_entropy(self.cast(logits), labels, **options)
+
+    @backend("aten")
+    def forward_cpu(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        return aten.cross_entropy(self.cast(logits), labels, **options)
+
+    @backend("triton")
+    def forward_gpu(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        from easytorch.kernels.cross_entropy import triton_cross_entropy
+
+        return triton_cross_entropy.cross_entropy(self.cast(logits), labels, **options)
+
+
+@OperationRegistry.register
+class FusedLinearCrossEntropy(OperationImpl):
+    """`fused_linear_cross_entropy(hidden, weight, labels, bias=None, *, ..., chunk_size=None)`: `cross_entropy` of
+    hidden (..., D) @ weight (V, D).T + bias (V,), of which no more than a chunk of rows is ever formed.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "fused_linear_cross_entropy"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, weight = torch.empty(1024, 4096, device="meta"), torch.empty(32000, 4096, device="meta")
+        return (hidden, weight, torch.empty(1024, dtype=torch.int64, device="meta")), {}
+
+    def supports(
+        self, backend: str, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+    ) -> str | None:
+        if backend != "triton":
+            return None
+        from easytorch.kernels.cross_entropy import triton_cross_entropy
+
+        return triton_cross_entropy.supports(hidden, self._dtype(hidden))
+
+    def definition(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
+        **options: Unpack[FusedLossOptions],
+    ) -> Tensor:  # fmt: skip
+        hidden, weight, bias = self._prepare(hidden, weight, bias)
+        options.pop("chunk_size", None)  # of no consequence for the result
+        return native.linear_cross_entropy(hidden, weight, labels, bias, **options)
+
+    def forward_native(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
+        **options: Unpack[FusedLossOptions],
+    ) -> Tensor:  # fmt: skip
+        hidden, weight, bias = self._prepare(hidden, weight, bias)
+        return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options)
+
+    @backend("triton")
+    def forward_gpu(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
+        **options: Unpack[FusedLossOptions],
+    ) -> Tensor:  # fmt: skip
+        hidden, weight, bias = self._prepare(hidden, weight, bias)
+        return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options, library="triton")
+
+    def _dtype(self, hidden: Tensor) -> torch.dtype | None:
+        """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for the inputs'."""
+        device = hidden.device.type
+        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
+            return self.metadata.runtime_dtype
+        return torch.get_autocast_dtype(device)
+
+    def _prepare(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self._dtype(hidden)
+        if dtype is None:
+            return hidden, weight, bias
+        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,0 +1,1 @@
+"""Softmax cross entropy, of logits and of a linear layer's hidden states: `native.py` defines both."""

@@ -1,0 +1,42 @@
+"""Softmax cross entropy by ATen."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from easytorch.kernels.cross_entropy.native import check_arguments, check_logits, reduce
+
+
+def supports(softcap: float | None, z_loss: float) -> str | None:
+    """None when ATen has what the call asks for, else the reason why not."""
+    if softcap is not None:
+        return "ATen has no softcap"
+    return "ATen has no z_loss" if z_loss else None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """logits (..., V), labels (...) -> the definition's loss; the log-softmax is taken in float32 at least.
+
+    Raises `ValueError` for what `supports` refuses, and for arguments that do not fit.
+    """
+    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction)
+    reason = supports(softcap, z_loss)
+    if reason is not None:
+        raise ValueError(f"cross_entropy: {reason}")
+    check_logits(logits)
+    wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    losses = F.cross_entropy(
+        wide.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(torch.int64), ignore_index=ignore_index,
+        label_smoothing=label_smoothing, reduction="none",
+    )  # fmt: skip
+    return reduce(losses.reshape(labels.shape), labels, ignore_index, reduction)

@@ -1,0 +1,53 @@
+"""One chunk of rows of the fused linear cross entropy: the losses, and the gradient of the logits in their place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Settings(NamedTuple):
+    """What a loss takes beside logits and labels; see native.py."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+
+
+def step(
+    logits: torch.Tensor, labels: torch.Tensor, losses_grad: torch.Tensor | None, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """logits (n, V), which are overwritten, labels and losses_grad (n,) -> losses (n,), the gradient of the logits.
+
+    The gradient has the logits' dtype, and is None without `losses_grad`; all is computed in float32 (float64 for
+    float64), in one buffer, and a second one for the slope of the soft cap.
+    """
+    _, smoothing, softcap, z_loss = settings
+    dtype, slope = logits.dtype, None
+    z = logits if dtype == torch.float64 else logits.to(torch.float32)
+    if softcap is not None:
+        z = z.div_(softcap).tanh_()
+        slope = None if losses_grad is None else 1.0 - z.square()
+        z = z.mul_(softcap)
+    ignored = labels == settings.ignore_index
+    at = torch.where(ignored, 0, labels).to(torch.int64).unsqueeze(1)
+    lse = torch.logsumexp(z, dim=1)
+    losses = lse - (1.0 - smoothing) * z.gather(1, at).squeeze(1)
+    if smoothing:
+        losses = losses - smoothing * z.mean(dim=1)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    losses = losses.masked_fill(ignored, 0.0)
+    if losses_grad is None:
+        return losses, None
+    scale = losses_grad.to(z.dtype).masked_fill(ignored, 0.0).unsqueeze(1)
+    lse = lse.unsqueeze(1)
+    grad = z.sub_(lse).exp_().mul_(scale * (1.0 + 2.0 * z_loss * lse))
+    if smoothing:
+        grad = grad.sub_(scale * (smoothing / z.shape[1]))
+    grad = grad.scatter_add_(1, at, scale * (smoothing - 1.0))
+    if slope is not None:
+        grad = grad.mul_(slope)
+    return losses, grad.to(dtype)

@@ -1,0 +1,198 @@
+"""The cross entropy of a linear layer without its logits: chunk by chunk of rows, gradients in the same pass.
+
+For "mean" and "sum" the gradient of every row's loss is known up to one factor, so the forward pass forms the gradients
+of hidden and weight from each chunk's logits while they are there, for the sum of the losses (a mean's 1 / N would
+underflow in float16), and the backward pass multiplies them by the factor. For "none" the backward pass forms the
+logits again. Memory beyond the inputs and gradients: one chunk of logits, and the gradient of weight in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from easytorch.kernels.cross_entropy import chunk
+from easytorch.kernels.cross_entropy.native import check_arguments, check_linear, counted
+
+# Logits of one chunk: 128 MiB in float32, and still 256 rows of a vocabulary of 128k, enough to keep a matmul busy.
+LOGITS_AT_ONCE = 2**25
+
+
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+    library: str = "torch",
+) -> torch.Tensor:
+    """hidden (..., D), weight (V, D), labels (...), bias (V,) -> the loss, float32 (float64 for float64 inputs).
+
+    `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits. library: "torch" or
+    "triton", which computes the losses and gradients of a chunk's logits. Not differentiable twice. Raises `ValueError`
+    for what does not fit.
+    """
+    check_linear(hidden, weight, bias)
+    vocabulary = weight.shape[0]
+    check_arguments((*hidden.shape[:-1], vocabulary), labels, label_smoothing, softcap, z_loss, reduction)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, or None to choose, got {chunk_size}")
+    rows, flat = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1)
+    size = default_chunk_size(vocabulary) if chunk_size is None else chunk_size
+    settings = (ignore_index, label_smoothing, softcap, z_loss, size, library)
+    if reduction == "none":
+        return _losses(rows, weight, bias, flat, *settings).reshape(labels.shape)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    total = _sum(rows, weight, bias, flat, *settings, wanted)[0]
+    return total if reduction == "sum" else total / counted(labels, ignore_index)
+
+
+def default_chunk_size(vocabulary: int) -> int:
+    """Rows whose logits are at most `LOGITS_AT_ONCE`, a power of two."""
+    return 1 << max(LOGITS_AT_ONCE // vocabulary, 1).bit_length() - 1
+
+
+def over_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+    losses_grad: torch.Tensor | None, settings: chunk.Settings, chunk_size: int, library: str, wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The losses (N,), and the gradients of hidden, weight and bias: empty where not wanted, of the last two wide."""
+    step = _step(library)
+    losses = torch.empty(labels.shape, dtype=_wide(hidden), device=hidden.device)
+    grads = _empty_grads(hidden, weight, wanted)
+    hidden_grad, weight_grad, bias_grad = grads[0], grads[1].zero_(), grads[2].zero_()
+    for start in range(0, hidden.shape[0], chunk_size):
+        rows = slice(start, start + chunk_size)
+        part = hidden[rows]
+        upstream = losses_grad[rows] if losses_grad is not None and any(wanted) else None
+        losses[rows], grad = step(F.linear(part, weight, bias), labels[rows], upstream, settings)
+        if grad is None:
+            continue
+        if wanted[0]:
+            hidden_grad[rows] = grad @ weight
+        if wanted[1] and weight_grad.dtype == grad.dtype:
+            weight_grad.addmm_(grad.t(), part)
+        elif wanted[1]:
+            weight_grad += grad.t() @ part
+        if wanted[2]:
+            bias_grad += grad.sum(0, dtype=bias_grad.dtype)
+    return losses, hidden_grad, weight_grad, bias_grad
+
+
+@torch.library.custom_op("easytorch::fused_linear_cross_entropy_sum", mutates_args=())
+def _sum(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, ignore_index: int,
+    label_smoothing: float, softcap: float | None, z_loss: float, chunk_size: int, library: str, wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The sum of the losses, and its gradients by hidden, weight and bias, empty where not wanted."""
+    settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
+    ones = torch.ones((), dtype=torch.float32, device=hidden.device).expand(labels.shape)
+    losses, *grads = over_chunks(hidden, weight, bias, labels, ones, settings, chunk_size, library, wanted)
+    return losses.sum(), grads[0], grads[1], grads[2]
+
+
+@_sum.register_fake
+def _sum_fake(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = torch.empty((), dtype=_wide(hidden), device=hidden.device)
+    return total, *_empty_grads(hidden, weight, rest[-1])
+
+
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.dtype, ctx.arguments = inputs[0].dtype, len(inputs)
+
+
+def _sum_autograd(ctx: Any, total_grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor | None, ...]:
+    grads = [(grad * total_grad).to(ctx.dtype) for grad in ctx.saved_tensors]
+    needed = [grad if n else None for grad, n in zip(grads, ctx.needs_input_grad[:3], strict=True)]
+    return *needed, *[None] * (ctx.arguments - 3)
+
+
+_sum.register_autograd(_sum_autograd, setup_context=_sum_context)
+
+
+@torch.library.custom_op("easytorch::fused_linear_cross_entropy", mutates_args=())
+def _losses(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, ignore_index: int,
+    label_smoothing: float, softcap: float | None, z_loss: float, chunk_size: int, library: str,
+) -> torch.Tensor:  # fmt: skip
+    """The loss of each row."""
+    settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
+    return over_chunks(hidden, weight, bias, labels, None, settings, chunk_size, library, [False] * 3)[0]
+
+
+@_losses.register_fake
+def _losses_fake(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    return torch.empty(labels.shape, dtype=_wide(hidden), device=hidden.device)
+
+
+@torch.library.custom_op("easytorch::fused_linear_cross_entropy_backward", mutates_args=())
+def _losses_backward(
+    losses_grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    labels: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float,
+    chunk_size: int, library: str, wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
+    _, *grads = over_chunks(hidden, weight, bias, labels, losses_grad, settings, chunk_size, library, wanted)
+    return grads[0], grads[1], grads[2]
+
+
+@_losses_backward.register_fake
+def _losses_backward_fake(
+    losses_grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty_grads(hidden, weight, rest[-1])
+
+
+def _losses_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _losses_autograd(ctx: Any, losses_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:3])
+    grads = _losses_backward(losses_grad, *ctx.saved_tensors, *ctx.settings, wanted)
+    dtype = ctx.saved_tensors[0].dtype
+    needed = [grad.to(dtype) if n else None for grad, n in zip(grads, wanted, strict=True)]
+    return *needed, *[None] * (1 + len(ctx.settings))
+
+
+_losses.register_autograd(_losses_autograd, setup_context=_losses_context)
+
+
+def _step(library: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    if library == "torch":
+        return chunk.step
+    from easytorch.kernels.cross_entropy import triton_chunk
+
+    return triton_chunk.step
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _empty_grads(
+    hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of hidden in its dtype, written once; of weight and bias in float32, summed over the chunks."""
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    dtypes = (hidden.dtype, _wide(hidden), _wide(hidden))
+    grads = [
+        torch.empty(shape if want else (0,), dtype=dtype, device=hidden.device)
+        for shape, dtype, want in zip(shapes, dtypes, wanted, strict=True)
+    ]
+    return grads[0], grads[1], grads[2]

@@ -1,0 +1,125 @@
+"""Softmax cross entropy over a vocabulary, of logits and of the linear layer before them.
+
+Label smoothing: https://arxiv.org/abs/1512.00567. Soft cap: https://arxiv.org/abs/2408.00118. z-loss:
+https://arxiv.org/abs/2204.02311.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """logits (..., V), labels (...) of int32 or int64 -> the loss, float32 (float64 for float64 logits).
+
+    With z = softcap * tanh(logits / softcap) and lse = logsumexp(z), a row loses
+    lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z) + z_loss * lse^2, computed in the loss's dtype.
+    Rows labelled `ignore_index` lose nothing. reduction: "mean" over the other rows (0 where there is none), "sum", or
+    "none", the shape of the labels. Raises `ValueError` for what `check_arguments` refuses, and torch's own error for a
+    label outside [0, V).
+    """
+    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction)
+    check_logits(logits)
+    z = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    ignored = labels == ignore_index
+    lse = torch.logsumexp(z, dim=-1)
+    at = torch.where(ignored, 0, labels).to(torch.int64)
+    losses = lse - (1.0 - label_smoothing) * z.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        losses = losses - label_smoothing * z.mean(dim=-1)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    return reduce(losses.masked_fill(ignored, 0.0), labels, ignore_index, reduction)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """hidden (..., D), weight (V, D), bias (V,), labels (...): `cross_entropy` of hidden @ weight.T + bias."""
+    check_linear(hidden, weight, bias)
+    return cross_entropy(
+        F.linear(hidden, weight, bias), labels, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        softcap=softcap, z_loss=z_loss, reduction=reduction,
+    )  # fmt: skip
+
+
+def reduce(losses: torch.Tensor, labels: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
+    """`reduction` of the losses of rows, of which those that are ignored are 0."""
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counted(labels, ignore_index)
+
+
+def counted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """How many labels are not `ignore_index`; 1 where there is none, so that a batch of nothing loses 0, not NaN."""
+    return (labels != ignore_index).sum().clamp(min=1)
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    if not logits.is_floating_point():
+        raise ValueError(f"cross_entropy takes floating logits, got {logits.dtype}")
+
+
+def check_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """`ValueError` unless hidden (..., D), weight (V, D) and bias (V,) fit and are floating, of one dtype."""
+    fits = weight.dim() == 2 and hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        given = "no bias" if bias is None else f"bias {tuple(bias.shape)}"
+        raise ValueError(
+            f"fused_linear_cross_entropy takes hidden (..., D), weight (V, D) and bias (V,), got hidden "
+            f"{tuple(hidden.shape)}, weight {tuple(weight.shape)} and {given}"
+        )
+    dtypes = {tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 or not hidden.is_floating_point():
+        raise ValueError(
+            f"fused_linear_cross_entropy: hidden, weight and bias must be floating, of one dtype, got "
+            f"{', '.join(sorted(map(str, dtypes)))}; cast them, or call it under autocast"
+        )
+
+
+def check_arguments(
+    shape: torch.Size | tuple[int, ...], labels: torch.Tensor, label_smoothing: float, softcap: float | None,
+    z_loss: float, reduction: str,
+) -> None:  # fmt: skip
+    """`ValueError` for what does not fit logits of `shape` (..., V), or is out of its range."""
+    if (
+        len(shape) == 0
+        or shape[-1] == 0
+        or labels.shape != shape[:-1]
+        or labels.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"cross_entropy takes logits (..., V), V at least 1, and labels (...) of int32 or int64, got logits "
+            f"{tuple(shape)} and labels {tuple(labels.shape)} of {labels.dtype}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
+    if not z_loss >= 0.0:
+        raise ValueError(f"z_loss must not be negative, got {z_loss}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")

@@ -1,0 +1,105 @@
+"""The fused linear cross entropy in torch: what it holds in memory, its operators, its chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from easytorch.kernels.cross_entropy import fused_linear, native
+from easytorch.kernels.cross_entropy.chunk import Settings
+from easytorch.kernels.cross_entropy.fused_linear import default_chunk_size, fused_linear_cross_entropy
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_tensor_is_larger_than_a_chunk_of_logits_or_the_weight(dtype: torch.dtype, softcap: float | None) -> None:
+    hidden, weight = torch.randn(1000, 8, dtype=dtype), torch.randn(64, 8, dtype=dtype)
+    labels = torch.randint(0, 64, (1000,))
+    with Largest() as largest:
+        fused_linear.over_chunks(
+            hidden, weight, None, labels, torch.ones(1000), Settings(-100, 0.1, softcap, 0.1), 16, "torch", [True] * 3
+        )
+    assert largest.elements <= max(hidden.numel(), 16 * 64)
+    with Largest() as largest:
+        native.linear_cross_entropy(hidden, weight, labels)
+    assert largest.elements >= 1000 * 64  # the measure sees them where they are
+
+
+def test_the_chunk_is_bounded_in_logits() -> None:
+    for vocabulary in (2, 1000, 32000, 128256, 2**26):
+        rows = default_chunk_size(vocabulary)
+        assert rows >= 1 and rows & (rows - 1) == 0
+        assert rows == 1 or rows * vocabulary <= fused_linear.LOGITS_AT_ONCE < 2 * rows * vocabulary
+
+
+def test_the_result_does_not_depend_on_the_chunks() -> None:
+    hidden, weight = torch.randn(20, 8).requires_grad_(), torch.randn(30, 8).requires_grad_()
+    labels = torch.randint(0, 30, (20,))
+    results = []
+    for size in (1, 7, 20, 100, None):
+        loss = fused_linear_cross_entropy(hidden, weight, labels, chunk_size=size)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+def test_float16_gradients_survive_a_loss_scale() -> None:
+    """The mean's 1 / N is applied after the upstream gradient: formed before it, these would be zeros in float16."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(shape).mul(0.01).half().requires_grad_() for shape in ((4096, 4), (32, 4)))
+    labels = torch.randint(0, 32, (4096,))
+    grads = torch.autograd.grad(fused_linear_cross_entropy(hidden, weight, labels) * 2.0**14, (hidden, weight))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = torch.autograd.grad(native.linear_cross_entropy(*wide, labels) * 2.0**14, wide)
+    for got, want in zip(grads, expected, strict=True):
+        assert (got - want).square().mean().sqrt() <= 1e-3 * want.square().mean().sqrt()
+
+
+def test_only_the_gradients_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = torch.randn(5, 8), torch.randn(30, 8), torch.randint(0, 30, (5,))
+    seen: list[list[bool]] = []
+    whole = fused_linear.over_chunks
+    monkeypatch.setattr(fused_linear, "over_chunks", lambda *args: (seen.append(args[-1]), whole(*args))[1])
+    fused_linear_cross_entropy(hidden, weight, labels)
+    fused_linear_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
+    with torch.no_grad():
+        fused_linear_cross_entropy(hidden, weight, labels)
+    fused_linear_cross_entropy(hidden, weight.requires_grad_(), labels, reduction="none").sum().backward()
+    nothing, both = [False, False, False], [True, True, False]
+    assert seen == [nothing, [True, False, False], nothing, nothing, both]
+
+
+@pytest.mark.parametrize("reduction", native.REDUCTIONS)
+def test_opcheck_and_one_graph(reduction: str) -> None:
+    hidden, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((5, 8), (30, 8), (30,)))
+    labels = torch.randint(0, 30, (5,))
+
+    def step(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return fused_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, chunk_size=2).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, bias)
+    expected = step(hidden, weight, bias)
+    torch.testing.assert_close(compiled, expected)
+    leaves = (hidden, weight, bias)
+    torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(expected, leaves))
+    if reduction == "none":
+        operator, wanted = torch.ops.easytorch.fused_linear_cross_entropy.default, ()
+    else:
+        operator, wanted = torch.ops.easytorch.fused_linear_cross_entropy_sum.default, ([True, True, True],)
+    torch.library.opcheck(operator, (hidden, weight, bias, labels, -100, 0.1, 3.0, 0.1, 2, "torch", *wanted))
