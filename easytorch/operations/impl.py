@@ -126,7 +126,8 @@ class OperationImpl(BaseOperation):
         method, backend = self._paths[platform]
         refusal = self.supports(backend, *args, **kwargs)
         if refusal is None:
-            return Choice(self, method, platform, backend, "its path on this platform")
+            why = "the definition: it has no other path here" if method == "forward_native" else "its path here"
+            return Choice(self, method, platform, backend, why)
         if method != "forward_native" and self.falls_back:
             reason = f"{backend}: {refusal}"
             if platform == platform_of(args, kwargs):  # not for a platform that is only asked about
