@@ -66,26 +66,27 @@ def over_chunks(
     losses_grad: torch.Tensor | None, settings: chunk.Settings, chunk_size: int, library: str, wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The losses (N,), and the gradients of hidden, weight and bias: empty where not wanted, of the last two wide."""
-    step = _step(library)
-    losses = torch.empty(labels.shape, dtype=_wide(hidden), device=hidden.device)
-    grads = _empty_grads(hidden, weight, wanted)
-    hidden_grad, weight_grad, bias_grad = grads[0], grads[1].zero_(), grads[2].zero_()
-    for start in range(0, hidden.shape[0], chunk_size):
+    step, losses, hidden_grads = _step(library), [], []
+    # parts are concatenated, not written into slices: inside an operator torch_xla loses what is written to a view
+    _, weight_grad, bias_grad = (grad.zero_() for grad in _empty_grads(hidden, weight, wanted))
+    for start in range(0, max(hidden.shape[0], 1), chunk_size):
         rows = slice(start, start + chunk_size)
         part = hidden[rows]
         upstream = losses_grad[rows] if losses_grad is not None and any(wanted) else None
-        losses[rows], grad = step(F.linear(part, weight, bias), labels[rows], upstream, settings)
+        loss, grad = step(F.linear(part, weight, bias), labels[rows], upstream, settings)
+        losses.append(loss)
         if grad is None:
             continue
         if wanted[0]:
-            hidden_grad[rows] = grad @ weight
+            hidden_grads.append((grad @ weight).to(hidden.dtype))
         if wanted[1] and weight_grad.dtype == grad.dtype:
             weight_grad.addmm_(grad.t(), part)
         elif wanted[1]:
             weight_grad += grad.t() @ part
         if wanted[2]:
             bias_grad += grad.sum(0, dtype=bias_grad.dtype)
-    return losses, hidden_grad, weight_grad, bias_grad
+    hidden_grad = torch.cat(hidden_grads) if hidden_grads else hidden.new_empty(0)
+    return torch.cat(losses), hidden_grad, weight_grad, bias_grad
 
 
 @torch.library.custom_op("easytorch::fused_linear_cross_entropy_sum", mutates_args=())
