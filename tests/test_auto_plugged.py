@@ -145,6 +145,11 @@ def test_an_attention_that_cannot_be_obeyed_is_refused() -> None:
         easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(BY_THEMSELVES["bloom"]), attn_implementation="flash")
 
 
+def test_a_model_without_attention_says_so() -> None:
+    model = easytorch.AutoModel.from_config(t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]))
+    assert model.easytorch_report.layers == () and "has no attention" in str(model.easytorch_report)
+
+
 def test_transformers_own_attention_on_request() -> None:
     model = easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(DECODERS["mistral"]), attn_implementation="sdpa")
     model(IDS)

@@ -60,11 +60,14 @@ def attention_for(
 def refusal_of(model_class: ModelClass) -> str | None:
     """None when the attention of `model_class` can be ours, else the reason why not."""
     name, code = model_class.__name__, _source(model_class.__module__)
-    if re.search(r"^class \w*Attention\w*\(", code, re.MULTILINE) and "ALL_ATTENTION_FUNCTIONS" not in code:
+    has_attention = re.search(r"^class \w*Attention\w*\(", code, re.MULTILINE)
+    if has_attention and "ALL_ATTENTION_FUNCTIONS" not in code:
         return f"{name} computes attention by itself and never calls transformers' AttentionInterface"
     if re.search(r'_attn_implementation in \("eager", "sdpa"\)', code):
         return f"{name} puts part of its attention into the mask for transformers' eager and sdpa only"
     if not (model_class._supports_sdpa or model_class._supports_attention_backend or model_class._supports_flash_attn):
+        if not has_attention:
+            return f"{name} has no attention that could be replaced"
         return f"{name} takes no attention but transformers' eager: its code needs that one's mask"
     return None
 

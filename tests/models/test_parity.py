@@ -175,12 +175,19 @@ def test_inputs_embeds_logits_to_keep_and_a_4d_mask(make_pair, llama_config) -> 
     ids = torch.randint(3, 97, (2, 6))
     embeds = theirs.get_input_embeddings()(ids)
     mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float32).min).triu(2)
-    rows = torch.tensor([[0, 3], [2, 5]])
+    rows, marked = torch.tensor([[0, 3], [2, 5]]), torch.rand(2, 6) > 0.5
     for kwargs in ({"inputs_embeds": embeds}, {"input_ids": ids, "attention_mask": mask}):
-        for keep in (0, 2, torch.tensor([1, 4]), rows, torch.rand(2, 6) > 0.5):
+        with torch.no_grad():
+            every = theirs(**kwargs).logits
+        for keep, expected in (
+            (0, every),
+            (2, every[:, -2:]),
+            (torch.tensor([1, 4]), every[:, [1, 4]]),
+            (rows, torch.take_along_dim(every, rows[..., None], dim=1)),
+            (marked, every[marked]),
+        ):
             with torch.no_grad():
-                given = ours(**kwargs, logits_to_keep=keep).logits
-                torch.testing.assert_close(given, theirs(**kwargs, logits_to_keep=keep).logits, **TOLERANCE)
+                torch.testing.assert_close(ours(**kwargs, logits_to_keep=keep).logits, expected, **TOLERANCE)
     with pytest.raises(ValueError, match="exactly one"):
         ours(input_ids=ids, inputs_embeds=embeds)
 
