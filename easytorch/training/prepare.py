@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import easytorch
+from easytorch.bridge.errors import nearest
 from easytorch.training.checkpoint import latest_checkpoint
 from easytorch.training.config import TrainingConfig
 from easytorch.training.data import Blocks, read_texts, tokenize
@@ -23,6 +24,27 @@ def check_inputs(config: TrainingConfig, processes: int) -> None:
     config.share(processes)
     find_checkpoint(config)
     read_texts(config.text)
+    _check_model(config.model)
+
+
+def _check_model(model: dict[str, Any] | str) -> None:
+    """Refuses what is no causal language model transformers knows, by its config alone."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model)
+    elif model["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model: unknown architecture {model['model_type']!r}{nearest(model['model_type'], CONFIG_MAPPING)}"
+        )
+    else:
+        try:
+            config = AutoConfig.for_model(**model)
+        except StrictDataclassError as error:
+            raise ValueError(f"model: {' '.join(str(error).split())}") from error
+    if type(config) not in easytorch.AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"model: {config.model_type!r} has no causal language model; give another architecture")
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:

@@ -95,11 +95,21 @@ def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):
         launch(settings(batch_size=3), 2)
     with pytest.raises(FileNotFoundError, match="absent"):
         launch(settings(text=(str(tmp_path / "absent.txt"),)), 2)
+    for model, message in [
+        ({"model_type": "lama"}, "unknown architecture 'lama' .nearest known name: 'llama'"),
+        ({"model_type": "llama", "hidden_size": "big"}, "hidden_size"),
+        ({"model_type": "llama", "hidden_size": 15, "num_attention_heads": 2}, "attention heads"),
+        ({"model_type": "vit"}, "'vit' has no causal language model"),
+    ]:
+        with pytest.raises(ValueError, match=f"model: .*{message}"):
+            launch(settings(model=model), 2)
+    with pytest.raises(OSError, match="absent"):
+        launch(settings(model=str(tmp_path / "absent")), 2)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_process_that_fails_fails_the_launch(settings):
-    config = settings(model={"model_type": "no-such-architecture"})
+    config = settings(block_size=100_000)
     with pytest.raises(TrainingFailedError, match="exit code"):
         launch(config, 1, threads=1)
 
