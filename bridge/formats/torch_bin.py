@@ -47,10 +47,10 @@ class PickleFile:
     def _load(self, path: Path) -> dict:
         import torch
 
-        zipped = zipfile.is_zipfile(path)
-        if not zipped and _begins_as_zip_or_is_empty(path):
-            raise CheckpointError("is truncated; download or save it again", file=path)
         try:
+            zipped = zipfile.is_zipfile(path)
+            if not zipped and _begins_as_zip_or_is_empty(path):
+                raise CheckpointError("is truncated; download or save it again", file=path)
             with warnings.catch_warnings():
                 # torch warns of a pickle protocol it may not know; what it does not know it refuses.
                 warnings.simplefilter("ignore", UserWarning)
@@ -61,6 +61,8 @@ class PickleFile:
                 "save the state dict as safetensors",
                 file=path,
             ) from error
+        except CheckpointError:
+            raise
         except _DAMAGED as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise CheckpointError(f"cannot be read ({reason}); download or save it again", file=path) from error
