@@ -19,13 +19,16 @@ def refuse_existing(destination: Path) -> None:
 
 
 @contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
+def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `destination`, flushed to disk and renamed to it when the block ends well.
+
+    What stands at `destination` is an error, or, to `replace` it, stays until then.
 
     When the block raises, Ctrl-C included, the temporary folder is removed, and so are the parents that were made for
     it. A killed process leaves it behind, under a hidden name, and `destination` absent.
     """
-    refuse_existing(destination)
+    if not replace:
+        refuse_existing(destination)
     made = [parent for parent in destination.parents if not os.path.lexists(parent)]
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,8 @@ def new_folder(destination: Path) -> Iterator[Path]:
     try:
         yield temporary
         _flush(temporary)
+        if replace and destination.is_dir():
+            shutil.rmtree(destination)
         refuse_existing(destination)
         temporary.rename(destination)
         _sync(destination.parent)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-_LOW = 0xFFFFFFFF
+from easytorch.kernels.random.counter import LOW, counter_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +64,13 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 def gumbel_noise(seed: torch.Tensor, step: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Standard Gumbel noise (B, V) in float32: argmax(logits + noise) is distributed as softmax(logits).
 
-    seed, step: int64, of one element, on the device of the result. Of the hash (Wellons' lowbias32) 23 bits are used,
+    seed, step: int64, of one element, on the device of the result. Of the hash 23 bits are used,
     so that every value lies strictly between 0 and 1 in float32.
     """
     rows, columns = (torch.arange(n, device=seed.device) for n in shape)
-    state = _mix((seed & _LOW) ^ (step * 0x9E3779B1 & _LOW))
-    state = _mix(state ^ (rows[:, None] * 0x85EBCA77 & _LOW))
-    state = _mix(state ^ (columns * 0xC2B2AE3D & _LOW))
+    state = counter_hash(seed, step, rows[:, None], columns)
     uniform = ((state >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
-    x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
-    return x ^ (x >> 16)
 
 
 class Sampler:
@@ -105,7 +97,7 @@ class Sampler:
         self.seen: torch.Tensor | None = None
         seed = torch.randint(0, 2**31 - 1, ()).item() if config.seed is None else config.seed
         # vectors of one: torch_xla compiles the scalars 0 and 1 into the program, so seed 1 would have one of its own
-        self.seed = torch.tensor([int(seed) & _LOW]).to(device)
+        self.seed = torch.tensor([int(seed) & LOW]).to(device)
         self.step = torch.tensor([0]).to(device)
         scalars = (config.temperature, config.top_p or 1.0, config.repetition_penalty)
         self.temperature, self.top_p, self.penalty = (torch.tensor([value]).to(device) for value in scalars)

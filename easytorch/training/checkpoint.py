@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from easytorch.bridge.atomic import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,23 +27,13 @@ def save_checkpoint(
 ) -> Path:
     """Write `output/checkpoint-<step>` whole or not at all, then remove all but the newest `keep`.
 
-    The folder is filled under a temporary name, synced to disk, and renamed.
+    Raises `CheckpointError` where it cannot be written; what was there before stays.
     """
     final = output / f"{_PREFIX}{step}"
-    temporary = output / f".{final.name}.{os.getpid()}"
-    try:
+    with new_folder(final, replace=True) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         torch.save({"step": step, **state}, temporary / STATE)
-        for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     for old in _checkpoints(output)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -66,11 +57,3 @@ def _checkpoints(output: Path) -> list[Path]:
     """Oldest first."""
     found = [path for path in output.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from easytorch.kernels.attention.dropout_constants import COLUMN, HEAD, MIX, ROW
+from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 
 # Rows and columns of a tile: 128 x 128 was the fastest of 64..512 x 64..512 (EPYC, AVX-512, 2 cores, D 64 and 128).
 TILE_ROWS, TILE_COLUMNS = 128, 128

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from easytorch.bridge.errors import CheckpointError
 from easytorch.training.checkpoint import latest_checkpoint, load_state, save_checkpoint
 
 
@@ -37,7 +38,7 @@ def test_the_newest_are_kept_in_numeric_order(tmp_path):
 
 def test_a_failure_leaves_the_former_checkpoint_and_nothing_else(tmp_path):
     save(tmp_path, 5)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="checkpoint-5: cannot be written: disk full"):
         save(tmp_path, 5, model=Saves("model", OSError("disk full")))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert load_state(tmp_path / "checkpoint-5")["step"] == 5

@@ -7,7 +7,8 @@ import math
 import torch
 
 from easytorch.kernels.attention import native
-from easytorch.kernels.attention.dropout import COLUMN, HEAD, MIX, ROW, keep_mask
+from easytorch.kernels.attention.dropout import keep_mask
+from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 
 B, T, S, H, K, D = 2, 4, 6, 4, 2, 3
 
