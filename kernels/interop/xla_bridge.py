@@ -20,8 +20,9 @@ import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
 # torch_xla holds the TPU of this process: jax only traces here, and would hang waiting for the device.
-if jax.config.jax_platforms is None:
-    jax.config.update("jax_platforms", "cpu")
+_config: Any = jax.config  # whose settings jax adds at import, unseen by type checkers
+if _config.jax_platforms is None:
+    _config.update("jax_platforms", "cpu")
 
 _Spec = tuple[tuple[int, ...], torch.dtype] | None
 
@@ -42,7 +43,7 @@ def call_jax(fn: Callable[..., Any], *tensors: torch.Tensor | None, **static: Ha
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{_name(fn)} would lose a gradient: use call_jax_with_gradient, or call it under no_grad")
     specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    settings = (_config.jax_enable_x64, _config.jax_default_matmul_precision)
     computation, structure = _lower(fn, specs, tuple(sorted(static.items())), xr.device_type().lower(), settings)
     outputs = torch_xla._XLAC._xla_user_computation(f"xla::{_name(fn)}", given, computation)
     return jax.tree.unflatten(structure, outputs)
