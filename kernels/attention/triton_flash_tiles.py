@@ -9,15 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from easytorch.kernels.attention import dropout
 from easytorch.kernels.interop.triton_math import LOG2E, tanh
+from easytorch.kernels.random import constants
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-HEAD: tl.constexpr = tl.constexpr(dropout.HEAD)
-ROW: tl.constexpr = tl.constexpr(dropout.ROW)
-COLUMN: tl.constexpr = tl.constexpr(dropout.COLUMN)
-MIX_0: tl.constexpr = tl.constexpr(dropout.MIX[0])
-MIX_1: tl.constexpr = tl.constexpr(dropout.MIX[1])
+HEAD: tl.constexpr = tl.constexpr(constants.HEAD)
+ROW: tl.constexpr = tl.constexpr(constants.ROW)
+COLUMN: tl.constexpr = tl.constexpr(constants.COLUMN)
+MIX_0: tl.constexpr = tl.constexpr(constants.MIX[0])
+MIX_1: tl.constexpr = tl.constexpr(constants.MIX[1])
 
 
 @triton.jit
