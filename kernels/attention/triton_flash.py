@@ -6,44 +6,24 @@ TRITON_INTERPRET=1 set before the first launch the kernels run on CPU tensors.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import torch
 
-from easytorch.kernels.attention.contract import check_features, check_tensors, window_of
+from easytorch.kernels.attention.contract import band_of, check_features, check_tensors
 from easytorch.kernels.attention.dropout import draw_seed
-from easytorch.kernels.interop.triton_devices import architecture_of
+from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, refusal
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-_INSTALL = "Triton is not installed: pip install easytorch[gpu]"
-_TOO_OLD = "its kernels need compute capability 8.0 (Ampere) or later"
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **features: Any) -> str | None:
     """None when `flash_attention` carries this call, else the reason. It carries every feature of the contract."""
-    if not _HAS_TRITON:
-        return _INSTALL
-    if query.dtype not in DTYPES:
-        return f"its dtypes are float32, float16 and bfloat16, got {query.dtype}"
     for name, dim in (("query and key", query.shape[-1]), ("value", value.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             return f"the head_dim of {name} must be in 1..{MAX_HEAD_DIM}, got {dim}"
-    if query.device.type == "meta":
-        return None  # what a device that is not there would run: easytorch.operations.table asks
-    if query.device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            return "the tensors are on the CPU, where Triton only runs under TRITON_INTERPRET=1"
-        if query.dtype == torch.bfloat16:
-            return "Triton's interpreter truncates to bfloat16 where a device rounds: float32 and float16 only"
-        return None
-    if query.device.type != "cuda":
-        return f"Triton runs on CUDA and ROCm devices, the tensors are on {query.device}"
-    # while a graph is traced a device cannot be asked: the operator asks again
-    return None if torch.compiler.is_compiling() or architecture_of(query.device) else _TOO_OLD
+    return refusal(query.device, query.dtype)
 
 
 def flash_attention(
@@ -75,14 +55,12 @@ def flash_attention(
         query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
         softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
     )  # fmt: skip
-    if not _HAS_TRITON:
-        raise ImportError(_INSTALL)
+    if (absent := missing("triton")) is not None:
+        raise ImportError(absent)
     reason = supports(query, key, value)
     if reason is not None:
         raise ValueError(f"triton flash attention: {reason}")
-    left, right = window_of(sliding_window)
-    if causal:
-        right = 0 if right is None else min(right, 0)
+    left, right = band_of(causal, sliding_window)
     if dropout_prob == 0.0:
         seed = None
     elif not isinstance(seed, torch.Tensor):
@@ -178,7 +156,7 @@ def _backward_fake(
 def _architecture(query: torch.Tensor) -> str:
     architecture = architecture_of(query.device)
     if architecture is None:
-        raise ValueError(f"triton flash attention: {_TOO_OLD}")
+        raise ValueError(f"triton flash attention: {TOO_OLD}")
     return architecture
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from easytorch.kernels.attention import triton_flash
 from easytorch.kernels.attention.triton_flash import flash_attention, supports
 from easytorch.kernels.attention.triton_tuning import padded_dim, tiles_of
-from easytorch.kernels.interop.triton_devices import SHARED_MEMORY
+from easytorch.kernels.interop.installed import INSTALLED
+from easytorch.kernels.interop.triton_devices import DTYPES, SHARED_MEMORY
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under TRITON_INTERPRET=1, for what only asks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_flash, "_HAS_TRITON", True)
+    monkeypatch.setitem(INSTALLED, "triton", True)
 
 
 def tensors(dtype: torch.dtype = torch.float32, dim: int = 64, value_dim: int = 64) -> tuple[torch.Tensor, ...]:
@@ -64,15 +64,15 @@ def test_meta_tensors_get_the_shape() -> None:
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(triton_flash, "_HAS_TRITON", True)
+    monkeypatch.setitem(INSTALLED, "triton", True)
     assert "TRITON_INTERPRET=1" in (supports(*tensors()) or "")
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_flash, "_HAS_TRITON", False)
-    assert "pip install easytorch[gpu]" in (supports(*tensors()) or "")
-    with pytest.raises(ImportError, match=r"pip install easytorch\[gpu\]"):
+    monkeypatch.setitem(INSTALLED, "triton", False)
+    assert "pip install 'easytorch[gpu]'" in (supports(*tensors()) or "")
+    with pytest.raises(ImportError, match=r"pip install 'easytorch\[gpu\]'"):
         flash_attention(*tensors())
 
 
@@ -95,7 +95,7 @@ def test_importing_it_loads_no_triton() -> None:
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
 @pytest.mark.parametrize("kernel", ["forward", "key_value_grad", "query_grad"])
 def test_the_table_has_tiles_for_every_head_dim(kernel: str, architecture: str) -> None:
-    for dtype in triton_flash.DTYPES:
+    for dtype in DTYPES:
         for dim in (1, 16, 60, 64, 80, 128, 192, 256):
             query, _, value = tensors(dtype, dim, 64)
             tiles = tiles_of(kernel, architecture, query, value)
