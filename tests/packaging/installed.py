@@ -37,14 +37,19 @@ def main(tree: Path, kind: str) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     env = subprocess.run(["easytorch", "env", "--json"], check=True, capture_output=True, text=True, timeout=300)
     assert json.loads(env.stdout), env.stdout
-    script = "import os, easytorch.bridge.rules, easytorch.kernels.attention.native; print(os.environ['RANK'])"
+    # A file a rank: both ranks write to the one standard output, where their lines can run together.
+    script = (
+        "import os, pathlib, sys, easytorch.bridge.rules, easytorch.kernels.attention.native\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+    )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rank.py").write_text(script)
+        (Path(folder) / "ranks").mkdir()
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ranks = subprocess.run(
-            [*torchrun, f"{folder}/rank.py"], check=True, capture_output=True, text=True, timeout=300
-        )
-    assert sorted(ranks.stdout.split()) == ["0", "1"], ranks.stdout
+        command = [*torchrun, f"{folder}/rank.py", f"{folder}/ranks"]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        ranks = sorted(path.name for path in Path(folder, "ranks").iterdir())
+    assert ranks == ["0", "1"], ranks
     print(f"{kind}: {homes[0]}")
 
 
