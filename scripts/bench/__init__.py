@@ -1,0 +1,6 @@
+"""The registry of timed cases behind scripts/bench_ops.py, and what measures and reports them."""
+
+from bench import attention, losses, rows
+from bench.registry import CASES, select
+
+__all__ = ["CASES", "attention", "losses", "rows", "select"]
