@@ -10,6 +10,7 @@ from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput, OperationOutput
 from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.ring import RingAttention
 from easytorch.operations.rms_norm import RMSNorm
 from easytorch.operations.rotary import Rotary
 from easytorch.operations.sdpa import SdpaAttention
@@ -30,6 +31,7 @@ __all__ = [
     "OperationOutput",
     "OperationRegistry",
     "RMSNorm",
+    "RingAttention",
     "Rotary",
     "SdpaAttention",
     "SwiGLU",

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from easytorch.kernels.ring.layout import LAYOUTS
+
 MODES = ("__autoregressive__", "__prefill__", "__train__", "__insert__")
 
 
@@ -19,7 +21,11 @@ class OperationMetadata:
         float64 inputs. The online-softmax kernels accumulate in float32 and refuse a narrower or wider one.
     softmax_scale: factor of the scores when the call gives none; None means head_dim ** -0.5.
     dropout_prob: probability of dropping an attention weight when the call gives none.
-    mesh: a `torch.distributed.device_mesh.DeviceMesh` or torch_xla `Mesh` for the sharded operations.
+    mesh: a `torch.distributed.device_mesh.DeviceMesh`, process group or torch_xla `Mesh` for the sharded operations.
+    sequence_axis: the axis of the mesh that shards the sequence; None means one called "sp", "cp", "sequence",
+        "context" or "seq", else the only axis.
+    sequence_layout: "contiguous", or "zigzag" for equal work under a causal mask; kernels/ring/layout.py says what a
+        rank holds.
     backend: forces an implementation ("flash"), a backend ("native", "aten", "xla", "triton", ...) or both
         ("flash:triton"). It is obeyed or refused with the reason, never replaced.
     mode: overrides what `OperationImpl.get_mode` reads off the query's shape.
@@ -30,6 +36,8 @@ class OperationMetadata:
     softmax_scale: float | None = None
     dropout_prob: float = 0.0
     mesh: Any = None
+    sequence_axis: str | None = None
+    sequence_layout: str = "contiguous"
     backend: str | None = None
     mode: str | None = None
 
@@ -40,5 +48,7 @@ class OperationMetadata:
                 raise ValueError(f"{name} must be a floating torch.dtype or None, got {dtype!r}")
         if not 0.0 <= self.dropout_prob < 1.0:
             raise ValueError(f"dropout_prob must be in [0, 1), got {self.dropout_prob}")
+        if self.sequence_layout not in LAYOUTS:
+            raise ValueError(f"sequence_layout must be one of {', '.join(LAYOUTS)}, got {self.sequence_layout!r}")
         if self.mode is not None and self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)} or None, got {self.mode!r}")

@@ -1,0 +1,57 @@
+"""Tiles by ATen's flash kernel for the CPU, where the tile is whole or cut by its diagonal; the others as defined."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.ring import blocks
+from easytorch.kernels.ring.blocks import Block
+
+_aten = torch.ops.aten
+
+
+def supports(
+    query: Tensor, value: Tensor, *, dense: bool, segments: bool, softcap: float | None, dropout_prob: float
+) -> str | None:
+    """None, or what of the call ATen's kernel cannot take for any tile."""
+    if dense or segments:
+        return "ATen's kernel would form a mask of the whole block"
+    if softcap is not None:
+        return "ATen has no softcap"
+    if dropout_prob > 0.0:
+        return "ATen draws its own dropout mask"
+    if query.shape[-1] != value.shape[-1]:
+        return f"ATen's CPU kernel takes one head_dim, got {query.shape[-1]} and {value.shape[-1]}"
+    return None
+
+
+def forward(block: Block) -> tuple[Tensor, Tensor]:
+    if not _carries(block):
+        return blocks.forward(block)
+    output, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(block.query, block.key, block.value), 0.0, block.upper is not None, scale=block.scale
+    )
+    return output.transpose(1, 2), logsumexp
+
+
+def backward(
+    block: Block, output: Tensor, logsumexp: Tensor, grad: Tensor, bias_grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _carries(block):
+        return blocks.backward(block, output, logsumexp, grad, bias_grad)
+    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_heads_first(grad, block.query, block.key, block.value, output), logsumexp, 0.0, block.upper is not None,
+        scale=block.scale,
+    )  # fmt: skip
+    query, key, value = (gradient.transpose(1, 2) for gradient in gradients)
+    return query, key, value
+
+
+def _carries(block: Block) -> bool:
+    # an empty tensor ends ATen's kernel with a division by zero
+    return block.lower is None and block.upper in (None, 0) and min(block.query.numel(), block.key.numel()) > 0
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.transpose(1, 2) for tensor in tensors]

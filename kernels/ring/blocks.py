@@ -1,0 +1,168 @@
+"""One tile of a ring: what every block kernel is given, and the kernel that defines it, in plain torch.
+
+A block kernel is a module with
+    forward(block) -> (output (B, R, H, Dv), logsumexp (B, H, R)), +inf for a row that sees nothing
+    backward(block, output, logsumexp, grad, bias_grad) -> (query, key, value gradients)
+where output and logsumexp are those of the rows over all keys, and bias_grad, None or a float tensor of the shape of
+the block's bias, is added to in place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.attention.dropout import keep_mask
+from easytorch.kernels.attention.native import working_dtype
+
+BLOCK = 256  # rows at a time: memory stays linear in the length
+
+
+class Block(NamedTuple):
+    """query (B, R, H, D), key (B, C, K, D), value (B, C, K, Dv) and what applies to them; see plan.Tile.
+
+    mask and bias broadcast to (B, H, R, C), query_ids (B, R), key_ids (B, C).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    seed: Tensor | None
+    lower: int | None
+    upper: int | None
+    first_row: int
+    first_column: int
+    softcap: float | None
+    scale: float
+    dropout_prob: float
+
+
+def forward(block: Block) -> tuple[Tensor, Tensor]:
+    """The definition of attention/contract.py for some rows over some keys."""
+    outputs, tops = [], []
+    for first in range(0, block.query.shape[1], BLOCK):
+        part = _rows(block, first)
+        scores, _ = _scores(part)
+        top = torch.logsumexp(scores, dim=-1)
+        top = torch.where(top == float("-inf"), float("inf"), top)
+        weights = torch.exp(scores - top[..., None])
+        outputs.append(_weigh(_kept(part, weights), part.value))
+        tops.append(top)
+    return torch.cat(outputs, dim=1), torch.cat(tops, dim=2)
+
+
+def backward(
+    block: Block, output: Tensor, logsumexp: Tensor, grad: Tensor, bias_grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, in the working dtype; equations as in triton_flash_backward_keys.py."""
+    working = working_dtype(block.query)
+    heads, kv_heads = block.query.shape[2], block.key.shape[2]
+    key_grad = torch.zeros_like(block.key, dtype=working)
+    value_grad = torch.zeros_like(block.value, dtype=working)
+    query_grads = []
+    key, value = block.key.to(working), block.value.to(working)
+    for first in range(0, block.query.shape[1], BLOCK):
+        part = _rows(block, first)
+        rows = part.query.shape[1]
+        query = _grouped(part.query.to(working), kv_heads)
+        row_grad = grad[:, first : first + rows].to(working)
+        delta = (row_grad * output[:, first : first + rows].to(working)).sum(-1).transpose(1, 2)
+        scores, capped = _scores(part)
+        weights = torch.exp(scores - logsumexp[:, :, first : first + rows, None])
+        grouped_grad = _grouped(row_grad, kv_heads)
+        value_grad += torch.einsum("bkgrc,brkgd->bckd", _by_group(_kept(part, weights), kv_heads), grouped_grad)
+        weight_grad = torch.einsum("brkgd,bckd->bkgrc", grouped_grad, value).flatten(1, 2)
+        score_grad = weights * (_kept(part, weight_grad) - delta[..., None])
+        if bias_grad is not None:
+            _row_part(bias_grad, first).add_(score_grad.sum_to_size(_row_part(bias_grad, first).shape))
+        if block.softcap is not None:
+            score_grad = score_grad * (1.0 - (capped / block.softcap).square())
+        by_group = _by_group(score_grad * block.scale, kv_heads)
+        query_grads.append(torch.einsum("bkgrc,bckd->brkgd", by_group, key).reshape(*part.query.shape[:2], heads, -1))
+        key_grad += torch.einsum("bkgrc,brkgd->bckd", by_group, query)
+    return torch.cat(query_grads, dim=1), key_grad, value_grad
+
+
+def _rows(block: Block, first: int) -> Block:
+    last = first + BLOCK
+    return block._replace(
+        query=block.query[:, first:last],
+        mask=None if block.mask is None else _row_part(block.mask, first),
+        bias=None if block.bias is None else _row_part(block.bias, first),
+        query_ids=None if block.query_ids is None else block.query_ids[:, first:last],
+        lower=None if block.lower is None else block.lower + first,
+        upper=None if block.upper is None else block.upper + first,
+        first_row=block.first_row + first,
+    )
+
+
+def _row_part(tensor: Tensor, first: int) -> Tensor:
+    """A block of rows of (1 or B, 1 or H, 1 or R, 1 or C)."""
+    return tensor if tensor.shape[2] == 1 else tensor[:, :, first : first + BLOCK]
+
+
+def _scores(block: Block) -> tuple[Tensor, Tensor]:
+    """Scores (B, H, R, C), -inf where unseen, and the same before bias and masks."""
+    working = working_dtype(block.query)
+    rows, columns, kv_heads = block.query.shape[1], block.key.shape[1], block.key.shape[2]
+    query = _grouped(block.query.to(working) * block.scale, kv_heads)
+    capped = torch.einsum("brkgd,bckd->bkgrc", query, block.key.to(working)).flatten(1, 2)
+    if block.softcap is not None:
+        capped = block.softcap * torch.tanh(capped / block.softcap)
+    scores = capped if block.bias is None else capped + block.bias.to(working)
+    for seen in (block.mask, _band(block, rows, columns), _same_segment(block)):
+        if seen is not None:
+            scores = torch.where(seen, scores, float("-inf"))
+    return scores, capped
+
+
+def _band(block: Block, rows: int, columns: int) -> Tensor | None:
+    if block.lower is None and block.upper is None:
+        return None
+    device = block.query.device
+    offset = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
+    seen = torch.ones_like(offset, dtype=torch.bool)
+    if block.lower is not None:
+        seen &= offset >= block.lower
+    if block.upper is not None:
+        seen &= offset <= block.upper
+    return seen
+
+
+def _same_segment(block: Block) -> Tensor | None:
+    if block.query_ids is None or block.key_ids is None:
+        return None
+    return block.query_ids[:, None, :, None] == block.key_ids[:, None, None, :]
+
+
+def _kept(block: Block, weights: Tensor) -> Tensor:
+    """weights (B, H, R, C) after dropout: a function of their positions in the whole matrix of scores."""
+    if block.seed is None or block.dropout_prob == 0.0:
+        return weights
+    keep = keep_mask(
+        block.seed, block.dropout_prob, (weights.shape[0], weights.shape[1], weights.shape[2], weights.shape[3]),
+        weights.device, first_row=block.first_row, first_column=block.first_column,
+    )  # fmt: skip
+    return torch.where(keep, weights / (1.0 - block.dropout_prob), 0.0)
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, R, H, N) -> (B, R, K, H / K, N)"""
+    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3])
+
+
+def _by_group(weights: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, R, C) -> (B, K, H / K, R, C)"""
+    return weights.unflatten(1, (kv_heads, -1))
+
+
+def _weigh(weights: Tensor, value: Tensor) -> Tensor:
+    kv_heads = value.shape[2]
+    output = torch.einsum("bkgrc,bckd->brkgd", _by_group(weights, kv_heads), value.to(weights.dtype))
+    return output.flatten(2, 3)
