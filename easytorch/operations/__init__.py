@@ -3,6 +3,7 @@
 from easytorch.operations.attention import Attention
 from easytorch.operations.base import BaseOperation, backend
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
+from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
@@ -22,6 +23,7 @@ __all__ = [
     "BaseOperation",
     "Choice",
     "CrossEntropy",
+    "DecodeAttention",
     "FlashAttention",
     "FusedLinearCrossEntropy",
     "GeGLU",

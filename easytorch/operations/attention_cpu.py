@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.operations.decode import ONE_QUERY
+
 Preferences = tuple[tuple[str, str], ...]
 
 MIN_ROWS = 128
@@ -26,6 +28,8 @@ MIN_WINDOW_ROWS = 1024
 
 _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
+DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
+DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
 ATEN_FIRST: Preferences = (_ATEN, ("flash", "online softmax in XLA carries what ATen lacks"))
 XLA_FIRST: Preferences = (("flash", "XLA skips what lies outside the window, ATen does not"), _ATEN)
 
@@ -36,6 +40,8 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     if torch.compiler.is_exporting() or query.dim() != 4 or key.dim() != 4:
         return ATEN_ONLY
     rows = query.shape[1]
+    if rows == 1:  # heads that share no key/value head leave nothing to fold: ATen as it is
+        return DECODE_FIRST if query.shape[2] > key.shape[2] else DECODE_LAST
     if rows < MIN_ROWS:
         return ATEN_ONLY
     window = features.get("sliding_window")

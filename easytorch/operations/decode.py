@@ -1,0 +1,72 @@
+"""`decode`: attention of one query token over a long key/value cache."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.decode import aten, native
+from easytorch.kernels.decode.contract import not_one_query
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.base import backend
+from easytorch.operations.impl import Choice, UnsupportedOperationError
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.registry import OperationRegistry
+
+# (implementation, why it is asked first) where `attention` is given one query
+ONE_QUERY = ("decode", "one query: the heads of a key/value head are rows, and the cache is read once")
+
+
+class DecodeFeatures(AttentionFeatures, total=False):
+    lengths: Tensor | None
+
+
+@OperationRegistry.register
+class DecodeAttention(AttentionImpl):
+    """query (B, 1, H, D), key (B, S, K, D), value (B, S, K, Dv), `lengths` (B,) of valid keys; T != 1 is refused.
+
+    kernels/decode/contract.py says what `lengths` means.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> tuple[str, ...]:
+        return ("decode", "autoregressive_decodeattn")
+
+    def supports(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> str | None:
+        # to the rest `lengths` is one more keyword that it hands on
+        return not_one_query(query) or super().supports(backend, query, key, value, **features)  # type: ignore[misc]
+
+    def refusal(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
+    ) -> str | None:
+        return aten.supports(query, key, value, **features)
+
+    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        query = args[0] if args else kwargs["query"]
+        if (reason := not_one_query(query)) is not None:  # the definition refuses it too: nothing to fall back to
+            raise UnsupportedOperationError(reason)
+        return super().choose_freely(platform, args, kwargs)
+
+    def forward_native(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        output = native.decode(query, key, value, **settled, softmax_dtype=self.metadata.runtime_softmax_dtype)
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("aten")
+    def forward_cpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=aten.decode(query, key, value, **settled))
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        query = torch.empty(8, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+        cache = torch.empty(8, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
+        return (query, cache, cache), {"causal": True}

@@ -1,0 +1,153 @@
+"""Decoding attention by ATen: the query heads that share a key/value head become the rows of one matrix.
+
+ATen's fused CPU kernel reads a key once for each matrix it is given: as (B, K, H / K, D) instead of (B, H, 1, D) the
+cache is read once instead of H / K times, and the products have rows to share the work. Medians on 2 cores (EPYC,
+AVX-512), torch 2.13, B8 H32 K8 S4096 D128, keys as (B, S, K, D) or as a transposed (B, K, S, D), against SDPA with
+enable_gqa:
+
+    float32    27 / 27 ms instead of  65 /  50
+    bfloat16   28 / 15 ms instead of 250 / 150
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.native import attend, working_dtype
+from easytorch.kernels.decode import native
+from easytorch.kernels.decode.contract import check_decode
+
+
+class _Features(NamedTuple):
+    """What a call carries beside query, key and value; mask and bias have four dimensions."""
+
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+    left: int | None = None
+    scale: float | None = None
+
+    @property
+    def fused(self) -> bool:
+        """ATen's kernel has neither a soft cap nor sinks."""
+        return self.softcap is None and self.sinks is None
+
+    def of_sequence(self, b: int) -> _Features:
+        mask, bias, query_ids, key_ids = (
+            tensor if tensor is None or tensor.shape[0] == 1 else tensor[b : b + 1] for tensor in self[:4]
+        )
+        return self._replace(mask=mask, bias=bias, query_ids=query_ids, key_ids=key_ids)
+
+    def of_keys(self, start: int, end: int) -> _Features:
+        mask, bias = (
+            tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., start:end] for tensor in self[:2]
+        )
+        return self._replace(mask=mask, bias=bias, key_ids=None if self.key_ids is None else self.key_ids[:, start:end])
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float = 0.0, **_: Any) -> str | None:
+    """None, or the part of the call that is not carried. Takes the arguments of `decode`."""
+    return "it has no dropout" if dropout_prob > 0.0 else None
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    query_segment_ids: Tensor | None = None,
+    key_segment_ids: Tensor | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype; differentiable.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
+    """
+    batch, keys, *_ = check_decode(
+        query, key, value, lengths, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    if (reason := supports(query, key, value, dropout_prob=dropout_prob)) is not None:
+        raise NotImplementedError(reason)
+    unreadable = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if lengths is not None and unreadable:
+        return native.decode(
+            query, key, value, lengths=lengths, mask=mask, bias=bias, causal=causal,
+            query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids, sliding_window=sliding_window,
+            softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
+        )  # fmt: skip
+    left, _ = band_of(causal, sliding_window)  # the right side ends at the query's own key or beyond: it sees the last
+    features = _Features(
+        _four_dims(mask), _four_dims(bias), query_segment_ids, key_segment_ids, sinks, softcap, left, softmax_scale
+    )
+    at_once = batch == 0 or features.fused or unreadable
+    if lengths is None and at_once:
+        return _attend(query, key, value, keys, features)
+    ends = [keys] * batch if lengths is None else lengths.tolist()
+    if not all(0 <= end <= keys for end in ends):
+        raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {ends}")
+    if at_once and len(set(ends)) <= 1:
+        return _attend(query, key, value, ends[0] if ends else keys, features)
+    # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores
+    return torch.cat([
+        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b))
+        for b, end in enumerate(ends)
+    ])  # fmt: skip
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Features) -> Tensor:
+    """The query stands at key end - 1 and sees the keys before it that the window reaches."""
+    start = 0 if features.left is None else max(0, end - 1 - features.left)
+    if start > 0 or end < key.shape[1]:
+        key, value, features = key[:, start:end], value[:, start:end], features.of_keys(start, end)
+    seen = features.mask
+    if features.query_ids is not None and features.key_ids is not None:
+        same = (features.query_ids == features.key_ids)[:, None, None]
+        seen = same if seen is None else seen & same
+    batch, _, heads, dim = query.shape
+    if not features.fused or key.shape[1] == 0:
+        return attend(
+            query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
+            scale=dim**-0.5 if features.scale is None else features.scale, keep=None, dropout_prob=0.0,
+            working=working_dtype(query),
+        )[0]  # fmt: skip
+    kv_heads = key.shape[2]
+    attn_mask = _rows(seen, kv_heads)
+    if features.bias is not None:
+        bias = _rows(features.bias, kv_heads)
+        attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*attn_mask.shape[:3], key.shape[1])
+    output = F.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, heads // kv_heads, dim), key.transpose(1, 2), value.transpose(1, 2),
+        attn_mask=attn_mask, scale=features.scale,
+    )  # fmt: skip
+    return output.reshape(batch, 1, heads, value.shape[3])
+
+
+def _rows(tensor: Tensor | None, kv_heads: int) -> Tensor | None:
+    """(Bx, Hx, 1, Sx) -> (Bx, K, H / K, Sx), or (Bx, 1, 1, Sx) where the heads are alike."""
+    if tensor is None or tensor.shape[1] == 1:
+        return tensor
+    return tensor.reshape(tensor.shape[0], kv_heads, -1, tensor.shape[3])
+
+
+def _four_dims(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -1,0 +1,44 @@
+"""The arguments of a decoding attention: those of kernels/attention/contract.py with T = 1, and `lengths`.
+
+`lengths` (B,), int32 or int64, each 0..S: only the first lengths[b] keys of sequence b are part of the call. Causal and
+the sliding window place the query at the last of them, key lengths[b] - 1. What lies beyond is never read: it may be
+NaN. A sequence of length 0 gives zeros. Without `lengths` every sequence has S keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.attention.contract import check_features, check_tensors
+
+
+def not_one_query(query: Tensor) -> str | None:
+    """None for a query (B, 1, H, D), else why decode does not take it."""
+    if query.dim() == 4 and query.shape[1] != 1:
+        return f"decode takes one query token (T = 1), got T = {query.shape[1]}: use attention"
+    return None
+
+
+def check_decode(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, **features: Any
+) -> tuple[int, int, int, int, int, int]:
+    """(B, S, H, K, D, Dv) of a call, or a `ValueError` that names what does not fit. features: of `check_features`."""
+    batch, _, keys, heads, kv_heads, dim, value_dim = check_tensors(query, key, value)
+    if (reason := not_one_query(query)) is not None:
+        raise ValueError(reason)
+    if features:
+        check_features(query, key, **features)
+    if lengths is not None:
+        if lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"decode: lengths must be int32 or int64, got {lengths.dtype}")
+        if lengths.shape != (batch,):
+            raise ValueError(f"decode: lengths must be {(batch,)}, one a sequence, got {tuple(lengths.shape)}")
+    return batch, keys, heads, kv_heads, dim, value_dim
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """True where autograd records and one of the tensors asks for a gradient."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

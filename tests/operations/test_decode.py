@@ -1,0 +1,230 @@
+"""decode: every feature and `lengths` against the float64 definition, gradients, what is refused, who chooses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from easytorch.kernels.attention.native import attention
+from easytorch.kernels.decode.native import decode as definition
+from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
+from easytorch.operations.check import relative_rms_error
+
+B, S, H, K, D, DV = 3, 63, 6, 2, 60, 36
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+MIXED = torch.tensor([0, 17, S])
+
+
+def decode(backend: str | None = None) -> OperationImpl:
+    return OperationRegistry.create("decode", OperationMetadata(backend=backend))
+
+
+def tensors(kv_heads: int = K) -> list[torch.Tensor]:
+    return [torch.randn(B, 1, H, D), torch.randn(B, S, kv_heads, D), torch.randn(B, S, kv_heads, DV)]
+
+
+def segments() -> dict[str, torch.Tensor]:
+    query = torch.zeros(B, 1, dtype=torch.int64)
+    query[1] = 7  # which no key has
+    return {"query_segment_ids": query, "key_segment_ids": torch.randint(0, 2, (B, S))}
+
+
+CASES: dict[str, Any] = {
+    "plain": dict,
+    "causal": lambda: {"causal": True},
+    "scale": lambda: {"softmax_scale": 0.3},
+    "mask": lambda: {"mask": torch.rand(B, H, 1, S) > 0.5},
+    "mask_nothing": lambda: {"mask": torch.tensor([True, False, True]).reshape(B, 1, 1, 1)},
+    "mask_keys": lambda: {"mask": torch.rand(S) > 0.5},
+    "bias": lambda: {"bias": torch.randn(B, H, 1, S)},
+    "bias_and_mask": lambda: {"bias": torch.randn(H, 1, S), "mask": torch.rand(B, 1, 1, S) > 0.5},
+    "segments": segments,
+    "window": lambda: {"sliding_window": 9, "causal": True},
+    "window_sides": lambda: {"sliding_window": (20, 3)},
+    "softcap": lambda: {"softcap": 1.5},
+    "sinks": lambda: {"sinks": torch.randn(H), "mask": torch.rand(B, 1, 1, S) > 0.5},
+    "everything": lambda: {
+        **segments(), "mask": torch.rand(B, H, 1, S) > 0.3, "bias": torch.randn(1, H, 1, S), "causal": True,
+        "sliding_window": (40, None), "softcap": 4.0, "sinks": torch.randn(H), "softmax_scale": 0.2,
+    },
+}  # fmt: skip
+
+
+def run(function: Any, given: dict[str, Any], rounded: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The output and the gradient of every floating tensor, in `dtype`, of tensors rounded to `rounded`."""
+    leaves = {
+        name: value.to(rounded).to(dtype).detach().requires_grad_()
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    output = function(**{**given, **leaves})
+    output = output if isinstance(output, torch.Tensor) else output.attention_outputs
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(rounded).to(dtype)
+    grads = torch.autograd.grad(output, list(leaves.values()), upstream)
+    return {"output": output.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float32) for case in CASES]
+    + [(case, dtype) for case in ("causal", "everything") for dtype in (torch.float16, torch.bfloat16)],
+)
+@pytest.mark.parametrize("lengths", ["all", "mixed", "same"])
+@pytest.mark.parametrize("backend", ["native", "aten"])
+def test_equals_the_definition(backend: str, case: str, lengths: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(sum(map(ord, case)))
+    given = dict(zip(("query", "key", "value"), tensors(), strict=True)) | CASES[case]()
+    if lengths != "all":
+        given["lengths"] = MIXED if lengths == "mixed" else torch.full((B,), 30, dtype=torch.int32)
+        for name in ("key", "value"):  # what lies beyond is not read
+            for b, length in enumerate(given["lengths"]):
+                given[name][b, length:] = float("nan")
+    got, expected = run(decode(backend), given, dtype, dtype), run(definition, given, dtype, torch.float64)
+    for name in expected:
+        # in half precision a gradient passes two roundings
+        allowed = TOLERANCE[dtype] * (2 if dtype != torch.float32 and name != "output" else 1)
+        assert got[name].dtype == dtype
+        assert relative_rms_error(got[name], expected[name]) <= allowed, name
+    if lengths == "mixed":
+        assert (got["output"][0] == 0).all()
+    if case == "mask_nothing":
+        assert (got["output"][1] == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [1, 17, S])
+def test_the_definition_is_attention_over_the_first_keys(case: str, length: int) -> None:
+    query, key, value = (tensor.double() for tensor in tensors())
+    features = CASES[case]()
+    got = definition(query, key, value, lengths=torch.full((B,), length), **features)
+    for name in ("mask", "bias"):
+        if name in features and features[name].shape[-1] == S:
+            features[name] = features[name][..., :length]
+    if "key_segment_ids" in features:
+        features["key_segment_ids"] = features["key_segment_ids"][:, :length]
+    torch.testing.assert_close(got, attention(query, key[:, :length], value[:, :length], **features)[0])
+
+
+@pytest.mark.parametrize("layout", ["BSKD", "BKSD"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_layouts_and_groups(kv_heads: int, layout: str) -> None:
+    query, key, value = tensors(kv_heads)
+    expected = definition(query.double(), key.double(), value.double())
+    if layout == "BKSD":
+        key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value))
+    assert relative_rms_error(decode()(query, key, value).attention_outputs, expected) <= 1e-5
+
+
+def test_dropout_is_the_definitions() -> None:
+    operation, (query, key, value) = decode(), tensors()
+    assert operation.choose(query, key, value, dropout_prob=0.5).backend == "native"
+    expected = attention(query, key, value, dropout_prob=0.5, seed=3)[0]
+    got = operation(query, key, value, dropout_prob=0.5, seed=3).attention_outputs
+    assert torch.equal(got, expected)
+    with pytest.raises(UnsupportedOperationError, match="no dropout"):
+        decode("aten")(query, key, value, dropout_prob=0.5)
+
+
+@pytest.mark.parametrize("backend", [None, "native", "aten", "decode"])
+def test_more_queries_are_refused(backend: str | None) -> None:
+    query, key, value = tensors()
+    with pytest.raises(UnsupportedOperationError, match=r"one query token .T = 1., got T = 2: use attention"):
+        decode(backend)(torch.cat([query, query], 1), key, value)
+    with pytest.raises(UnsupportedOperationError, match="one query token"):
+        decode(backend)(query=torch.cat([query, query], 1), key=key, value=value)
+
+
+@pytest.mark.parametrize("backend", ["native", "aten"])
+def test_errors(backend: str) -> None:
+    operation, (query, key, value) = decode(backend), tensors()
+    for lengths, message in (
+        (torch.ones(B), "int32 or int64"),
+        (torch.ones(B + 1, dtype=torch.int32), r"\(3,\), one a sequence, got \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operation(query, key, value, lengths=lengths)
+    with pytest.raises(ValueError, match="head_dim differ"):
+        operation(query, key[:2], value)
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        operation(query, key, value, softcap=-1.0)
+
+
+def test_lengths_beyond_the_keys() -> None:
+    with pytest.raises(ValueError, match=r"0\.\.63, the keys there are"):
+        decode("aten")(*tensors(), lengths=torch.tensor([1, S + 1, 2]))
+
+
+def test_attention_of_one_query_takes_it() -> None:
+    operation, (query, key, value) = OperationRegistry.create("attention"), tensors()
+    choice = operation.choose(query, key, value, causal=True)
+    assert (choice.implementation, choice.backend) == ("decode", "aten")
+    assert operation.choose(query.expand(B, 2, H, D), key, value, causal=True).implementation == "sdpa"
+    assert operation.choose(query, key, value, dropout_prob=0.5).implementation == "sdpa"
+    # a head that is alone with its keys has nothing to share: no step between it and ATen
+    query, key, value = tensors(H)
+    assert operation.choose(query, key, value, causal=True).implementation == "sdpa"
+    assert operation.choose(query, key, value, softcap=2.0).implementation == "decode"
+    with pytest.raises(UnsupportedOperationError, match="one query token"):
+        forced = OperationRegistry.create("attention", OperationMetadata(backend="decode"))
+        forced(query.expand(B, 2, H, D), key, value)
+
+
+def test_names_and_metadata() -> None:
+    operation = OperationRegistry.create("autoregressive_decodeattn", OperationMetadata(softmax_scale=0.5))
+    query, key, value = tensors()
+    expected = definition(query, key, value, softmax_scale=0.5)
+    assert relative_rms_error(operation(query, key, value).attention_outputs, expected) <= 1e-5
+
+
+class Module(torch.nn.Module):
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | None
+    ) -> torch.Tensor:
+        return decode()(query, key, value, lengths=lengths, sliding_window=20, causal=True).attention_outputs
+
+
+@pytest.mark.parametrize("lengths", [None, MIXED], ids=["all", "mixed"])
+def test_compile_and_export(lengths: torch.Tensor | None) -> None:
+    given = (*tensors(), lengths)
+    expected = Module()(*given)
+    torch.testing.assert_close(torch.compile(Module(), fullgraph=True, backend="aot_eager")(*given), expected)
+    program = torch.export.export(Module(), given)
+    torch.testing.assert_close(program.module()(*given), expected)
+    assert all("easytorch" not in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("case", ["plain", "everything"])
+@pytest.mark.parametrize("lengths", [None, MIXED], ids=["all", "mixed"])
+def test_vmap_and_grad(lengths: torch.Tensor | None, case: str) -> None:
+    query, key, value = tensors()
+    features, operation = CASES[case](), decode()
+
+    def call(query: torch.Tensor) -> torch.Tensor:
+        return operation(query, key, value, lengths=lengths, **features).attention_outputs
+
+    many = torch.stack([query, -query])
+    torch.testing.assert_close(torch.func.vmap(call)(many), torch.stack([call(one) for one in many]))
+    got = torch.func.grad(lambda q: call(q).square().sum())(query)
+    leaf = query.clone().requires_grad_()
+    torch.testing.assert_close(got, torch.autograd.grad(call(leaf).square().sum(), leaf)[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_check_mode(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+    decode("aten")(*tensors(), lengths=MIXED, **CASES[case]())
+    OperationRegistry.create("attention")(*tensors(), **CASES[case]())
+
+
+def test_autocast_and_checkpointing() -> None:
+    query, key, value = (tensor.requires_grad_() for tensor in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_rms_error(decode()(query, key, value).attention_outputs, definition(query, key, value)) < 8e-3
+    plain = decode()(query, key, value).attention_outputs.square().sum()
+    again = torch.utils.checkpoint.checkpoint(
+        lambda *given: decode()(*given).attention_outputs.square().sum(), query, key, value, use_reentrant=False
+    )
+    for a, b in zip(torch.autograd.grad(plain, query), torch.autograd.grad(again, query), strict=True):
+        torch.testing.assert_close(a, b)
