@@ -2,9 +2,11 @@
 
 from easytorch.operations.attention import Attention
 from easytorch.operations.base import BaseOperation, backend
+from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
 from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.flash import FlashAttention
+from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.layer_norm import LayerNorm
@@ -15,17 +17,24 @@ from easytorch.operations.ring import RingAttention
 from easytorch.operations.rms_norm import RMSNorm
 from easytorch.operations.rotary import Rotary
 from easytorch.operations.sdpa import SdpaAttention
+from easytorch.operations.ssm1 import SSM1
+from easytorch.operations.ssm2 import SSM2
+from easytorch.operations.state_space import StateSpaceOutput
 from easytorch.operations.vanilla import VanillaAttention
 
 __all__ = [
+    "SSM1",
+    "SSM2",
     "Attention",
     "AttentionOutput",
     "BaseOperation",
+    "CausalConv1d",
     "Choice",
     "CrossEntropy",
     "DecodeAttention",
     "FlashAttention",
     "FusedLinearCrossEntropy",
+    "GatedDeltaRule",
     "GeGLU",
     "LayerNorm",
     "OperationImpl",
@@ -36,6 +45,7 @@ __all__ = [
     "RingAttention",
     "Rotary",
     "SdpaAttention",
+    "StateSpaceOutput",
     "SwiGLU",
     "UnsupportedOperationError",
     "VanillaAttention",

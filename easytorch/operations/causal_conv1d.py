@@ -1,0 +1,38 @@
+"""`causal_conv1d`: each channel's short convolution with its own past, and the state that carries it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.causal_conv1d import aten, native
+from easytorch.operations.base import backend
+from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
+
+
+@OperationRegistry.register
+class CausalConv1d(StateSpaceImpl):
+    """`causal_conv1d(x, weight, bias=None, initial_state=None, activation=None, segment_ids=None)`: x (B, T, C),
+    weight (C, W) -> outputs (B, T, C), final_state (B, C, W-1)."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "causal_conv1d"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, weight = torch.empty(1, 4096, 5120, device="meta"), torch.empty(5120, 4, device="meta")
+        return (x, weight), {"activation": "silu"}
+
+    def forward_native(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
+        activation: str | None = None, segment_ids: Tensor | None = None,
+    ) -> StateSpaceOutput:  # fmt: skip
+        return self.run(native.causal_conv1d, x, weight, bias, initial_state, activation, segment_ids)
+
+    @backend("aten")
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        return self.run(aten.causal_conv1d, *args, **kwargs)

@@ -1,0 +1,52 @@
+"""`gated_delta_rule`: the linear attention of Gated DeltaNet and Qwen3-Next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.gated_delta_rule import aten, native
+from easytorch.operations.base import backend
+from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
+
+
+@OperationRegistry.register
+class GatedDeltaRule(StateSpaceImpl):
+    """`gated_delta_rule(query, key, value, g, beta, softmax_scale=None, initial_state=None, use_qk_l2norm=False,
+    segment_ids=None)`: query, key (B, T, H, Dk), value (B, T, Hv, Dv) -> outputs (B, T, Hv, Dv), final_state
+    (B, Hv, Dk, Dv). `scale` is another name of softmax_scale; without either it is the metadata's, else Dk ** -0.5."""
+
+    casts = ("query", "key", "value")
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "gated_delta_rule"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        query, value = (torch.empty(1, 4096, heads, 128, device="meta") for heads in (16, 32))
+        g = torch.empty(1, 4096, 32, device="meta")
+        return (query, query, value, g, g), {"use_qk_l2norm": True}
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        return self.scaled(native.gated_delta_rule, *args, **kwargs)
+
+    @backend("aten")
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        return self.scaled(aten.gated_delta_rule, *args, **kwargs)
+
+    def scaled(
+        self, function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+        softmax_scale: float | None = None, initial_state: Tensor | None = None, use_qk_l2norm: bool = False,
+        segment_ids: Tensor | None = None, *, scale: float | None = None,
+    ) -> StateSpaceOutput:  # fmt: skip
+        """The result of a path's function, its softmax_scale settled."""
+        if scale is not None and softmax_scale is not None:
+            raise ValueError("gated_delta_rule: scale and softmax_scale are two names of one argument; give one")
+        given = (softmax_scale, scale, self.metadata.softmax_scale)
+        settled = next((value for value in given if value is not None), None)
+        return self.run(function, query, key, value, g, beta, settled, initial_state, use_qk_l2norm, segment_ids)

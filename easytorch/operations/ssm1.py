@@ -1,0 +1,40 @@
+"""`ssm1`: the selective scan of Mamba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.ssm1 import aten, native
+from easytorch.operations.base import backend
+from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
+
+
+@OperationRegistry.register
+class SSM1(StateSpaceImpl):
+    """`ssm1(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, initial_state=None, segment_ids=None)`:
+    x (B, T, C), state (B, C, N) -> outputs (B, T, C), final_state (B, C, N)."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "ssm1"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, A = torch.empty(1, 4096, 5120, device="meta"), torch.empty(5120, 16, device="meta")
+        B = torch.empty(1, 4096, 16, device="meta")
+        return (x, x, A, B, B), {"dt_softplus": True}
+
+    def forward_native(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> StateSpaceOutput:  # fmt: skip
+        return self.run(native.ssm1, x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, segment_ids)
+
+    @backend("aten")
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        return self.run(aten.ssm1, *args, **kwargs)

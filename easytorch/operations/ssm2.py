@@ -1,0 +1,40 @@
+"""`ssm2`: the scan of Mamba-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.ssm2 import aten, native
+from easytorch.operations.base import backend
+from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
+
+
+@OperationRegistry.register
+class SSM2(StateSpaceImpl):
+    """`ssm2(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0, inf), initial_state=None,
+    segment_ids=None)`: x (B, T, H, P), state (B, H, P, N) -> outputs (B, T, H, P), final_state (B, H, P, N)."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "ssm2"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, dt = torch.empty(1, 4096, 80, 64, device="meta"), torch.empty(1, 4096, 80, device="meta")
+        A, B = torch.empty(80, device="meta"), torch.empty(1, 4096, 1, 128, device="meta")
+        return (x, dt, A, B, B), {"dt_softplus": True}
+
+    def forward_native(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = native.NO_LIMIT,
+        initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
+    ) -> StateSpaceOutput:  # fmt: skip
+        return self.run(native.ssm2, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, segment_ids)
+
+    @backend("aten")
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        return self.run(aten.ssm2, *args, **kwargs)

@@ -1,0 +1,45 @@
+"""What the operations with a recurrent state share: their result, and how a path of theirs is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from easytorch.operations.impl import OperationImpl
+from easytorch.operations.output import OperationOutput
+
+
+@dataclass(kw_only=True)
+class StateSpaceOutput(OperationOutput):
+    """Result of an operation with a recurrent state.
+
+    outputs: one for each token, shaped and typed as the tokens.
+    final_state: what the next tokens take as `initial_state`, float32 (float64 for float64 tokens).
+    """
+
+    outputs: torch.Tensor | None = None
+    final_state: torch.Tensor | None = None
+
+
+torch.export.register_dataclass(StateSpaceOutput, serialized_type_name="easytorch.StateSpaceOutput")
+
+
+class StateSpaceImpl(OperationImpl):
+    """An operation whose paths are functions (tokens, ...) -> outputs, final_state of one signature."""
+
+    casts: ClassVar[tuple[str, ...]] = ("x", "z")  # the arguments `metadata.runtime_dtype` applies to
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        """The result of a path's function."""
+        if self.metadata.runtime_dtype is not None:
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            for name in self.casts:
+                if given.get(name) is not None:
+                    given[name] = self.cast(given[name])
+            args, kwargs = (), given
+        outputs, final_state = function(*args, **kwargs)
+        return StateSpaceOutput(outputs=outputs, final_state=final_state)

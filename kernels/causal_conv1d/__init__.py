@@ -1,0 +1,1 @@
+"""Causal depthwise convolution over the sequence: `native.py` defines it."""

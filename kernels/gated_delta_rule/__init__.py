@@ -1,0 +1,1 @@
+"""The gated delta rule of Gated DeltaNet: `native.py` defines it."""

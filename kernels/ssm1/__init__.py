@@ -1,0 +1,1 @@
+"""The selective scan of Mamba: `native.py` defines it."""

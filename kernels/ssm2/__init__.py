@@ -1,0 +1,1 @@
+"""The state-space dual of Mamba-2: `native.py` defines it."""
