@@ -8,6 +8,7 @@ from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU
+from easytorch.operations.grouped_matmul import GroupedMatmul
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.metadata import OperationMetadata
@@ -36,6 +37,7 @@ __all__ = [
     "FusedLinearCrossEntropy",
     "GatedDeltaRule",
     "GeGLU",
+    "GroupedMatmul",
     "LayerNorm",
     "OperationImpl",
     "OperationMetadata",

@@ -1,0 +1,79 @@
+"""`grouped_matmul`: the experts of a mixture, each on its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.grouped_matmul import aten, native
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming
+from easytorch.operations.base import backend
+from easytorch.operations.impl import OperationImpl
+from easytorch.operations.registry import OperationRegistry
+
+
+@OperationRegistry.register
+class GroupedMatmul(OperationImpl):
+    """`grouped_matmul(x, weight, group_sizes, bias=None, *, transposed=False)`: x (M, K), its rows sorted by expert,
+    weight (E, K, N) (transposed: (E, N, K)), group_sizes (E,) int32 or int64, bias (E, N) -> (M, N).
+
+    Rows past the sum of the sizes give zeros. kernels/grouped_matmul/routing.py sorts by expert and combines.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "grouped_matmul"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, weight = torch.empty(4096, 2048, device="meta"), torch.empty(64, 2048, 1408, device="meta")
+        return (x, weight, torch.empty(64, dtype=torch.int64, device="meta")), {}
+
+    def supports(
+        self, backend: str, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None,
+        *, transposed: bool = False,
+    ) -> str | None:  # fmt: skip
+        if backend != "native" and transforming():
+            return REFUSAL
+        if backend == "triton":
+            from easytorch.kernels.grouped_matmul import triton_grouped_matmul
+
+            return triton_grouped_matmul.supports(x, self._dtype(x))
+        return None
+
+    def forward_native(
+        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        x, weight, bias = self._prepare(x, weight, bias)
+        return native.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+
+    @backend("aten")
+    def forward_cpu(
+        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        x, weight, bias = self._prepare(x, weight, bias)
+        return aten.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+
+    @backend("triton")
+    def forward_gpu(
+        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        from easytorch.kernels.grouped_matmul import triton_grouped_matmul
+
+        x, weight, bias = self._prepare(x, weight, bias)
+        return triton_grouped_matmul.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+
+    def _dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype of the product: `runtime_dtype`, or autocast's, as `mm` would take it; None for the inputs'."""
+        device = x.device.type
+        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
+            return self.metadata.runtime_dtype
+        return torch.get_autocast_dtype(device)
+
+    def _prepare(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self._dtype(x)
+        if dtype is None:
+            return x, weight, bias
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,0 +1,60 @@
+"""The definition of grouped_matmul, as `jax.lax.ragged_dot` has it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_sizes: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """x (M, K), weight (E, K, N), group_sizes (E,) integer, bias (E, N) -> (M, N) in x's dtype.
+
+    The first group_sizes[0] rows are multiplied with weight[0] and get bias[0], the next group_sizes[1] with weight[1],
+    and so on; rows past the sum of the sizes are zeros, whatever x holds there. transposed: weight is (E, N, K), as
+    `nn.Linear` stores it. Computed in float32 (float64 for float64) and rounded once. Every expert multiplies every
+    row here: it defines, it is not fast.
+    """
+    check_arguments(x, weight, group_sizes, bias, transposed)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    ends = group_sizes.cumsum(0)
+    starts = ends - group_sizes
+    matrices = weight.transpose(1, 2) if transposed else weight
+    output = torch.zeros((x.shape[0], matrices.shape[2]), dtype=wide, device=x.device)
+    for expert in range(weight.shape[0]):
+        inside = (rows >= starts[expert]) & (rows < ends[expert])
+        # rows of others may hold anything: an infinity times zero must not reach the gradient of this expert
+        product = x.to(wide).where(inside, 0.0) @ matrices[expert].to(wide)
+        if bias is not None:
+            product = product + bias[expert].to(wide)
+        output = torch.where(inside, product, output)
+    return output.to(x.dtype)
+
+
+def check_arguments(
+    x: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> None:
+    """`ValueError` unless the shapes fit, x, weight and bias are floating of one dtype and the sizes are integers."""
+    stored = "(E, N, K)" if transposed else "(E, K, N)"
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2 if transposed else 1]
+    experts, width = (weight.shape[0], weight.shape[1 if transposed else 2]) if fits else (0, 0)
+    if not fits or group_sizes.shape != (experts,) or (bias is not None and bias.shape != (experts, width)):
+        given = "no bias" if bias is None else f"bias {tuple(bias.shape)}"
+        raise ValueError(
+            f"grouped_matmul takes x (M, K), weight {stored}, group_sizes (E,) and bias (E, N), got x {tuple(x.shape)},"
+            f" weight {tuple(weight.shape)}, group_sizes {tuple(group_sizes.shape)} and {given}"
+        )
+    if group_sizes.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"grouped_matmul: group_sizes must be int32 or int64, got {group_sizes.dtype}")
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 or not x.is_floating_point():
+        raise ValueError(
+            f"grouped_matmul: x, weight and bias must be floating, of one dtype, got "
+            f"{', '.join(sorted(map(str, dtypes)))}; cast them, or call it under autocast"
+        )

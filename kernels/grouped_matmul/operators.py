@@ -1,0 +1,68 @@
+"""A grouped matmul as torch operators, differentiable any number of times, from two functions that compute.
+
+The sizes of the groups are data: an operator keeps them out of the graph, so that one graph serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def define(library: str, forward: Forward, weight_grad: WeightGrad) -> Forward:
+    """The differentiable operator `easytorch::<library>_grouped_matmul`, of the arguments of `forward`.
+
+    forward(x, weight, group_sizes, bias, transposed): as native.py says, into a new tensor.
+    weight_grad(left (M, A), right (M, B), group_sizes) -> (E, A, B): left^T @ right of the rows of each group.
+    """
+
+    def product(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        return forward(x, weight, group_sizes, bias, transposed)
+
+    def outer(left: Tensor, right: Tensor, group_sizes: Tensor) -> Tensor:
+        return weight_grad(left, right, group_sizes)
+
+    multiply = torch.library.custom_op(f"easytorch::{library}_grouped_matmul", product, mutates_args=())
+    multiply_groups = torch.library.custom_op(f"easytorch::{library}_grouped_weight_grad", outer, mutates_args=())
+
+    @multiply.register_fake
+    def _(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        return x.new_empty(x.shape[0], weight.shape[1 if transposed else 2])
+
+    @multiply_groups.register_fake
+    def _(left: Tensor, right: Tensor, group_sizes: Tensor) -> Tensor:
+        return left.new_empty(group_sizes.shape[0], left.shape[1], right.shape[1])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, group_sizes, _, ctx.transposed = inputs
+        ctx.save_for_backward(x, weight, group_sizes)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, sizes = ctx.saved_tensors
+        x_grad = weight_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = multiply(grad, weight, sizes, None, not ctx.transposed)
+        if ctx.needs_input_grad[1]:
+            weight_grad = multiply_groups(grad, x, sizes) if ctx.transposed else multiply_groups(x, grad, sizes)
+        if ctx.needs_input_grad[3]:
+            bias_grad = multiply_groups(grad.new_ones(grad.shape[0], 1), grad, sizes)[:, 0]
+        return x_grad, weight_grad, None, bias_grad, None
+
+    def keep_groups(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward_groups(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        left, right, sizes = ctx.saved_tensors
+        left_grad = multiply(right, grad, sizes, None, True) if ctx.needs_input_grad[0] else None
+        right_grad = multiply(left, grad, sizes, None, False) if ctx.needs_input_grad[1] else None
+        return left_grad, right_grad, None
+
+    multiply.register_autograd(backward, setup_context=keep)
+    multiply_groups.register_autograd(backward_groups, setup_context=keep_groups)
+    return multiply
