@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import blocked
+from easytorch.kernels.attention import blocked, varlen
 from easytorch.kernels.interop.installed import missing
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.base import backend
@@ -15,9 +16,22 @@ from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
 
 
+class FlashFeatures(AttentionFeatures, total=False):
+    """What every attention takes, and the ends of packed sequences; kernels/attention/varlen.py says what they mean."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
 @OperationRegistry.register
 class FlashAttention(AttentionImpl):
-    """Every feature of the contract: XLA (jax) on CPU and TPU, Triton on GPU, blocks of the definition elsewhere."""
+    """Every feature of the contract: XLA (jax) on CPU and TPU, Triton on GPU, blocks of the definition elsewhere.
+
+    With `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,) the tokens are sequences of different lengths packed in one
+    row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself alone: see `varlen`.
+    """
 
     takes_seed = frozenset({"native", "xla", "triton"})
 
@@ -37,34 +51,72 @@ class FlashAttention(AttentionImpl):
         return triton_flash.supports(query, key, value, **features)
 
     def forward_native(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=blocked.attention(query, key, value, **settled))
+        return self._attend(blocked.attention, query, key, value, features)
 
     @backend("xla")
     def forward_cpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
         from easytorch.kernels.attention import xla_flash_op
 
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=xla_flash_op.attention(query, key, value, **settled))
+        return self._attend(xla_flash_op.attention, query, key, value, features)
 
     @backend("triton")
     def forward_gpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
         from easytorch.kernels.attention import triton_flash
 
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=triton_flash.flash_attention(query, key, value, **settled))
+        return self._attend(triton_flash.flash_attention, query, key, value, features)
 
     @backend("xla")
     def forward_tpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
         from easytorch.kernels.attention import xla_flash_tpu
 
+        return self._attend(xla_flash_tpu.attention, query, key, value, features)
+
+    def varlen(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        *,
+        causal: bool = False,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        softmax_scale: float | None = None,
+        dropout_prob: float = 0.0,
+        seed: int | Tensor | None = None,
+    ) -> AttentionOutput:
+        """(tokens, H, D), (keys, K, D), (keys, K, Dv) -> (tokens, H, Dv), arguments as in `flash_attn_varlen_func`.
+
+        Sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1] and its keys likewise; causal and window
+        are aligned to its own last query and key. max_seqlen_*: at least the longest lengths; None finds them.
+        """
+        return self(
+            query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, causal=causal, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            softmax_scale=softmax_scale, dropout_prob=dropout_prob, seed=seed,
+        )  # fmt: skip
+
+    def _attend(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, features: Any
+    ) -> AttentionOutput:
+        packed = {name: features.pop(name, None) for name in _PACKED}
         query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=xla_flash_tpu.attention(query, key, value, **settled))
+        if packed["cu_seqlens_q"] is None and packed["cu_seqlens_k"] is None:
+            return AttentionOutput(attention_outputs=attend(query, key, value, **settled))
+        output = varlen.attention(attend, query, key, value, **packed, **settled)
+        return AttentionOutput(attention_outputs=output)
+
+
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
