@@ -2,6 +2,7 @@
 
 from easytorch.operations.attention import Attention
 from easytorch.operations.base import BaseOperation, backend
+from easytorch.operations.blocksparse import BlockSparseAttention
 from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
 from easytorch.operations.decode import DecodeAttention
@@ -13,6 +14,7 @@ from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperatio
 from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput, OperationOutput
+from easytorch.operations.ragged_page import RaggedPageAttention
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.ring import RingAttention
 from easytorch.operations.rms_norm import RMSNorm
@@ -29,6 +31,7 @@ __all__ = [
     "Attention",
     "AttentionOutput",
     "BaseOperation",
+    "BlockSparseAttention",
     "CausalConv1d",
     "Choice",
     "CrossEntropy",
@@ -44,6 +47,7 @@ __all__ = [
     "OperationOutput",
     "OperationRegistry",
     "RMSNorm",
+    "RaggedPageAttention",
     "RingAttention",
     "Rotary",
     "SdpaAttention",

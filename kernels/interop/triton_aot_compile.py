@@ -2,7 +2,8 @@
 
     python -m easytorch.kernels.interop.triton_aot_compile easytorch.kernels.glu.triton_glu_calls bfloat16 sm_90 gfx942
 
-prints one line of JSON for each call that the module's `typical_calls(dtype)` describes, on each architecture.
+prints one line of JSON for each call that the module's `typical_calls(dtype)` describes, on each architecture. Where
+block sizes depend on it, the function takes the architecture too: `typical_calls(dtype, architecture)`.
 A process that has loaded Triton under TRITON_INTERPRET=1 cannot compile.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -111,13 +113,14 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("module", help="a module of kernels with `typical_calls(dtype)`")
+    parser.add_argument("module", help="a module of kernels with `typical_calls(dtype)` or `(dtype, architecture)`")
     parser.add_argument("dtype", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("architectures", nargs="+", choices=ARCHITECTURES)
     given = parser.parse_args()
-    calls = list(importlib.import_module(given.module).typical_calls(getattr(torch, given.dtype)))
+    typical_calls = importlib.import_module(given.module).typical_calls
+    dtype, by_architecture = getattr(torch, given.dtype), "architecture" in inspect.signature(typical_calls).parameters
     for architecture in given.architectures:
-        for name, call in calls:
+        for name, call in typical_calls(dtype, architecture) if by_architecture else typical_calls(dtype):
             usage = compile_call(call, architecture)._asdict()
             print(json.dumps({"kernel": name, "architecture": architecture, **usage}), flush=True)
 

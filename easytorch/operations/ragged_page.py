@@ -1,0 +1,192 @@
+"""`ragged_page_attention`: prefill and decode in one batch, over a paged key/value cache."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.ragged_page import grouped, native, opaque
+from easytorch.operations.base import backend
+from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.registry import OperationRegistry
+
+# part of the attention contract, and why it has no place here
+_REFUSED = {
+    "mask": "a boolean mask over ragged rows and pages has no shape; leave tokens out of the batch instead",
+    "bias": "an additive bias over ragged rows and pages has no shape",
+    "query_segment_ids": "each sequence is a segment of its own already (query_start_loc)",
+    "key_segment_ids": "each sequence is a segment of its own already (block_tables)",
+    "dropout_prob": "it reads a cache, for inference: there is no dropout",
+    "seed": "there is no dropout to seed",
+}
+
+
+class RaggedPageFeatures(TypedDict, total=False):
+    """The keyword arguments of `ragged_page_attention`; kernels/ragged_page/contract.py says what they mean."""
+
+    softmax_scale: float | None
+    causal: bool
+    sliding_window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Tensor | None
+    # of the attention contract, refused unless they are None, or a dropout of 0
+    mask: Tensor | None
+    bias: Tensor | None
+    query_segment_ids: Tensor | None
+    key_segment_ids: Tensor | None
+    dropout_prob: float
+    seed: int | Tensor | None
+
+
+class PagedImpl(OperationImpl):
+    """What the operations over pages share: the features they refuse, the metadata's settings."""
+
+    def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
+        return super().choose_on(platform, args, kwargs)
+
+    def refuse(self, features: Any) -> None:
+        """`UnsupportedOperationError` for a feature that an operation over pages does not have."""
+        given = {name: features.get(name) for name in _REFUSED}
+        given["dropout_prob"] = given["dropout_prob"] or self.metadata.dropout_prob
+        for name, reason in _REFUSED.items():
+            if given[name] is not None and not (name == "dropout_prob" and given[name] == 0.0):
+                raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
+
+    def settle(self, features: RaggedPageFeatures) -> dict[str, Any]:
+        """The kernel's keyword arguments: the call's, the metadata's scale where the call has none."""
+        self.refuse(features)
+        settled = {name: value for name, value in features.items() if name not in _REFUSED}
+        if self.metadata.softmax_scale is not None and settled.get("softmax_scale") is None:
+            settled["softmax_scale"] = self.metadata.softmax_scale
+        return settled
+
+    def softmax_refusal(self, dtype: torch.dtype) -> str | None:
+        wanted = self.metadata.runtime_softmax_dtype
+        own = torch.float64 if (self.metadata.runtime_dtype or dtype) == torch.float64 else torch.float32
+        return None if wanted in (None, own) else f"its softmax is not computed in {wanted}"
+
+
+def records_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@OperationRegistry.register
+class RaggedPageAttention(PagedImpl):
+    """`op(query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs=None, **features)`.
+
+    (tokens, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> `AttentionOutput` of (tokens, H, Dv);
+    kernels/ragged_page/contract.py says the rest. What the integer tensors hold is checked where it is read on the CPU,
+    and by the definition; kernels on other devices do not wait for it: EASYTORCH_CHECK=1 does.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "ragged_page_attention"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        query, pages = (
+            torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 32, 128), (4096, 16, 8, 128))
+        )
+        lens, tables, starts = (
+            torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((64,), (64, 256), (65,))
+        )
+        return (query, pages, pages, lens, tables, starts), {}
+
+    def supports(
+        self,
+        backend: str,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> str | None:
+        if backend == "native":
+            return None
+        if (refusal := self.softmax_refusal(query.dtype)) is not None:
+            return refusal
+        if backend == "aten":
+            return None
+        if records_gradient(query, key_pages, value_pages, features.get("sinks")):
+            return "its kernel has no backward, and a gradient is asked for"
+        if backend == "pallas":
+            return missing("jax")
+        from easytorch.kernels.ragged_page import triton_ragged
+
+        return triton_ragged.supports(
+            query.device, self.metadata.runtime_dtype or query.dtype, *_dims(query, value_pages)
+        )
+
+    def forward_native(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        run = opaque.ragged_page_attention if torch.compiler.is_compiling() else native.ragged_page_attention
+        output = run(
+            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
+            query_start_loc, num_seqs, **self.settle(features), softmax_dtype=self.metadata.runtime_softmax_dtype,
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("aten")
+    def forward_cpu(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        arguments = (
+            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
+            query_start_loc, num_seqs,
+        )  # fmt: skip
+        settled = self.settle(features)
+        if torch.compiler.is_compiling():
+            output = opaque.ragged_page_attention(*arguments, **settled, by_groups=True)
+        else:
+            output = grouped.ragged_page_attention(*arguments, **settled)
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("triton")
+    def forward_gpu(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        from easytorch.kernels.ragged_page import triton_ragged
+
+        output = triton_ragged.ragged_page_attention(
+            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
+            query_start_loc, num_seqs, **self.settle(features),
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+
+def _dims(query: Tensor, value_pages: Tensor) -> tuple[int, int]:
+    return query.shape[-1], value_pages.shape[-1]

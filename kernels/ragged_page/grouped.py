@@ -1,0 +1,128 @@
+"""Attention over pages by ATen: sequences that decode share calls, the others take one each. See contract.py.
+
+Pages are gathered for as many decoding sequences as stay near the caches together. The query heads of one key/value
+head become the rows of one matrix, so each key is read once. Medians on 2 cores (EPYC), 8 sequences of 4096 keys, H 32
+K 8 D 128, pages of 16, against one gather and one call of ATen with `enable_gqa`: 71 / 154 ms in float32, 53 / 320 ms
+in bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from easytorch.kernels.attention import aten, blocked
+from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.native import attend, working_dtype
+from easytorch.kernels.ragged_page.contract import Sequence, Window, check_call, read_sequences
+
+GATHERED_BYTES = 1 << 24  # keys and values of the sequences of one call
+
+
+def ragged_page_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    sliding_window: Window = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv), in the query's dtype.
+
+    Raises `ValueError` for what contract.py does not allow, the numbers in the integer tensors included.
+    """
+    check_call(
+        query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, softcap=softcap,
+        sinks=sinks, sliding_window=sliding_window,
+    )  # fmt: skip
+    band = band_of(causal, sliding_window)
+    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    page_count, page_size = key_pages.shape[:2]
+    sequences = read_sequences(
+        query.shape[0], page_count, page_size, context_lens, block_tables, query_start_loc, num_seqs, band[0]
+    )
+    outputs, places = [], []
+    key_bytes = sum(pool[0, 0].numel() * pool.element_size() for pool in (key_pages, value_pages))
+    for chunk in chunks_of([s for s in sequences if s.last - s.first == 1], page_size * key_bytes):
+        rows = torch.tensor([s.first for s in chunk], device=query.device)
+        outputs.append(decode(query[rows], key_pages, value_pages, block_tables, chunk, band, softcap, sinks, scale))
+        places.append(rows)
+    for s in sequences:
+        if s.last - s.first == 1:
+            continue
+        pages = block_tables[s.index, s.page : s.page + s.pages]
+        keys, values = (pool.index_select(0, pages).flatten(0, 1)[None, : s.keys] for pool in (key_pages, value_pages))
+        # causal by its own flag, where the window adds nothing: ATen skips tiles for it, and not for a mask
+        features = {"causal": True} if band == (None, 0) else {"sliding_window": band}
+        attention = aten.attention if softcap is None and sinks is None else blocked.attention
+        output = attention(
+            query[None, s.first : s.last], keys, values, softcap=softcap, sinks=sinks, softmax_scale=scale, **features
+        )
+        outputs.append(output[0])
+        places.append(torch.arange(s.first, s.last, device=query.device))
+    result = query.new_zeros(*query.shape[:2], value_pages.shape[3])
+    return result.index_copy(0, torch.cat(places), torch.cat(outputs)) if outputs else result
+
+
+def chunks_of(sequences: list[Sequence], page_bytes: int) -> list[list[Sequence]]:
+    """Sequences of like length together, as many as fit GATHERED_BYTES once padded to the longest; at least one."""
+    chunks: list[list[Sequence]] = []
+    for sequence in sorted(sequences, key=lambda s: s.pages, reverse=True):
+        if not chunks or (len(chunks[-1]) + 1) * chunks[-1][0].pages * page_bytes > GATHERED_BYTES:
+            chunks.append([])
+        chunks[-1].append(sequence)
+    return chunks
+
+
+def decode(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    sequences: list[Sequence],
+    band: tuple[int | None, int | None],
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """query (b, H, D), one token of each of the b sequences -> (b, H, Dv)."""
+    batch, heads, dim = query.shape
+    page_size, kv_heads = key_pages.shape[1:3]
+    index, page, pages, length = (
+        torch.tensor([getattr(s, name) for s in sequences], device=query.device)[:, None]
+        for name in ("index", "page", "pages", "keys")
+    )
+    longest = max(s.pages for s in sequences)
+    # past its end a sequence repeats its last page, which the mask hides
+    column = page + torch.minimum(torch.arange(longest, device=query.device), pages - 1)
+    used = block_tables[index, column].flatten()
+    keys, values = (
+        pool.index_select(0, used).reshape(batch, longest * page_size, kv_heads, -1)
+        for pool in (key_pages, value_pages)
+    )
+    place = torch.arange(longest * page_size, device=query.device)
+    seen = place < length
+    left, right = band
+    if left is not None:
+        seen &= place >= length - 1 - left
+    if right is not None and right < 0:
+        seen &= place <= length - 1 + right
+    if softcap is not None or sinks is not None:
+        output, _ = attend(
+            query[:, None], keys, values, seen=seen[:, None, None], bias=None, softcap=softcap, sinks=sinks,
+            scale=scale, keep=None, dropout_prob=0.0, working=working_dtype(query),
+        )  # fmt: skip
+        return output[:, 0]
+    mask = None if bool(seen.all()) else seen[:, None, None]
+    output = F.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, heads // kv_heads, dim), keys.transpose(1, 2), values.transpose(1, 2),
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    return output.reshape(batch, heads, -1)
