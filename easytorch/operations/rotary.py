@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
+from torch import Tensor
 
-from easytorch.kernels.rotary import native
+from easytorch.kernels.rotary import aten, native
+from easytorch.operations.base import backend
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.registry import OperationRegistry
 
 
+class RotaryOptions(TypedDict, total=False):
+    """The keywords; kernels/rotary/native.py says what each means."""
+
+    interleaved: bool
+    position_ids: Tensor | None
+    offset: int
+
+
 @OperationRegistry.register
 class Rotary(OperationImpl):
-    """`rotary(query, key, cos, sin) -> (query, key)`: (B, T, H, D) and (B, T, K, D), tables (B or 1, T, R)."""
+    """`rotary(query, key, cos, sin, *, interleaved=False, position_ids=None, offset=0) -> (query, key)`: (B, T, H, D)
+    and (B, T, K, D), tables (B or 1, T, R), or (L, R) of which position_ids or offset choose the rows.
+    """
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -24,10 +36,32 @@ class Rotary(OperationImpl):
         heads, table = torch.empty(1, 1024, 16, 64, device="meta"), torch.empty(1, 1024, 64, device="meta")
         return (heads, heads, table, table), {}
 
+    def supports(
+        self, backend: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    ) -> str | None:
+        if backend == "aten":
+            return aten.supports(cos, sin)
+        if backend == "triton":
+            from easytorch.kernels.rotary import triton_rotary
+
+            return triton_rotary.supports(query, cos, sin, self.metadata.runtime_dtype)
+        return None
+
     def forward_native(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = self.metadata.runtime_dtype
-        if dtype is not None:
-            query, key = query.to(dtype), key.to(dtype)
-        return native.rotary(query, key, cos, sin)
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    ) -> tuple[Tensor, Tensor]:
+        return native.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+
+    @backend("aten")
+    def forward_cpu(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    ) -> tuple[Tensor, Tensor]:
+        return aten.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+
+    @backend("triton")
+    def forward_gpu(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    ) -> tuple[Tensor, Tensor]:
+        from easytorch.kernels.rotary import triton_rotary
+
+        return triton_rotary.rotary(self.cast(query), self.cast(key), cos, sin, **options)

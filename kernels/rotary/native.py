@@ -1,4 +1,4 @@
-"""Rotary position embedding in the half-rotation layout, https://arxiv.org/abs/2104.09864."""
+"""Rotary position embedding, https://arxiv.org/abs/2104.09864, in the two layouts of its pairs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,76 @@ import torch
 
 
 def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    position_ids: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) with R <= D -> rotated query and key.
 
-    Feature i of the first half of R turns with feature i + R / 2; the features beyond R pass through. The result has
-    the dtype of its input; the products are formed in the wider of that and the tables' dtype.
+    Feature i of the first half of R turns with feature i + R / 2, or, interleaved (GPT-J), feature 2i with 2i + 1, by
+    the angle of entry i of the tables, whose second half repeats the first in both layouts. The features beyond R pass
+    through. The tables may also be those of all positions, (L, R): position_ids (B or 1, T) then names their rows, and
+    without it they are offset ... offset + T - 1. The result has the dtype of its input; the products are formed in the
+    wider of that and the tables' dtype. Raises `ValueError` for shapes that do not fit.
     """
-    _check(query, key, cos, sin)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    cos, sin = tables(query, key, cos, sin, position_ids, offset)
+    turn = _turn_pairs if interleaved else _turn_halves
+    return turn(query, cos, sin), turn(key, cos, sin)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def tables(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    position_ids: torch.Tensor | None = None, offset: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """cos and sin (B or 1, T, 1, R) of the call's positions; `ValueError` where they or the heads do not fit."""
+    q, k, c = query.shape, key.shape, cos.shape
+    all_positions = len(c) == 2
+    fits = (
+        len(q) == len(k) == 4
+        and q[:2] == k[:2]
+        and q[3] == k[3]
+        and sin.shape == c
+        and (all_positions or (len(c) == 3 and c[0] in (1, q[0]) and c[1] == q[1]))
+        and c[-1] <= q[3]
+        and c[-1] % 2 == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"rotary takes query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) or (L, R) with an even "
+            f"R <= D; got query {tuple(q)}, key {tuple(k)}, cos {tuple(c)}, sin {tuple(sin.shape)}"
+        )
+    if all_positions:
+        cos, sin = _rows(cos, sin, q[0], q[1], position_ids, offset)
+    elif position_ids is not None or offset:
+        raise ValueError(f"rotary: position_ids and offset choose rows of tables (L, R), but cos is {tuple(c)}")
+    return cos.unsqueeze(2), sin.unsqueeze(2)
+
+
+def _rows(
+    cos: torch.Tensor, sin: torch.Tensor, batch: int, length: int, position_ids: torch.Tensor | None, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(L, R) -> (B or 1, T, R)."""
+    if position_ids is None:
+        if offset < 0 or offset + length > cos.shape[0]:
+            raise ValueError(f"rotary: tables of {cos.shape[0]} positions have no rows {offset} to {offset + length}")
+        return cos[None, offset : offset + length], sin[None, offset : offset + length]
+    shape = position_ids.shape
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != length or position_ids.is_floating_point():
+        raise ValueError(
+            f"rotary: position_ids must be integers (B or 1, T), here ({batch} or 1, {length}), got "
+            f"{tuple(shape)} of {position_ids.dtype}"
+        )
+    if offset:
+        raise ValueError("rotary: position_ids and offset exclude each other; add the offset to position_ids")
+    return cos[position_ids], sin[position_ids]
+
+
+def _turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     dim = cos.shape[-1]
     turned, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
     first, second = turned.chunk(2, dim=-1)
@@ -26,21 +83,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return rotated if rest is None else torch.cat((rotated, rest), dim=-1)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    q, k, c = query.shape, key.shape, cos.shape
-    fits = (
-        len(q) == len(k) == 4
-        and len(c) == 3
-        and sin.shape == c
-        and q[:2] == k[:2]
-        and q[3] == k[3]
-        and c[0] in (1, q[0])
-        and c[1] == q[1]
-        and c[2] <= q[3]
-        and c[2] % 2 == 0
-    )
-    if not fits:
-        raise ValueError(
-            f"rotary takes query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) with an even R <= D; got "
-            f"query {tuple(q)}, key {tuple(k)}, cos {tuple(c)}, sin {tuple(sin.shape)}"
-        )
+def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    dim, half = cos.shape[-1], cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    even, odd = x[..., 0:dim:2], x[..., 1:dim:2]
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
