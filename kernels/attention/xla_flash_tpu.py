@@ -1,11 +1,11 @@
-"""xla_flash.py inside a torch_xla graph: one node forward, one backward."""
+"""tpu_flash.py inside a torch_xla graph: one node forward, one backward."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import xla_flash
+from easytorch.kernels.attention import tpu_flash
 from easytorch.kernels.attention.contract import band_of, check_features, check_tensors
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.xla_bridge import call_jax_with_gradient
@@ -42,7 +42,7 @@ def attention(
         seed_tensor = torch.as_tensor(seed, dtype=torch.int64).to(torch.int32).to(query.device)
     segments = [None if ids is None else ids.to(torch.int32) for ids in (query_segment_ids, key_segment_ids)]
     return call_jax_with_gradient(
-        xla_flash.flash_forward, xla_flash.flash_backward, query, key, value, mask, bias, *segments, sinks, seed_tensor,
+        tpu_flash.flash_forward, tpu_flash.flash_backward, query, key, value, mask, bias, *segments, sinks, seed_tensor,
         scale=dim**-0.5 if softmax_scale is None else float(softmax_scale), left=left, right=right,
         softcap=None if softcap is None else float(softcap), dropout_prob=float(dropout_prob),
     )  # fmt: skip

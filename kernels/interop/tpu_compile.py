@@ -15,6 +15,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from easytorch.kernels.interop.lowering import lower_for_export
+
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "JAX_PLATFORMS": "cpu",
@@ -36,7 +38,7 @@ def compile_for_tpu(
     """
     chip = SingleDeviceSharding(_devices(topology)[0])
     structs = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=chip), args)
-    return jax.jit(functools.partial(fn, **static)).lower(*structs).compile()
+    return lower_for_export(jax.jit(functools.partial(fn, **static)).trace(*structs)).compile()
 
 
 @functools.cache

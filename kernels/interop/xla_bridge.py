@@ -19,6 +19,8 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
+from easytorch.kernels.interop.lowering import lower_for_export
+
 # torch_xla holds the TPU of this process: jax only traces here, and would hang waiting for the device.
 _config: Any = jax.config  # whose settings jax adds at import, unseen by type checkers
 if _config.jax_platforms is None:
@@ -82,7 +84,7 @@ def _lower(
     structs = [None if spec is None else jax.ShapeDtypeStruct(spec[0], _jax_dtype(fn, spec[1])) for spec in specs]
     # keep_unused: the node is given every tensor, so the computation must have a parameter for each
     traced = jax.jit(functools.partial(fn, **dict(static)), keep_unused=True).trace(*structs)
-    lowered = traced.lower(lowering_platforms=(platform,))
+    lowered = lower_for_export(traced, platform)
     module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     return xb.computation_from_module_proto(_name(fn), module), jax.tree.structure(lowered.out_info)
 

@@ -1,0 +1,122 @@
+"""The forward kernel of Pallas flash attention: one program a row tile and column tile, the columns in turn."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from easytorch.kernels.attention.pallas_flash_tiles import (
+    CompilerParams,
+    Extras,
+    Grid,
+    column_range,
+    is_cut,
+    keep_factor,
+    matmul,
+    quotient,
+    scalars,
+    scores,
+    tile,
+    within,
+)
+from easytorch.kernels.attention.xla_flash_tiles import Settings
+
+
+def forward(
+    n: Grid, settings: Settings, query: Array, key: Array, value: Array, extras: Extras, *, interpret: bool
+) -> tuple[Array, Array]:
+    """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 1, T).
+
+    All are padded. The logsumexp is float32, +inf where a row sees nothing.
+    """
+    dim, value_dim = query.shape[-1], value.shape[2]
+
+    def column(i: Any, j: Any) -> Any:
+        return within(j, column_range(n, settings, i), n.column_tiles)
+
+    def tile_of(b: Any, h: Any, i: Any, j: Any) -> tuple[Any, ...]:
+        return b, h, column(i, j), i
+
+    specs = Extras(
+        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
+        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
+        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, h, i, j: (b, 0, i)),
+        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, h, i, j: (b, column(i, j), 0)),
+        sinks=scalars(),
+        seed=scalars(),
+    )
+    given = [name for name in Extras._fields if getattr(extras, name) is not None]
+    padded = query.shape[2]
+    return pl.pallas_call(
+        functools.partial(_kernel, n, settings, given),
+        grid=(n.batch, n.heads, n.row_tiles, n.column_tiles),
+        in_specs=[
+            pl.BlockSpec((1, 1, n.rows, dim), lambda b, h, i, j: (b, h, i, 0)),
+            pl.BlockSpec((1, 1, n.columns, dim), lambda b, h, i, j: (b, quotient(h, n.group), column(i, j), 0)),
+            pl.BlockSpec((1, 1, value_dim, n.columns), lambda b, h, i, j: (b, quotient(h, n.group), 0, column(i, j))),
+            *(getattr(specs, name) for name in given),
+        ],
+        out_specs=[
+            pl.BlockSpec((1, 1, value_dim, n.rows), lambda b, h, i, j: (b, h, 0, i)),
+            pl.BlockSpec((1, 1, 1, n.rows), lambda b, h, i, j: (b, h, 0, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((n.batch, n.heads, value_dim, padded), query.dtype),
+            jax.ShapeDtypeStruct((n.batch, n.heads, 1, padded), jnp.float32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((1, n.rows), jnp.float32),
+            pltpu.VMEM((1, n.rows), jnp.float32),
+            pltpu.VMEM((value_dim, n.rows), jnp.float32),
+        ],
+        compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="flash_forward",
+    )(query, key, value, *(getattr(extras, name) for name in given))
+
+
+def _kernel(n: Grid, settings: Settings, given: list[str], query: Any, key: Any, value: Any, *references: Any) -> None:
+    extras = Extras(**dict(zip(given, references, strict=False)))
+    output, logsumexp, top, total, sums = references[len(given) :]
+    batch, head, i, j = (pl.program_id(axis) for axis in range(4))
+    first, last = column_range(n, settings, i)
+
+    @pl.when(j == 0)
+    def _start() -> None:
+        sink = -jnp.inf if extras.sinks is None else extras.sinks[head]
+        top[...] = jnp.full(top.shape, sink, jnp.float32)
+        # a sink is a logit already seen
+        total[...] = jnp.where(top[...] == -jnp.inf, 0.0, 1.0)
+        sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+    def step(cut: bool) -> None:
+        logits, _ = scores(n, settings, extras, query[0, 0], key[0, 0], i, j, cut)
+        new_top = jnp.maximum(top[...], logits.max(axis=0, keepdims=True))
+        # 0 where nothing was seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is not
+        finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights = jnp.exp(logits - finite)
+        shrink = jnp.exp(top[...] - finite)
+        top[...] = new_top
+        total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
+        if extras.seed is not None:
+            weights = weights * keep_factor(n, settings, extras.seed, batch * n.heads + head, i, j)
+        sums[...] = sums[...] * shrink + matmul(value[0, 0], weights.astype(value.dtype))
+
+    visited = (j >= first) & (j < last)
+    cut = is_cut(n, settings, i, j)
+    pl.when(visited & cut)(functools.partial(step, True))
+    pl.when(visited & ~cut)(functools.partial(step, False))
+
+    @pl.when(j == n.column_tiles - 1)
+    def _end() -> None:
+        empty = total[...] == 0.0
+        divisor = jnp.where(empty, 1.0, total[...])
+        output[0, 0] = (sums[...] / divisor).astype(output.dtype)
+        reached = jnp.where(top[...] == -jnp.inf, 0.0, top[...])
+        logsumexp[0, 0] = jnp.where(empty, jnp.inf, reached + jnp.log(divisor))

@@ -1,0 +1,197 @@
+"""What the Pallas flash kernels share: their grids' sizes, the band of visible tiles, and one tile of scores.
+
+Every tile stands transposed, keys by queries (C, R): a query's maximum, sum and logsumexp are then rows (1, R) of one
+vector register each, reductions run down sublanes, and no matrix is transposed inside a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from easytorch.kernels.attention.xla_flash_tiles import Settings
+from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
+
+# jax 0.7 to today; before, the class was called TPUCompilerParams
+CompilerParams = pltpu.CompilerParams
+
+
+class Grid(NamedTuple):
+    """Sizes of a call: `rows` x `columns` tiles over `length` queries and `keys` keys, both padded to whole tiles."""
+
+    batch: int
+    length: int
+    keys: int
+    kv_heads: int
+    group: int
+    rows: int
+    columns: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.length // self.rows)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.keys // self.columns)
+
+    @property
+    def shift(self) -> int:
+        """The key at which query 0 stands."""
+        return self.keys - self.length
+
+
+class Extras(NamedTuple):
+    """The optional inputs of a kernel: arrays before the call, references to their tiles inside, None where absent.
+
+    mask int8 and bias (Bx, Hx, Sx, Tx), 1 where they broadcast; query_segments (B, 1, T) and key_segments (B, S, 1)
+    int32; sinks float32 (H,) and seed int32 (1,), in scalar memory.
+    """
+
+    mask: Any = None
+    bias: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    sinks: Any = None
+    seed: Any = None
+
+    @property
+    def by_position(self) -> bool:
+        """True where every tile needs its scores masked, whatever the band."""
+        return self.mask is not None or self.query_segments is not None
+
+
+def quotient(index: Any, size: int) -> Any:
+    """index // size for an index that is not negative.
+
+    jnp's `//` looks at the signs, and to lower `sign` Pallas asks which TPU is attached, although none may be.
+    """
+    return lax.div(index, jnp.int32(size))
+
+
+def column_range(n: Grid, settings: Settings, i: Any) -> tuple[Any, Any]:
+    """The column tiles [first, last) that the band lets any query of row tile `i` see."""
+    own = i * n.rows + n.shift
+    first = 0 if settings.left is None else quotient(jnp.clip(own - settings.left, 0, n.keys), n.columns)
+    if settings.right is None:
+        return first, n.column_tiles
+    last = jnp.clip(own + n.rows + settings.right, 0, n.keys)
+    return first, quotient(last + n.columns - 1, n.columns)
+
+
+def row_range(n: Grid, settings: Settings, j: Any) -> tuple[Any, Any]:
+    """The row tiles [first, last) of which any query sees a key of column tile `j`."""
+    own = j * n.columns - n.shift
+    first = 0 if settings.right is None else quotient(jnp.clip(own - settings.right, 0, n.length), n.rows)
+    if settings.left is None:
+        return first, n.row_tiles
+    last = jnp.clip(own + n.columns + settings.left, 0, n.length)
+    return first, quotient(last + n.rows - 1, n.rows)
+
+
+def within(index: Any, bounds: tuple[Any, Any], tiles: int) -> Any:
+    """`index`, held inside [first, last): a tile that is skipped asks for the one already there, and nothing moves."""
+    first, last = bounds
+    return jnp.clip(jnp.clip(index, first, jnp.maximum(last - 1, first)), 0, tiles - 1)
+
+
+def is_cut(n: Grid, settings: Settings, i: Any, j: Any) -> Any:
+    """True where the band or the end of the keys leaves out a part of tile (i, j)."""
+    top, first = i * n.rows + n.shift, j * n.columns
+    bottom, last = top + n.rows - 1, first + n.columns - 1
+    cut = jnp.bool_(False)
+    if settings.left is not None:
+        cut |= first < bottom - settings.left
+    if settings.right is not None:
+        cut |= last > top + settings.right
+    if n.keys % n.columns:
+        cut |= last >= n.keys
+    return cut
+
+
+def scores(
+    n: Grid, settings: Settings, extras: Extras, query: Array, key: Array, i: Any, j: Any, cut: bool
+) -> tuple[Array, Array]:
+    """query (R, D), key (C, D) -> scores (C, R) float32, -inf where unseen, and the same before bias and masks."""
+    capped = matmul(key, query, transposed=True) * settings.scale
+    if settings.softcap is not None:
+        capped = settings.softcap * jnp.tanh(capped / settings.softcap)
+    result = capped
+    if extras.bias is not None:
+        result = result + extras.bias[0, 0].astype(jnp.float32)
+    seen = _seen(n, settings, extras, i, j, cut)
+    return result if seen is None else jnp.where(seen, result, -jnp.inf), capped
+
+
+def _seen(n: Grid, settings: Settings, extras: Extras, i: Any, j: Any, cut: bool) -> Array | None:
+    parts = []
+    if cut:
+        columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
+        offset = columns - (i * n.rows + n.shift) - lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 1)
+        if n.keys % n.columns:
+            parts.append(columns < n.keys)
+        if settings.left is not None:
+            parts.append(offset >= -settings.left)
+        if settings.right is not None:
+            parts.append(offset <= settings.right)
+    if extras.mask is not None:
+        parts.append(extras.mask[0, 0].astype(jnp.int32) != 0)
+    if extras.query_segments is not None:
+        parts.append(extras.key_segments[0] == extras.query_segments[0])
+    seen = None
+    for part in parts:
+        part = jnp.broadcast_to(part, (n.columns, n.rows))
+        seen = part if seen is None else seen & part
+    return seen
+
+
+def keep_factor(n: Grid, settings: Settings, seed: Any, head: Any, i: Any, j: Any) -> Array:
+    """(C, R): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py.
+
+    head: b * H + h. The hash's arithmetic is that of uint32, whose bits int32 has too; only the comparison differs.
+    """
+    row = i * n.rows + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 1)
+    column = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
+    state = _mix(seed[0] ^ (head * _signed(HEAD)))
+    state = _mix(state ^ (row * _signed(ROW)))
+    state = _mix(state ^ (column * _signed(COLUMN)))
+    flip = jnp.int32(-(2**31))
+    threshold = _signed(int(settings.dropout_prob * 2**32) ^ 2**31)
+    return jnp.where((state ^ flip) >= threshold, 1.0 / (1.0 - settings.dropout_prob), 0.0)
+
+
+def _mix(x: Any) -> Any:
+    x = (x ^ lax.shift_right_logical(x, 16)) * _signed(MIX[0])
+    x = (x ^ lax.shift_right_logical(x, 15)) * _signed(MIX[1])
+    return x ^ lax.shift_right_logical(x, 16)
+
+
+def _signed(bits: int) -> Array:
+    return jnp.int32(bits - 2**32 if bits >= 2**31 else bits)
+
+
+def matmul(a: Array, b: Array, *, transposed: bool = False) -> Array:
+    """a @ b, or a @ b^T, accumulated in float32; float32 operands are multiplied as float32, not as bfloat16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def tile(array: Any, rows: int, columns: int, place: Any) -> Any:
+    """The BlockSpec of a (Bx, Hx, Sx, Tx) array's (C, R) tile; place(*grid) -> (batch, head, column tile, row tile)."""
+    full = [size != 1 for size in array.shape]
+    shape = (1, 1, columns if full[2] else 1, rows if full[3] else 1)
+    return pl.BlockSpec(shape, lambda *grid: tuple(p if f else 0 for p, f in zip(place(*grid), full, strict=True)))
+
+
+def scalars() -> Any:
+    """The BlockSpec of a small vector, whole in scalar memory."""
+    return pl.BlockSpec(memory_space=pltpu.SMEM)

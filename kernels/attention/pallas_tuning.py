@@ -1,0 +1,33 @@
+"""Block sizes of the Pallas flash kernels, by shape class. Nothing is searched for at run time.
+
+Entries are compiled for v4, v5e, v5p and v6e by the real compiler (tests/tpu/test_compile_flash.py), which fails where
+a kernel asks for more vector memory than the chip lets it have. No TPU was at hand to time them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a tile; both multiples of 128, the lanes of a vector register."""
+
+    rows: int
+    columns: int
+
+
+# (widest head_dim, blocks of the forward, blocks of the backward), for 16 and for 32 bits an element
+_TABLE: dict[int, tuple[tuple[int, Blocks, Blocks], ...]] = {
+    16: ((128, Blocks(512, 512), Blocks(512, 512)), (256, Blocks(512, 512), Blocks(256, 512))),
+    32: ((128, Blocks(512, 512), Blocks(256, 512)), (256, Blocks(256, 512), Blocks(256, 256))),
+}
+_WIDER = Blocks(128, 256)
+
+
+def forward_blocks(head_dim: int, bits: int) -> Blocks:
+    """head_dim: the larger of the query's and the value's; bits: of an element."""
+    return next((forward for widest, forward, _ in _TABLE[bits] if head_dim <= widest), _WIDER)
+
+
+def backward_blocks(head_dim: int, bits: int) -> Blocks:
+    return next((backward for widest, _, backward in _TABLE[bits] if head_dim <= widest), _WIDER)
