@@ -20,8 +20,8 @@ class SdpaAttention(AttentionImpl):
     falls_back = False
 
     @classmethod
-    def get_impl_name(cls) -> str:
-        return "sdpa"
+    def get_impl_name(cls) -> tuple[str, ...]:
+        return ("sdpa", "cudnn")  # on CUDA ATen takes cuDNN's kernel where it is the better one
 
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
