@@ -12,8 +12,11 @@ from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.grouped_matmul import GroupedMatmul
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.layer_norm import LayerNorm
+from easytorch.operations.linear import Linear
 from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.multi_latent import MultiLatentAttention
 from easytorch.operations.output import AttentionOutput, OperationOutput
+from easytorch.operations.quantized_matmul import QuantizedMatmul
 from easytorch.operations.ragged_page import RaggedPageAttention
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.ring import RingAttention
@@ -42,10 +45,13 @@ __all__ = [
     "GeGLU",
     "GroupedMatmul",
     "LayerNorm",
+    "MultiLatentAttention",
+    "Linear",
     "OperationImpl",
     "OperationMetadata",
     "OperationOutput",
     "OperationRegistry",
+    "QuantizedMatmul",
     "RMSNorm",
     "RaggedPageAttention",
     "RingAttention",

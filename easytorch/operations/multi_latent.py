@@ -1,0 +1,168 @@
+"""`multi_latent_attention`: DeepSeek's attention over a compressed cache of keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Unpack, cast
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.multi_latent import absorbed, native, plans
+from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
+from easytorch.operations.attention import Attention
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.base import backend
+from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.registry import OperationRegistry
+
+Optional = Tensor | None
+
+
+@OperationRegistry.register
+class MultiLatentAttention(AttentionImpl):
+    """`op(query, query_rope, latent, key_rope, up_key=None, up_value=None, **features)` -> `AttentionOutput`.
+
+    (B, T, H, Dn), (B, T, H, R), (B, S, L), (B, S, R), (H, Dn, L), (H, Dv, L) -> (B, T, H, Dv), with the features of the
+    attention contract; kernels/multi_latent/contract.py says the rest. What is expanded to the keys and values of every
+    head is `attention`, which chooses for itself.
+    """
+
+    takes_seed = frozenset({"native"})
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        # the force is this operation's; scale and dropout are settled here
+        self.attention = Attention(dataclasses.replace(self.metadata, backend=None, softmax_scale=None, dropout_prob=0))
+
+    @classmethod
+    def get_impl_name(cls) -> tuple[str, ...]:
+        return ("multi_latent_attention", "mla")
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+        up = empty(128, 128, 512)
+        return (empty(8, 1, 128, 128), empty(8, 1, 128, 64), empty(8, 4096, 512), empty(8, 4096, 64), up, up), {}
+
+    def supports(  # type: ignore[override]
+        self,
+        backend: str,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Optional = None,
+        up_value: Optional = None,
+        **features: Unpack[AttentionFeatures],
+    ) -> str | None:
+        if backend == "native":
+            return None
+        dtype = self.metadata.runtime_dtype or query.dtype
+        softmax_dtype = self.metadata.runtime_softmax_dtype
+        if softmax_dtype not in (None, torch.float64 if dtype == torch.float64 else torch.float32):
+            return f"its softmax is not computed in {softmax_dtype}"
+        if backend == "aten":
+            return None
+        tensors = (query, query_rope, latent, key_rope, up_key, up_value)
+        sizes = check_tensors(*tensors)
+        if self._expands(sizes, tensors, features):
+            return None
+        return self._kernel_refusal(dtype, sizes, tensors, features)
+
+    def forward_native(  # type: ignore[override]
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Optional = None,
+        up_value: Optional = None,
+        **features: Unpack[AttentionFeatures],
+    ) -> AttentionOutput:
+        tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
+        output, weights = native.multi_latent_attention(
+            *tensors, **self._settled(features), softmax_dtype=self.metadata.runtime_softmax_dtype
+        )
+        return AttentionOutput(attention_outputs=output, attention_weights=weights)
+
+    @backend("aten")
+    def forward_cpu(  # type: ignore[override]
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Optional = None,
+        up_value: Optional = None,
+        **features: Unpack[AttentionFeatures],
+    ) -> AttentionOutput:
+        tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
+        settled = self._settled(features)
+        sizes = check_tensors(*tensors)
+        if not absorbs(sizes, query.shape[1], latent.shape[1], up_key is not None, up_value is not None):
+            return self._expanded(sizes, tensors, settled)
+        return AttentionOutput(attention_outputs=absorbed.multi_latent_attention(*tensors, **settled))
+
+    @backend("triton")
+    def forward_gpu(  # type: ignore[override]
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Optional = None,
+        up_value: Optional = None,
+        **features: Unpack[AttentionFeatures],
+    ) -> AttentionOutput:
+        from easytorch.kernels.multi_latent import triton_absorbed
+
+        tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
+        settled = self._settled(features)
+        sizes = check_tensors(*tensors)
+        if self._expands(sizes, tensors, settled):
+            return self._expanded(sizes, tensors, settled)
+        kept = {name: value for name, value in settled.items() if name in _CARRIED}
+        return AttentionOutput(attention_outputs=triton_absorbed.multi_latent_attention(*tensors, **cast(Any, kept)))
+
+    def _expands(self, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
+        """On an accelerator: whether to form every head's keys. A call that the absorbed kernel lacks does, if it can.
+
+        The kernel has no backward, so training expands.
+        """
+        query, _, latent, _, up_key, up_value = tensors
+        assert query is not None and latent is not None
+        if up_key is None or up_value is None:
+            return False
+        if not absorbs(sizes, query.shape[1], latent.shape[1], True, True):
+            return True
+        dtype = self.metadata.runtime_dtype or query.dtype
+        return self._kernel_refusal(dtype, sizes, tensors, features) is not None
+
+    def _kernel_refusal(
+        self, dtype: torch.dtype, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures
+    ) -> str | None:
+        from easytorch.kernels.multi_latent import triton_absorbed
+
+        given = (*tensors, features.get("sinks"))
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+            return "the kernel that attends to latents has no backward, and a gradient is asked for"
+        if self.metadata.dropout_prob:
+            return "the kernel that attends to latents has no dropout"
+        query = tensors[0]
+        assert query is not None
+        return triton_absorbed.supports(query.device, dtype, sizes, dict(features))
+
+    def _expanded(self, sizes: Sizes, tensors: tuple[Any, ...], features: AttentionFeatures) -> AttentionOutput:
+        scale = default_scale(sizes, features.get("softmax_scale"))
+        settled = cast(AttentionFeatures, {**features, "softmax_scale": scale})
+        return self.attention(*plans.expand(*tensors), **settled)
+
+    def _cast_all(self, *tensors: Optional) -> tuple[Any, ...]:
+        return tuple(None if tensor is None else self.cast(tensor) for tensor in tensors)
+
+
+_CARRIED = ("causal", "sliding_window", "softcap", "sinks", "softmax_scale")

@@ -1,0 +1,106 @@
+"""The arguments of multi-head latent attention, checked, and the two ways to compute it.
+
+    multi_latent_attention(query, query_rope, latent, key_rope, up_key=None, up_value=None, **features)
+
+Legend: B batch, T query length, S key length, H heads, L width of the latent (the compressed, normalized keys and
+values), R width of the rotated part of a key, which all heads share; Dn and Dv head_dim of the unrotated part of query
+and key, and of value.
+
+    query (B, T, H, Dn)      query_rope (B, T, H, R)      up_key (H, Dn, L)
+    latent (B, S, L)         key_rope (B, S, R)           up_value (H, Dv, L)
+
+    key[h]   = [up_key[h] @ latent, key_rope]       value[h] = up_value[h] @ latent
+    output   = attention of [query, query_rope] over key and value                              (B, T, H, Dv)
+
+Without `up_key` the query holds it already, query[h] @ up_key[h]: (B, T, H, L). Without `up_value` the values are the
+latents, and the output is (B, T, H, L). The features are those of kernels/attention/contract.py; softmax_scale is
+(width of query + R) ** -0.5 unless given: (Dn + R) ** -0.5, but for a query that holds up_key (L + R) ** -0.5, which is
+rarely what its model was trained with, so give it there.
+
+Two plans give the same: expanded forms the keys and values of every head, S * H * (Dn + Dv) * L multiplications before
+attention; absorbed moves both projections to the query's side and attends to the latents themselves, as one key/value
+head of L + R: for few queries over a long cache. DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Sizes(NamedTuple):
+    heads: int
+    query_dim: int
+    rope_dim: int
+    latent_dim: int
+    value_dim: int  # of the output
+
+
+def check_widths(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    up_key: torch.Tensor | None,
+    up_value: torch.Tensor | None,
+) -> Sizes:
+    """The widths, equal for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or a `ValueError`."""
+    shapes = (
+        f"query {tuple(query.shape)}, query_rope {tuple(query_rope.shape)}, latent {tuple(latent.shape)}, key_rope "
+        f"{tuple(key_rope.shape)}, up_key {_shape(up_key)}, up_value {_shape(up_value)}"
+    )
+    if query.dim() != query_rope.dim() or query.shape[:-1] != query_rope.shape[:-1]:
+        raise ValueError(f"multi_latent: query and query_rope must agree in all but the last dimension: {shapes}")
+    if latent.dim() != key_rope.dim() or latent.shape[:-1] != key_rope.shape[:-1]:
+        raise ValueError(f"multi_latent: latent and key_rope must agree in all but the last dimension: {shapes}")
+    heads, dim = query.shape[-2:]
+    rope, width = query_rope.shape[-1], latent.shape[-1]
+    if key_rope.shape[-1] != rope:
+        raise ValueError(f"multi_latent: query_rope and key_rope differ in width: {shapes}")
+    if up_key is None and dim != width:
+        raise ValueError(f"multi_latent: without up_key the query must be as wide as the latent: {shapes}")
+    if up_key is not None and up_key.shape != (heads, dim, width):
+        raise ValueError(f"multi_latent: up_key must be (H, Dn, L) = ({heads}, {dim}, {width}): {shapes}")
+    if up_value is not None and (up_value.dim() != 3 or (up_value.shape[0], up_value.shape[2]) != (heads, width)):
+        raise ValueError(f"multi_latent: up_value must be (H, Dv, L) = ({heads}, Dv, {width}): {shapes}")
+    given = [x for x in (query, query_rope, latent, key_rope, up_key, up_value) if x is not None]
+    if any(x.dtype != query.dtype for x in given):
+        raise ValueError(f"multi_latent: all tensors must have one dtype, got {', '.join(str(x.dtype) for x in given)}")
+    return Sizes(heads, dim, rope, width, width if up_value is None else up_value.shape[1])
+
+
+def check_tensors(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    up_key: torch.Tensor | None = None,
+    up_value: torch.Tensor | None = None,
+) -> Sizes:
+    """The widths of a dense call, or a `ValueError` that names what does not fit."""
+    if query.dim() != 4 or latent.dim() != 3 or query.shape[0] != latent.shape[0]:
+        raise ValueError(
+            f"multi_latent: expected query (B, T, H, Dn) and latent (B, S, L), got {tuple(query.shape)} and "
+            f"{tuple(latent.shape)}"
+        )
+    return check_widths(query, query_rope, latent, key_rope, up_key, up_value)
+
+
+def default_scale(sizes: Sizes, softmax_scale: float | None) -> float:
+    return (sizes.query_dim + sizes.rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
+
+
+def absorbs(sizes: Sizes, length: int, keys: int, has_up_key: bool, has_up_value: bool) -> bool:
+    """True where attending to the latents takes fewer multiplications than forming every head's keys and values."""
+    if not (has_up_key and has_up_value):
+        return True
+    n = sizes
+    projections = n.latent_dim * (n.query_dim + n.value_dim)
+    expanded = keys * projections + length * keys * (n.query_dim + n.rope_dim + n.value_dim)
+    absorbed = length * projections + length * keys * (2 * n.latent_dim + n.rope_dim)
+    return absorbed < expanded
+
+
+def _shape(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

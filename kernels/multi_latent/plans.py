@@ -1,0 +1,30 @@
+"""The two plans of contract.py: what either makes of the tensors before attention, and of its output after it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def expand(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    up_key: torch.Tensor,
+    up_value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query (B, T, H, Dn + R), key (B, S, H, Dn + R) and value (B, S, H, Dv) of an attention as any other."""
+    heads = up_key.shape[0]
+    key, value = (torch.einsum("bsl,hdl->bshd", latent, up) for up in (up_key, up_value))
+    shared = key_rope[:, :, None].expand(-1, -1, heads, -1)
+    return torch.cat([query, query_rope], dim=-1), torch.cat([key, shared], dim=-1), value
+
+
+def absorb(query: torch.Tensor, up_key: torch.Tensor | None) -> torch.Tensor:
+    """query (..., H, Dn) -> (..., H, L), to be compared with latents."""
+    return query if up_key is None else torch.einsum("...hd,hdl->...hl", query, up_key)
+
+
+def project(output: torch.Tensor, up_value: torch.Tensor | None) -> torch.Tensor:
+    """What was attended to of the latents (..., H, L) -> (..., H, Dv)."""
+    return output if up_value is None else torch.einsum("...hl,hvl->...hv", output, up_value)

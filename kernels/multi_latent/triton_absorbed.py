@@ -1,0 +1,59 @@
+"""The absorbed plan by the kernel over pages (kernels/ragged_page): latent and key_rope are the two parts of a key,
+whose first is the value too. Forward only. Imports no Triton until a kernel is launched.
+
+A dense cache is a paged one with a page for each sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
+from easytorch.kernels.multi_latent.plans import absorb, project
+from easytorch.kernels.ragged_page import triton_ragged
+from easytorch.kernels.ragged_page.contract import Window
+
+_DENSE = ("mask", "bias", "query_segment_ids", "key_segment_ids")
+
+
+def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes, features: dict[str, Any]) -> str | None:
+    """None when `multi_latent_attention` carries the call, else the reason why not."""
+    for name in _DENSE:
+        if features.get(name) is not None:
+            return f"the kernel that attends to latents takes no {name}"
+    if features.get("dropout_prob"):
+        return "the kernel that attends to latents has no dropout"
+    if sizes.rope_dim > triton_ragged.MAX_HEAD_DIM:
+        return f"the rotated part of a key must be at most {triton_ragged.MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
+    return triton_ragged.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)
+
+
+def multi_latent_attention(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    up_key: torch.Tensor | None = None,
+    up_value: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    sliding_window: Window = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`; scores and sums in float32. It has no backward."""
+    sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
+    batch, length = query.shape[:2]
+    keys = latent.shape[1]
+    left, right = band_of(causal, sliding_window)
+    count = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
+    output = triton_ragged.forward(
+        absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), latent[:, :, None], key_rope[:, :, None], None,
+        torch.full((batch,), keys, device=query.device, dtype=torch.int32), count[:batch, None], count * length, None,
+        sinks, left, right, softcap, default_scale(sizes, softmax_scale),
+    )  # fmt: skip
+    return project(output.unflatten(0, (batch, length)), up_value)
