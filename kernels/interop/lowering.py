@@ -6,7 +6,7 @@ import jax
 from jax.interpreters import mlir
 
 # A kernel in Pallas is written in the dialect of today's compiler, which an older one refuses ("Unsupported version:
-# expected <= 7 but got 8"). Lowered as jax.export does, it is in the dialect that compilers of some months ago read too.
+# expected <= 7 but got 8"). Lowered as for export, it is in the dialect that compilers of some months ago read too.
 _FOR_EXPORT = mlir.LoweringParameters(for_export=True)
 
 

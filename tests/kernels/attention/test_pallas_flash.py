@@ -96,3 +96,13 @@ def test_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         unseen = (expected[0] == 0).all(-1).transpose(1, 2)  # (B, H, T)
         assert torch.equal(torch.tensor((logsumexp == jax.numpy.inf).__array__()), unseen)
         assert unseen.any() == (name in HAS_EMPTY_ROWS)
+
+
+def test_only_a_tpu_is_given_the_kernel() -> None:
+    from easytorch.kernels.attention import tpu_flash
+    from easytorch.kernels.interop.lowering import lower_for_export
+
+    heads = jax.ShapeDtypeStruct((1, 128, 2, 32), jax.numpy.float32)
+    traced = jax.jit(lambda q, k, v: tpu_flash.flash_forward(q, k, v, scale=1.0)).trace(heads, heads, heads)
+    assert "tpu_custom_call" in lower_for_export(traced, "tpu").as_text()
+    assert "tpu_custom_call" not in lower_for_export(traced, "cpu").as_text()
