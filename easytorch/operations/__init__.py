@@ -18,6 +18,7 @@ from easytorch.operations.multi_latent import MultiLatentAttention
 from easytorch.operations.output import AttentionOutput, OperationOutput
 from easytorch.operations.quantized_matmul import QuantizedMatmul
 from easytorch.operations.ragged_page import RaggedPageAttention
+from easytorch.operations.ragged_page_multi_latent import RaggedPageMultiLatentAttention
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.ring import RingAttention
 from easytorch.operations.rms_norm import RMSNorm
@@ -54,6 +55,7 @@ __all__ = [
     "QuantizedMatmul",
     "RMSNorm",
     "RaggedPageAttention",
+    "RaggedPageMultiLatentAttention",
     "RingAttention",
     "Rotary",
     "SdpaAttention",

@@ -1,7 +1,7 @@
-"""The absorbed plan by the kernel over pages (kernels/ragged_page): latent and key_rope are the two parts of a key,
-whose first is the value too. Forward only. Imports no Triton until a kernel is launched.
+"""The absorbed plan by the kernel over pages (kernels/ragged_page), over a dense or a paged cache. Forward only.
 
-A dense cache is a paged one with a page for each sequence.
+latent and key_rope are the two parts of a key, whose first is the value too; a dense cache is a paged one with a page
+for each sequence. Imports no Triton until a kernel is launched.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch
 
 from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
+from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page import triton_ragged
-from easytorch.kernels.ragged_page.contract import Window
+from easytorch.kernels.ragged_page.contract import Window, cut_to
 
 _DENSE = ("mask", "bias", "query_segment_ids", "key_segment_ids")
 
@@ -57,3 +58,33 @@ def multi_latent_attention(
         sinks, left, right, softcap, default_scale(sizes, softmax_scale),
     )  # fmt: skip
     return project(output.unflatten(0, (batch, length)), up_value)
+
+
+def ragged_page_multi_latent_attention(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent_pages: Pages,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    up_key: torch.Tensor | None = None,
+    up_value: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    sliding_window: Window = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """-> (N, H, Dv), or (N, H, L) without `up_value`; the arguments are those of paged.py. It has no backward."""
+    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
+    tables = (context_lens, block_tables, query_start_loc, num_seqs)
+    features = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
+    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
+    left, right = band_of(causal, sliding_window)
+    output = triton_ragged.forward(
+        absorb(query, up_key), query_rope, latent[:, :, None], rope[:, :, None], None,
+        *cut_to(num_seqs, *tables[:3]), sinks, left, right, softcap, default_scale(sizes, softmax_scale),
+    )  # fmt: skip
+    return project(output, up_value)

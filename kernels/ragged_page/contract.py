@@ -82,6 +82,11 @@ def check_call(
             f"{value_pages.dtype}"
         )
     check_tables(context_lens, block_tables, query_start_loc, num_seqs)
+    check_features(heads, softcap=softcap, sinks=sinks, sliding_window=sliding_window)
+
+
+def check_features(heads: int, *, softcap: float | None, sinks: torch.Tensor | None, sliding_window: Window) -> None:
+    """The part of `check_call` about the features."""
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
     if softcap is not None and not softcap > 0:

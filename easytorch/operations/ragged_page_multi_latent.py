@@ -1,0 +1,136 @@
+"""`ragged_page_multi_latent_attention`: DeepSeek's attention of a mixed batch over pages of latents."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.multi_latent import paged
+from easytorch.kernels.multi_latent.contract import check_widths
+from easytorch.kernels.multi_latent.paged import Pages
+from easytorch.operations.base import backend
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.ragged_page import PagedImpl, RaggedPageFeatures, records_gradient
+from easytorch.operations.registry import OperationRegistry
+
+
+@OperationRegistry.register
+class RaggedPageMultiLatentAttention(PagedImpl):
+    """`op(query, query_rope, latent_pages, context_lens, block_tables, query_start_loc, num_seqs=None, up_key=None,
+    up_value=None, **features)` -> `AttentionOutput` of (tokens, H, Dv), or (tokens, H, L) without `up_value`.
+
+    (tokens, H, Dn), (tokens, H, R), (P, page_size, L + R) or a pair of (P, page_size, L) and (P, page_size, R);
+    kernels/multi_latent/paged.py says the rest. What the integer tensors hold is checked where it is read on the CPU.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "ragged_page_multi_latent_attention"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        tables = (empty(*shape, dtype=torch.int32) for shape in ((64,), (64, 256), (65,)))
+        up = empty(128, 128, 512)
+        return (empty(64, 128, 128), empty(64, 128, 64), empty(4096, 64, 576), *tables, None, up, up), {}
+
+    def supports(
+        self,
+        backend: str,
+        query: Tensor,
+        query_rope: Tensor,
+        latent_pages: Pages,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        up_key: Tensor | None = None,
+        up_value: Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> str | None:
+        if backend == "native":
+            return None
+        if (refusal := self.softmax_refusal(query.dtype)) is not None:
+            return refusal
+        if backend == "aten":
+            return None
+        latent, rope = paged.split_pages(latent_pages, query_rope.shape[-1])
+        if records_gradient(query, query_rope, latent, rope, up_key, up_value, features.get("sinks")):
+            return "its kernel has no backward, and a gradient is asked for"
+        from easytorch.kernels.multi_latent import triton_absorbed
+
+        sizes = check_widths(query, query_rope, latent, rope, up_key, up_value)
+        return triton_absorbed.supports(query.device, self.metadata.runtime_dtype or query.dtype, sizes, {})
+
+    def forward_native(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent_pages: Pages,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        up_key: Tensor | None = None,
+        up_value: Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        run = paged.in_graph if torch.compiler.is_compiling() else paged.definition
+        tensors = self._cast_all(query, query_rope, latent_pages)
+        output = run(
+            *tensors, context_lens, block_tables, query_start_loc, num_seqs, *self._cast_all(up_key, up_value),
+            **self.settle(features), softmax_dtype=self.metadata.runtime_softmax_dtype,
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("aten")
+    def forward_cpu(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent_pages: Pages,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        up_key: Tensor | None = None,
+        up_value: Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        run = paged.in_graph if torch.compiler.is_compiling() else paged.by_plans
+        output = run(
+            *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
+            *self._cast_all(up_key, up_value), **self.settle(features),
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("triton")
+    def forward_gpu(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent_pages: Pages,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        up_key: Tensor | None = None,
+        up_value: Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        from easytorch.kernels.multi_latent import triton_absorbed
+
+        output = triton_absorbed.ragged_page_multi_latent_attention(
+            *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
+            *self._cast_all(up_key, up_value), **self.settle(features),
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+    def _cast_all(self, *tensors: Any) -> tuple[Any, ...]:
+        return tuple(
+            None if x is None else self.cast(x) if isinstance(x, Tensor) else tuple(map(self.cast, x)) for x in tensors
+        )
