@@ -1,0 +1,71 @@
+"""`linear`: x @ weight.T + bias, as `torch.nn.functional.linear`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from easytorch.kernels.linear import native, onednn
+from easytorch.kernels.linear.preference import prefers_onednn
+from easytorch.operations.base import backend
+from easytorch.operations.impl import Choice, OperationImpl
+from easytorch.operations.registry import OperationRegistry
+
+
+@OperationRegistry.register
+class Linear(OperationImpl):
+    """(..., K), weight (N, K), bias (N,) -> (..., N). ATen; oneDNN for float32 on CPUs where torch's MKL is slower."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "linear"
+
+    def supports(self, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:  # type: ignore[override]
+        return onednn.supports(*self._cast(x, weight, bias)) if backend == "onednn" else None
+
+    def emulates(self, backend: str, platform: str) -> bool:
+        return backend == "aten" or super().emulates(backend, platform)
+
+    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        if platform != "cpu":
+            return super().choose_freely(platform, args, kwargs)
+        given = self._cast(*_named(*args, **kwargs))
+        reason = onednn.supports(*given)
+        if reason is None:
+            training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+            if prefers_onednn(given[0], given[1], training):
+                return Choice(self, "forward_cpu", platform, "onednn", "faster than MKL for this CPU and size")
+            reason = "MKL is as fast for this CPU and size"
+        return Choice(self, "forward_gpu", platform, "aten", reason)
+
+    def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return native.linear(*self._cast(x, weight, bias))
+
+    @backend("onednn")
+    def forward_cpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return onednn.linear(*self._cast(x, weight, bias))
+
+    @backend("aten")
+    def forward_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(*self._cast(x, weight, bias))
+
+    @backend("aten")
+    def forward_tpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.forward_gpu(x, weight, bias)
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, weight = (torch.empty(shape, device="meta") for shape in ((256, 4096), (4096, 4096)))
+        return (x, weight), {}
+
+    def _cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.metadata.runtime_dtype is None:
+            return x, weight, bias
+        return self.cast(x), self.cast(weight), None if bias is None else self.cast(bias)
+
+
+def _named(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x, weight, bias
