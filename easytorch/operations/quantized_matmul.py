@@ -1,0 +1,69 @@
+"""`quantized_matmul`: a linear layer whose frozen weight has 8 or 4 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming
+from easytorch.kernels.quantized_matmul import aten, native
+from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
+from easytorch.operations.base import backend
+from easytorch.operations.impl import OperationImpl
+from easytorch.operations.registry import OperationRegistry
+
+__all__ = ["QuantizedMatmul", "QuantizedWeight", "quantize"]
+
+
+@OperationRegistry.register
+class QuantizedMatmul(OperationImpl):
+    """`quantized_matmul(x, weight, bias=None)`: x (..., K), weight a `QuantizedWeight` of shape (N, K), bias (N,) ->
+    (..., N) in x's dtype. Gradients go to x and bias; the weight is frozen. `quantize(weight, format)` makes one.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "quantized_matmul"
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        data = torch.empty(4096, 2048, dtype=torch.uint8, device="meta")
+        weight = QuantizedWeight(data, torch.empty(4096, 32, device="meta"), None, "int4", (4096, 4096), 128)
+        return (torch.empty(1, 4096, device="meta"), weight), {}
+
+    def supports(self, backend: str, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> str | None:
+        if backend != "native" and transforming():
+            return REFUSAL
+        if backend == "triton":
+            from easytorch.kernels.quantized_matmul import triton_quantized_matmul
+
+            return triton_quantized_matmul.supports(x, self._dtype(x))
+        return None
+
+    def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        return native.quantized_matmul(*self._prepare(x, weight, bias))
+
+    @backend("aten")
+    def forward_cpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        return aten.quantized_matmul(*self._prepare(x, weight, bias))
+
+    @backend("triton")
+    def forward_gpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        from easytorch.kernels.quantized_matmul import triton_quantized_matmul
+
+        return triton_quantized_matmul.quantized_matmul(*self._prepare(x, weight, bias))
+
+    def _dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for x's own."""
+        device = x.device.type
+        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
+            return self.metadata.runtime_dtype
+        return torch.get_autocast_dtype(device)
+
+    def _prepare(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None
+    ) -> tuple[Tensor, QuantizedWeight, Tensor | None]:
+        dtype = self._dtype(x)
+        return x if dtype is None else x.to(dtype), weight, bias

@@ -1,0 +1,84 @@
+"""A quantized matmul as torch operators, differentiable any number of times, from two functions that compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.quantized_matmul.formats import FORMATS
+from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
+
+Forward = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
+InputGrad = Callable[[Tensor, QuantizedWeight], Tensor]
+
+
+def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
+    """The differentiable function of `forward`, on the operator `easytorch::<library>_quantized_matmul`.
+
+    forward(x (M, K), weight, bias) -> (M, N); input_grad(grad (M, N), weight) -> (M, K), grad @ the weight; both into
+    new tensors of the first argument's dtype.
+    """
+
+    def rebuilt(
+        data: Tensor, scale: Tensor, zero: Tensor | None, format: str, columns: int, group_size: int
+    ) -> QuantizedWeight:
+        stored = data.view(FORMATS[format].dtype)
+        return QuantizedWeight(stored, scale, zero, format, (data.shape[0], columns), group_size)
+
+    def product(
+        x: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, format: str, columns: int,
+        group_size: int,
+    ) -> Tensor:  # fmt: skip
+        return forward(x, rebuilt(data, scale, zero, format, columns, group_size), bias)
+
+    def transposed(
+        grad: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, format: str, columns: int, group_size: int
+    ) -> Tensor:
+        return input_grad(grad, rebuilt(data, scale, zero, format, columns, group_size))
+
+    multiply = torch.library.custom_op(f"easytorch::{library}_quantized_matmul", product, mutates_args=())
+    back = torch.library.custom_op(f"easytorch::{library}_quantized_input_grad", transposed, mutates_args=())
+
+    @multiply.register_fake
+    def _(x: Tensor, bias: Tensor | None, data: Tensor, *rest: Any) -> Tensor:
+        return x.new_empty(x.shape[0], data.shape[0])
+
+    @back.register_fake
+    def _(grad: Tensor, data: Tensor, scale: Tensor, zero: Any, format: str, columns: int, group_size: int) -> Tensor:
+        return grad.new_empty(grad.shape[0], columns)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, bias, *tensors, ctx.format, ctx.columns, ctx.group_size = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = back(grad, *ctx.saved_tensors, ctx.format, ctx.columns, ctx.group_size)
+        if ctx.needs_input_grad[1]:
+            wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            bias_grad = grad.to(wide).sum(0).to(ctx.bias_dtype)
+        return x_grad, bias_grad, *[None] * 6
+
+    def keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *tensors, ctx.format, ctx.columns, ctx.group_size = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return multiply(grad, None, *ctx.saved_tensors, ctx.format, ctx.columns, ctx.group_size), *[None] * 6
+
+    multiply.register_autograd(backward, setup_context=keep)
+    back.register_autograd(backward_back, setup_context=keep_back)
+
+    def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+        # as bytes: torch's tools for operators, opcheck among them, cannot multiply or compare fp8
+        tensors = (weight.data.view(torch.uint8), weight.scale.detach(), weight.zero)
+        output = multiply(rows, bias, *tensors, weight.format, weight.shape[1], weight.group_size)
+        return output.reshape(*x.shape[:-1], weight.shape[0])
+
+    return run

@@ -1,0 +1,196 @@
+"""`QuantizedWeight`, plain tensors and how to read them, and `quantize`, which makes one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS, decode, format_of, pack, spread
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight (N, K) in few bits: dequantized it is (code - zero) * scale, each group of columns with its own.
+
+    data: int8 and fp8: (N, K) of that dtype; int4 and nf4: (N, ceil(K / 2)) uint8, the even column in the upper bits.
+    scale: float32 (N, ceil(K / group_size)), or (1, 1) for one scale in all.
+    zero: of int4 that is not symmetric: uint8 codes of 0.0, shaped like scale; else None (int4: 8).
+    format: a name of `FORMATS`. shape: (N, K). group_size: columns that share a scale; the last group may be shorter.
+
+    A pytree: torch.compile, torch.export and torch.func see its tensors.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    format: str
+    shape: tuple[int, int]
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"unknown format {self.format!r}; known: {', '.join(FORMATS)}")
+        kind, (rows, columns) = FORMATS[self.format], self.shape
+        if self.group_size < 1:
+            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        stored = (rows, -(-columns // 2) if kind.packed else columns)
+        if tuple(self.data.shape) != stored or self.data.dtype != kind.dtype:
+            raise ValueError(
+                f"{self.format} of shape {tuple(self.shape)} is stored as {stored} {kind.dtype}, got "
+                f"{tuple(self.data.shape)} {self.data.dtype}"
+            )
+        grouped, scale = (rows, -(-columns // self.group_size)), tuple(self.scale.shape)
+        if scale != (1, 1) and scale != grouped:
+            raise ValueError(f"scale must be {grouped} for groups of {self.group_size}, or (1, 1), got {scale}")
+        if self.scale.dtype != torch.float32:
+            raise ValueError(f"scale must be float32, got {self.scale.dtype}")
+        if self.zero is None:
+            return
+        if self.format != "int4":
+            raise ValueError(f"only int4 has a zero point, got one for {self.format}")
+        if tuple(self.zero.shape) != scale or self.zero.dtype != torch.uint8:
+            raise ValueError(f"zero must be {scale} uint8, got {tuple(self.zero.shape)} {self.zero.dtype}")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight (N, K): computed in float32 (float64 for float64), rounded to `dtype`."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        columns = self.shape[1]
+        zero = None if self.zero is None else spread(self.zero, self.group_size, columns)
+        numbers = decode(self.data, zero, self.format, columns, wide)
+        return (numbers * spread(self.scale.to(wide), self.group_size, columns)).to(dtype)
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same weight on `device`."""
+        zero = None if self.zero is None else self.zero.to(device)
+        return QuantizedWeight(
+            self.data.to(device), self.scale.to(device), zero, self.format, self.shape, self.group_size
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
+
+    def to_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """Tensors only, for safetensors or a state dict: data, scale, zero where there is one, and the settings."""
+        settings = json.dumps({"format": self.format, "shape": list(self.shape), "group_size": self.group_size})
+        tensors = {"data": self.data, "scale": self.scale, "zero": self.zero}
+        found = {prefix + name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {**found, prefix + "settings": torch.tensor(list(settings.encode()), dtype=torch.uint8)}
+
+    @classmethod
+    def from_dict(cls, tensors: dict[str, torch.Tensor], prefix: str = "") -> QuantizedWeight:
+        """The inverse of `to_dict`; names that do not start with `prefix` are left alone."""
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        absent = {"data", "scale", "settings"} - set(own)
+        if absent:
+            raise ValueError(f"no quantized weight under {prefix!r}: {', '.join(sorted(absent))} is missing")
+        settings = json.loads(bytes(own["settings"].tolist()))
+        return cls(
+            own["data"], own["scale"], own.get("zero"), settings["format"], tuple(settings["shape"]),
+            settings["group_size"],
+        )  # fmt: skip
+
+
+def quantize(
+    weight: torch.Tensor, format: str, group_size: int | str | None = None, *, symmetric: bool = True
+) -> QuantizedWeight:
+    """weight (N, K), floating -> the nearest codes of `format` under scales from the largest magnitude of each group.
+
+    format: "int8", "int4", "nf4", "fp8_e4m3fn" (alias "fp8") or "fp8_e5m2". group_size: columns that share a scale;
+    "row" (or -1) is one a row, "tensor" one in all; None is 128 for int4, 64 for nf4, else a row. symmetric: False
+    gives int4 a zero point, so that it covers the smallest to the largest number of a group.
+
+    The error of a number is at most scale / 2 (int4 with zero point: scale); nf4: 0.152 of the group's largest; fp8:
+    a relative 2**-4 (e4m3fn) or 2**-3 (e5m2), below its normal numbers scale * 2**-10 or scale * 2**-17.
+    """
+    name = format_of(format)
+    kind = FORMATS[name]
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise ValueError(f"quantize takes a floating weight (N, K), got {tuple(weight.shape)} of {weight.dtype}")
+    if not symmetric and name != "int4":
+        raise ValueError(f"only int4 has a zero point: {name} with symmetric=False")
+    size = _group_size(kind.group_size if group_size is None else group_size, weight.shape[1])
+    numbers = weight.detach().to(torch.float32)
+    if not bool(numbers.isfinite().all()):
+        raise ValueError("quantize: the weight has infinities or NaN")
+    groups = numbers.reshape(1, 1, -1) if group_size == "tensor" else _in_groups(numbers, size)
+    zero = None
+    if symmetric:
+        scale = groups.abs().amax(-1) / kind.largest
+    else:
+        low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
+        scale = (high - low) / 15.0
+        zero = (-low / _divisor(scale)).round().clamp(0, 15).to(torch.uint8)
+    columns = weight.shape[1]
+    scaled = numbers / spread(_divisor(scale), size, columns)
+    data = _encode(scaled, None if zero is None else spread(zero, size, columns), name)
+    return QuantizedWeight(data, scale, zero, name, (weight.shape[0], columns), size)
+
+
+def _group_size(given: int | str | None, columns: int) -> int:
+    if given in (None, "row", "tensor", -1):
+        return columns
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f'group_size must be a positive number of columns, "row", "tensor" or None, got {given!r}')
+    return min(given, columns)
+
+
+def _in_groups(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """(N, K) -> (N, groups, size), the last group filled up with zeros, which extend no range."""
+    rows, columns = numbers.shape
+    return torch.nn.functional.pad(numbers, (0, -columns % size)).reshape(rows, -1, size)
+
+
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    """A group of zeros has scale 0: its codes are those of 0."""
+    return torch.where(scale == 0.0, 1.0, scale)
+
+
+def _encode(scaled: torch.Tensor, zero: torch.Tensor | None, format: str) -> torch.Tensor:
+    kind = FORMATS[format]
+    if format == "nf4":
+        levels = torch.tensor(NF4_LEVELS, device=scaled.device)
+        return pack(torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2))
+    if format == "int4":
+        return pack((scaled.round() + (8 if zero is None else zero)).clamp(0, 15))
+    if format == "int8":
+        return scaled.round().clamp(-127, 127).to(torch.int8)
+    return scaled.clamp(-kind.largest, kind.largest).to(kind.dtype)
+
+
+def _flatten(weight: QuantizedWeight) -> tuple[list[Any], tuple[Any, ...]]:
+    return [weight.data, weight.scale, weight.zero], (weight.format, weight.shape, weight.group_size)
+
+
+def _unflatten(tensors: Any, settings: tuple[Any, ...]) -> QuantizedWeight:
+    # unchecked: a tree may hold anything in place of its tensors
+    weight = object.__new__(QuantizedWeight)
+    names = ("data", "scale", "zero", "format", "shape", "group_size")
+    for name, value in zip(names, (*tensors, *settings), strict=True):
+        object.__setattr__(weight, name, value)
+    return weight
+
+
+def _flatten_with_keys(weight: QuantizedWeight) -> tuple[list[Any], tuple[Any, ...]]:
+    tensors, settings = _flatten(weight)
+    keys = (_pytree.GetAttrKey(name) for name in ("data", "scale", "zero"))
+    return list(zip(keys, tensors, strict=True)), settings
+
+
+# torch.load, and with it torch.export.load, reads one back
+torch.serialization.add_safe_globals([QuantizedWeight])
+
+_pytree.register_pytree_node(
+    QuantizedWeight,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="easytorch.QuantizedWeight",
+    to_dumpable_context=lambda settings: list(settings),
+    from_dumpable_context=lambda settings: (settings[0], tuple(settings[1]), settings[2]),
+)
