@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.grouped_matmul import aten, native
+from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.operations.base import backend
 from easytorch.operations.impl import OperationImpl
@@ -41,6 +42,9 @@ class GroupedMatmul(OperationImpl):
             from easytorch.kernels.grouped_matmul import triton_grouped_matmul
 
             return triton_grouped_matmul.supports(x, self._dtype(x))
+        if backend == "pallas":
+            wide = (self._dtype(x) or x.dtype) == torch.float64
+            return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
     def forward_native(
@@ -64,6 +68,15 @@ class GroupedMatmul(OperationImpl):
 
         x, weight, bias = self._prepare(x, weight, bias)
         return triton_grouped_matmul.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+
+    @backend("pallas")
+    def forward_tpu(
+        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        from easytorch.kernels.grouped_matmul import xla_grouped_tpu
+
+        x, weight, bias = self._prepare(x, weight, bias)
+        return xla_grouped_tpu.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
 
     def _dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype of the product: `runtime_dtype`, or autocast's, as `mm` would take it; None for the inputs'."""

@@ -180,7 +180,7 @@ def test_errors(forced: str) -> None:
             operation(*call)
     with pytest.raises(ValueError, match=r"weight \(E, N, K\)"):
         operation(x, weight, sizes, transposed=True)
-    with pytest.raises(ValueError, match="int32 or int64, got torch.float32"):
+    with pytest.raises(ValueError, match=r"int32 or int64, got torch\.float32"):
         operation(x, weight, sizes.float())
     with pytest.raises(ValueError, match=r"of one dtype, got torch\.bfloat16, torch\.float32"):
         operation(x.bfloat16(), weight, sizes)
@@ -254,12 +254,14 @@ def test_check_mode(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setitem(installed.INSTALLED, "triton", True)
+    for library in ("triton", "jax"):
+        monkeypatch.setitem(installed.INSTALLED, library, True)
     call = grouped().typical_call()
     assert call is not None
     found = {platform: grouped().choose_on(platform, *call).backend for platform in PLATFORMS}
-    assert found == {"cpu": "aten", "cuda": "triton", "rocm": "triton", "tpu": "native"}
-    assert "float64" in grouped(runtime_dtype=torch.float64).choose_on("cuda", *call).reason
+    assert found == {"cpu": "aten", "cuda": "triton", "rocm": "triton", "tpu": "pallas"}
+    for platform in ("cuda", "tpu"):
+        assert "float64" in grouped(runtime_dtype=torch.float64).choose_on(platform, *call).reason
     x, weight, _ = operands(1)
     with pytest.raises(UnsupportedOperationError, match="runs on cuda, rocm, the tensors are on cpu"):
         grouped("triton")(x, weight, torch.tensor([63]))
