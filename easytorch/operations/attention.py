@@ -9,7 +9,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from easytorch.operations import attention_cpu
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention_impl import AttentionImpl
+from easytorch.operations.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.impl import Choice, UnsupportedOperationError, log_fallback
@@ -43,7 +44,7 @@ class Attention(AttentionImpl):
         inner = dataclasses.replace(self.metadata, backend=None)
         self.implementations: dict[str, AttentionImpl] = {
             cls.primary_name(): cls(inner)
-            for cls in (SdpaAttention, FlashAttention, VanillaAttention, DecodeAttention)
+            for cls in (SdpaAttention, FlashAttention, BlockSparseAttention, VanillaAttention, DecodeAttention)
         }
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
 
@@ -52,12 +53,17 @@ class Attention(AttentionImpl):
         return "attention"
 
     def forward_native(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
     ) -> AttentionOutput:
+        if not BEYOND_THE_CONTRACT.isdisjoint(features):
+            return self.implementations["blocksparse"].forward_native(query, key, value, **features)
         return self.implementations["vanilla"].forward_native(query, key, value, **features)
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         query, key, value, features = (*args, kwargs) if len(args) == 3 else _named(*args, **kwargs)
+        if not BEYOND_THE_CONTRACT.isdisjoint(features):
+            choice = self.implementations["blocksparse"].choose_freely(platform, args, kwargs)
+            return choice._replace(reason=f"chunks and prefixes; {choice.reason}")
         preferences = PREFERENCES.get(platform)
         if preferences is None:
             preferences = attention_cpu.preferences(query, key, value, features)

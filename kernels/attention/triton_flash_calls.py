@@ -50,7 +50,8 @@ def forward_call(
     tiles = tiles_of("forward", architecture, query, value, dense=features.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output": output, "lse": lse, "sinks": features.sinks,
-        "output_strides": output.stride(), **_shared(query, key, value, features), **_blocks(query, value, tiles),
+        "output_strides": output.stride(), **shared_arguments(query, key, value, features),
+        **tile_arguments(query, value, tiles),
     }  # fmt: skip
     return Call(
         flash_forward, -(-length // tiles.block_m) * heads * batch, arguments, tiles.num_warps, tiles.num_stages
@@ -79,7 +80,8 @@ def key_value_grad_call(
         "query": query, "key": key, "value": value, "output_grad": output_grad, "lse": lse, "delta": delta,
         "key_grad": key_grad, "value_grad": value_grad, "grad_strides": output_grad.stride(),
         "key_grad_strides": key_grad.stride(), "value_grad_strides": value_grad.stride(),
-        "softmax_scale": features.softmax_scale, **_shared(query, key, value, features), **_blocks(query, value, tiles),
+        "softmax_scale": features.softmax_scale, **shared_arguments(query, key, value, features),
+        **tile_arguments(query, value, tiles),
     }  # fmt: skip
     programs = -(-keys // tiles.block_n) * kv_heads * batch
     return Call(flash_key_value_grad, programs, arguments, tiles.num_warps, tiles.num_stages)
@@ -98,13 +100,14 @@ def query_grad_call(
         "query_grad": query_grad, "bias_grad": bias_grad, "grad_strides": output_grad.stride(),
         "query_grad_strides": query_grad.stride(),
         "bias_grad_strides": None if bias_grad is None else bias_grad.stride(),
-        "softmax_scale": features.softmax_scale, **_shared(query, key, value, features), **_blocks(query, value, tiles),
+        "softmax_scale": features.softmax_scale, **shared_arguments(query, key, value, features),
+        **tile_arguments(query, value, tiles),
     }  # fmt: skip
     programs = -(-length // tiles.block_m) * heads * batch
     return Call(flash_query_grad, programs, arguments, tiles.num_warps, tiles.num_stages)
 
 
-def _shared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, features: Features) -> dict[str, Any]:
+def shared_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, features: Features) -> dict[str, Any]:
     """The arguments that every kernel but delta takes; a mask or bias is broadcast by strides of zero."""
     batch, length, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -124,7 +127,8 @@ def _shared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, feature
     }  # fmt: skip
 
 
-def _blocks(query: torch.Tensor, value: torch.Tensor, tiles: Any) -> dict[str, Any]:
+def tile_arguments(query: torch.Tensor, value: torch.Tensor, tiles: Any) -> dict[str, Any]:
+    """The sizes a kernel is compiled for, and how it multiplies float32."""
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip
     return {
         "D": query.shape[3], "DV": value.shape[3], "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,

@@ -1,0 +1,79 @@
+"""`blocksparse`: attention that skips what no query sees: windows, chunks, prefixes, documents, masks; any length."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.blocksparse import native
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.base import backend
+from easytorch.operations.output import AttentionOutput
+from easytorch.operations.registry import OperationRegistry
+
+
+class BlockSparseFeatures(AttentionFeatures, total=False):
+    """Beyond the contract of every attention; kernels/blocksparse/native.py says what they mean."""
+
+    chunk_size: int | None
+    prefix_length: int | Tensor | None
+
+
+BEYOND_THE_CONTRACT = frozenset({"chunk_size", "prefix_length"})
+
+
+@OperationRegistry.register
+class BlockSparseAttention(AttentionImpl):
+    """Every feature of the contract, chunks and prefixes; blocks of keys that no query of a block sees cost nothing."""
+
+    takes_seed = frozenset({"native", "aten", "triton"})
+
+    @classmethod
+    def get_impl_name(cls) -> tuple[str, ...]:
+        return ("blocksparse", "splash")
+
+    def refusal(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
+    ) -> str | None:
+        if transforming():
+            return REFUSAL
+        if backend == "aten":
+            return None
+        from easytorch.kernels.blocksparse import triton_blocksparse
+
+        return triton_blocksparse.supports(query, key, value)
+
+    def forward_native(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        output, weights = native.attention(
+            query, key, value, **settled, softmax_dtype=self.metadata.runtime_softmax_dtype
+        )
+        return AttentionOutput(attention_outputs=output, attention_weights=weights)
+
+    @backend("aten")
+    def forward_cpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
+    ) -> AttentionOutput:
+        from easytorch.kernels.blocksparse import aten_op
+
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=aten_op.attention(query, key, value, **settled))
+
+    @backend("triton")
+    def forward_gpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
+    ) -> AttentionOutput:
+        from easytorch.kernels.blocksparse import triton_blocksparse
+
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=triton_blocksparse.blocksparse_attention(query, key, value, **settled))
+
+    @classmethod
+    def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        heads = torch.empty(1, 8192, 16, 64, dtype=torch.bfloat16, device="meta")
+        return (heads, heads, heads), {"causal": True, "sliding_window": 1024}

@@ -1,0 +1,61 @@
+"""One step (aten_plan.py) by ATen's fused CPU kernel, forward and backward.
+
+Sinks are applied to its result: with z the logarithm of the sum of exponentials that the kernel returns, the output
+with a sink is output * sigmoid(z - sink), and backward with z' = logaddexp(z, sink) in its place is that of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    *, scale: float, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(b, H, R, D), (b, K, C, D) twice -> output (b, H, R, D), logsumexp (b, H, R), +inf for a row that sees none."""
+    added = _added(query, key, seen, bias)
+    output, logsumexp = _forward(query, key, value, attn_mask=added, scale=scale)
+    if added is not None:
+        empty = (added == -torch.inf).all(-1)
+        if empty.any():
+            output = torch.where(empty[..., None], 0.0, output)
+            logsumexp = torch.where(empty, -torch.inf, logsumexp)
+    if sinks is not None:
+        total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+        # a sink of -inf leaves a row that sees nothing without any weight
+        share = torch.where(total == -torch.inf, 0.0, torch.exp(logsumexp - total))
+        output, logsumexp = (output * share[..., None]).to(output.dtype), total
+    return output, torch.where(logsumexp == -torch.inf, torch.inf, logsumexp)
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, output: Tensor,
+    logsumexp: Tensor, *, scale: float, **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    """Gradients of query, key and value, from that of `forward`'s first result; none of the bias."""
+    added = _added(query, key, seen, bias)
+    return *_backward(
+        grad, query, key, value, output, logsumexp.contiguous(), 0.0, False, attn_mask=added, scale=scale
+    ), None  # fmt: skip
+
+
+def _added(query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """ATen's one mask, (1 or b, 1 or H, R, C): the bias, and -inf where a key is not seen."""
+    if seen is None and bias is None:
+        return None
+    if bias is None:
+        added = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+    else:
+        # in float32 where it is given so: ATen takes that beside half precision
+        added = bias if bias.dtype == query.dtype else bias.float()
+        if seen is not None:
+            added = torch.where(seen, added, -torch.inf)
+    added = added.reshape((1,) * (4 - added.dim()) + tuple(added.shape))
+    return added.expand(*added.shape[:2], query.shape[2], key.shape[2]).contiguous()

@@ -1,0 +1,31 @@
+"""What the forward and backward kernels share beside triton_flash_tiles.py: a tile of scores under a block map.
+
+A block map (block_map.py) names, for each block of one side, the blocks of the other that are needed. Blocks that are
+listed as partial take the intervals, mask and segments of structure.py's form; full ones take none of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from easytorch.kernels.attention.triton_flash_tiles import score_tile
+
+
+@triton.jit
+def seen_scores(
+    products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, key_ids, begin, end,
+    PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """score_tile's (scores in units of log2, tanh of the soft cap), -inf outside [begin, end) where PARTIAL."""
+    if PARTIAL:
+        scores, capped = score_tile(
+            products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, key_ids, None, None,
+            False,
+        )  # fmt: skip
+        scores = tl.where((columns >= begin) & (columns < end), scores, float("-inf"))
+    else:
+        scores, capped = score_tile(
+            products, rows, columns, T, S, scale, cap, bias_pointers, None, None, None, None, None, False
+        )
+    return scores, capped
