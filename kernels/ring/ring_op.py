@@ -60,6 +60,7 @@ def attention(
         if size > 1:
             agree(_ring(group), dict.fromkeys(_COMPARED, 0), str(problem), query.device)
         raise
+    layout = layout if size > 1 else "contiguous"  # the chunks of one rank are in order already
     seed_given, seed_tensor = seed is not None, None
     if dropout_prob > 0.0:
         seed_tensor = torch.as_tensor(draw_seed() if seed is None else seed, dtype=torch.int64).to(query.device)

@@ -1,4 +1,4 @@
-"""`sdpa`, alias `cudnn`: layouts and broadcasts that the conformance suite leaves out, against the float64 definition."""
+"""`sdpa`, alias `cudnn`: layouts and broadcasts beyond the conformance suite, against the float64 definition."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""The ring with the Triton kernels for its tiles, on a GPU or in Triton's interpreter (test_triton_interpreter.py)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
+]
+CASES = ["plain", "causal", "softcap", "window", "sides", "segments", "sinks", "bias", "bias of keys"]
+
+
+LOCK = threading.Lock()
+
+
+def one_at_a_time() -> SimpleNamespace:
+    """The block kernels behind a lock: the ranks are threads, and the interpreter runs one kernel at a time."""
+    from easytorch.kernels.ring import triton_blocks
+
+    def locked(function):
+        def call(*arguments):
+            with LOCK:
+                return function(*arguments)
+
+        return call
+
+    return SimpleNamespace(forward=locked(triton_blocks.forward), backward=locked(triton_blocks.backward))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("case", CASES)
+def test_float32(case, layout, ring_cases, ring_errors):
+    tensors, features = ring_cases[case](36, 72)
+    errors = ring_errors(one_at_a_time(), 3, layout, tensors, features, torch.float32, DEVICE)
+    assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, ring_cases, ring_errors):
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates float32 to bfloat16 where a GPU rounds")
+    errors = ring_errors(one_at_a_time(), 2, "zigzag", *ring_cases["causal"](48, 48), dtype, DEVICE)
+    assert errors.pop("output") <= TOLERANCE[dtype]
+    assert max(errors.values()) <= 2 * TOLERANCE[dtype], errors
