@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
-from easytorch.kernels.ring.layout import position_ids, zigzag_shard, zigzag_unshard
+from easytorch.kernels.attention import native
+from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.base import backend
-from easytorch.operations.impl import Choice, UnsupportedOperationError
+from easytorch.operations.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
@@ -61,21 +64,43 @@ class RingAttention(AttentionImpl):
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
         dropout_prob = features.get("dropout_prob", 0.0)
+        dense = features.get("mask") is not None or features.get("bias") is not None
+        if backend == "xla":
+            return self._xla_refusal(query, key, dense, dropout_prob, features)
         if backend == "triton":
             from easytorch.kernels.ring import triton_blocks
 
             return triton_blocks.supports(query, key, value, dropout_prob=dropout_prob)
         from easytorch.kernels.ring import aten_blocks
 
+        segments = features.get("query_segment_ids") is not None
         return aten_blocks.supports(
-            query, value, dense=features.get("mask") is not None or features.get("bias") is not None,
-            segments=features.get("query_segment_ids") is not None, softcap=features.get("softcap"),
-            dropout_prob=dropout_prob,
-        )  # fmt: skip
+            query, value, dense=dense, segments=segments, softcap=features.get("softcap"), dropout_prob=dropout_prob
+        )
+
+    def _xla_refusal(self, query: Tensor, key: Tensor, dense: bool, dropout_prob: float, features: Any) -> str | None:
+        if query.dtype == torch.float64:
+            return "XLA attention computes in float32, not float64"
+        placement = self.placement
+        if isinstance(placement, str) or placement.axis is None:
+            return missing("jax")
+        if dense:
+            return "the ring in XLA takes no mask and no bias: their columns would be dealt out anew at each step"
+        if dropout_prob > 0.0:
+            return "the ring in XLA drops no weights"
+        count = placement.size * len(chunks_of(self._layout(features), 0, placement.size))
+        if query.shape[1] % count or key.shape[1] % count:
+            return f"{query.shape[1]} queries and {key.shape[1]} keys cannot be cut into {count} equal chunks"
+        ids = [int(device) for device in self.metadata.mesh.device_ids]
+        if ids != list(range(len(ids))):
+            return f"the ring in XLA takes the devices of the mesh in order, got {ids}"
+        return missing("jax")
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
     ) -> AttentionOutput:
+        if query.device.type == "xla":
+            return self._whole(query, key, value, features)
         return self._run("native", query, key, value, features)
 
     @backend("aten")
@@ -90,15 +115,69 @@ class RingAttention(AttentionImpl):
     ) -> AttentionOutput:
         return self._run("triton", query, key, value, features)
 
+    @backend("xla")
+    def forward_tpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
+    ) -> AttentionOutput:
+        placement = self._ring()
+        layout = self._layout(features)
+        query, key, value, settled = self.prepare(query, key, value, _plain(features))
+        if placement.axis is None:
+            from easytorch.kernels.attention import xla_flash_tpu
+
+            return AttentionOutput(attention_outputs=xla_flash_tpu.attention(query, key, value, **settled))
+        from easytorch.kernels.ring import xla_ring_spmd
+
+        given: Any = {name: x for name, x in settled.items() if name not in _NOT_IN_XLA}
+        output = xla_ring_spmd.attention(
+            query, key, value, axes=mesh_axis_sizes(self.metadata.mesh), axis=placement.axis, layout=layout, **given
+        )
+        return AttentionOutput(attention_outputs=output)
+
     def _run(self, kernel: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> AttentionOutput:
         from easytorch.kernels.ring import ring_op
 
-        placement = self.placement
-        if isinstance(placement, str):
-            raise ValueError(f"ring: {placement}")
-        layout = features.pop("layout", None) or self.metadata.sequence_layout
-        query, key, value, settled = self.prepare(query, key, value, features)
+        placement, layout = self._ring(), self._layout(features)
+        query, key, value, settled = self.prepare(query, key, value, _plain(features))
         output = ring_op.attention(
             query, key, value, group=placement.group, size=placement.size, kernel=kernel, layout=layout, **settled
         )
         return AttentionOutput(attention_outputs=output)
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, features: Any) -> AttentionOutput:
+        """The definition on the whole sequence, put in order of position; XLA partitions it as it sees fit."""
+        size, layout = self._ring().size, self._layout(features)
+        query, key, value, settled = self.prepare(query, key, value, _plain(features))
+        places = [
+            torch.cat([position_ids(x.shape[1] // size, rank, size, layout, x.device) for rank in range(size)])
+            for x in (query, key)
+        ]
+        rows, columns = (place.argsort() for place in places)
+        ordered: Any = dict(settled)
+        for name, order in (("query_segment_ids", rows), ("key_segment_ids", columns)):
+            if ordered.get(name) is not None:
+                ordered[name] = ordered[name][:, order]
+        for name in ("mask", "bias"):
+            matrix = ordered.get(name)
+            if matrix is not None and matrix.dim() > 1 and matrix.shape[-2] != 1:
+                ordered[name] = matrix[..., rows, :]
+        output, _ = native.attention(query[:, rows], key[:, columns], value[:, columns], **ordered)
+        return AttentionOutput(attention_outputs=output[:, places[0]])
+
+    def _ring(self) -> Placement:
+        placement = self.placement
+        if isinstance(placement, str):
+            raise ValueError(f"ring: {placement}")
+        return placement
+
+    def _layout(self, features: Any) -> str:
+        return features.get("layout") or self.metadata.sequence_layout
+
+
+# what the ring in XLA refuses: here it is absent or says nothing
+_NOT_IN_XLA = ("mask", "bias", "dropout_prob", "seed")
+
+
+def _plain(features: Any) -> AttentionFeatures:
+    """The features without the layout."""
+    return {name: value for name, value in features.items() if name != "layout"}  # type: ignore[return-value]

@@ -1,0 +1,224 @@
+"""The ring in jax: `shard_map` over one axis of a mesh, keys and values sent on by `ppermute`, in one program.
+
+Whole arrays in and out, sharded along the sequence; in the "zigzag" layout they are the ranks' shards one after
+another. A rank's tiles are those of plan.py: what differs between ranks is a branch of a `lax.switch`, so a tile that
+is masked out costs nothing. Tiles are computed by attention/xla_flash.py. See native.py for the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from easytorch.kernels.attention.xla_flash import flash_backward, flash_forward
+from easytorch.kernels.ring.plan import Tile, steps_of, tiles_of
+
+
+class Ring(NamedTuple):
+    """mesh: a jax `Mesh` or `AbstractMesh`. axis: the one that shards the sequence.
+
+    batch_axis, head_axis: axes that shard batch and heads, or None.
+    """
+
+    mesh: Any
+    axis: str
+    layout: str = "contiguous"
+    batch_axis: str | None = None
+    head_axis: str | None = None
+
+    @property
+    def size(self) -> int:
+        return self.mesh.shape[self.axis]
+
+    def shifted(self, arrays: Any, hops: int = 1) -> Any:
+        return lax.ppermute(arrays, self.axis, [(r, (r + hops) % self.size) for r in range(self.size)])
+
+
+class Settings(NamedTuple):
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
+
+
+def ring_forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_segment_ids: Array | None = None,
+    key_segment_ids: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    ring: Ring,
+    settings: Settings,
+) -> tuple[Array, Array]:
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T); see xla_flash."""
+
+    def local(
+        query: Array, key: Array, value: Array, query_ids: Array | None, key_ids: Array | None, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        batch, length, heads, _ = query.shape
+        seen = jnp.full((heads,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+        output = jnp.zeros((batch, length, heads, value.shape[3]), jnp.float32)
+        state = output, jnp.broadcast_to(seen[:, None], (batch, heads, length))
+        held = key, value, key_ids
+
+        def branch(tiles: tuple[Tile, ...]) -> Callable[..., tuple[Array, Array]]:
+            def run(state: tuple[Array, Array], held: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+                for tile in tiles:
+                    tensors, numbers = _tile(tile, query, held, query_ids, settings)
+                    state = _folded(state, tile, *flash_forward(*tensors, **numbers))
+                return state
+
+            return run
+
+        steps = _steps(ring, query, key, settings)
+        for step in range(steps):
+            following = ring.shifted(held) if step + 1 < steps else held
+            state = _switch(ring, step, query, key, settings, branch, state, held)
+            held = following
+        output, top = state
+        return output.astype(query.dtype), jnp.where(top == -jnp.inf, jnp.inf, top)
+
+    given = (query, key, value, query_segment_ids, key_segment_ids, sinks)
+    return _mapped(ring, local, given, ("btn", "top"))(*given)
+
+
+def ring_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_segment_ids: Array | None,
+    key_segment_ids: Array | None,
+    sinks: Array | None,
+    output: Array,
+    logsumexp: Array,
+    grad: Array,
+    *,
+    ring: Ring,
+    settings: Settings,
+) -> tuple[Array | None, ...]:
+    """Gradients of query, key, value, the segment ids (None, None) and sinks."""
+
+    def local(
+        query: Array, key: Array, value: Array, query_ids: Array | None, key_ids: Array | None, sinks: Array | None,
+        output: Array, logsumexp: Array, grad: Array,
+    ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+        held = key, value, key_ids
+        query_grad = jnp.zeros(query.shape, jnp.float32)
+        sums = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+
+        def branch(tiles: tuple[Tile, ...]) -> Callable[..., tuple[Array, tuple[Array, Array]]]:
+            def run(
+                state: tuple[Array, tuple[Array, Array]], held: tuple[Array, Array, Array | None]
+            ) -> tuple[Array, tuple[Array, Array]]:
+                query_grad, (key_grad, value_grad) = state
+                for tile in tiles:
+                    rows, columns = slice(*tile.rows), slice(*tile.columns)
+                    tensors, numbers = _tile(tile, query, held, query_ids, settings)
+                    given = output[:, rows], logsumexp[:, :, rows], grad[:, rows]
+                    dq, dk, dv, *_ = flash_backward(*tensors, *given, **numbers)
+                    query_grad = query_grad.at[:, rows].add(dq)
+                    key_grad = key_grad.at[:, columns].add(dk)
+                    value_grad = value_grad.at[:, columns].add(dv)
+                return query_grad, (key_grad, value_grad)
+
+            return run
+
+        steps = _steps(ring, query, key, settings)
+        for step in range(steps):
+            following = ring.shifted(held) if step + 1 < steps else held
+            if step:  # the sums of these keys, so far
+                sums = ring.shifted(sums)
+            query_grad, sums = _switch(ring, step, query, key, settings, branch, (query_grad, sums), held)
+            held = following
+        key_grad, value_grad = ring.shifted(sums, 1 - steps) if steps > 1 else sums
+        sinks_grad = None
+        if sinks is not None:
+            delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
+            weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
+            axes = [axis for axis in (ring.axis, ring.batch_axis) if axis is not None]
+            sinks_grad = -lax.psum((weight * delta).sum(axis=(0, 2)), axes).astype(sinks.dtype)
+        return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), sinks_grad
+
+    given = (query, key, value, query_segment_ids, key_segment_ids, sinks)
+    outputs = ("btn", "btn", "btn", None if sinks is None else "sinks")
+    gradients = _mapped(ring, local, (*given, output, logsumexp, grad), outputs)(*given, output, logsumexp, grad)
+    return *gradients[:3], None, None, gradients[3]
+
+
+def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outputs: tuple[str | None, ...]) -> Any:
+    """`local` over the mesh; given: query, key, value, ids, ids, sinks and, in backward, output, logsumexp, grad."""
+    specs = {
+        "btn": PartitionSpec(ring.batch_axis, ring.axis, ring.head_axis, None),
+        "ids": PartitionSpec(ring.batch_axis, ring.axis),
+        "sinks": PartitionSpec(ring.head_axis),
+        "top": PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis),
+        None: None,
+    }
+    kinds = ("btn", "btn", "btn", "ids", "ids", "sinks", "btn", "top", "btn")
+    inputs = tuple(None if x is None else specs[kind] for x, kind in zip(given, kinds, strict=False))
+    return jax.shard_map(
+        local, mesh=ring.mesh, in_specs=inputs, out_specs=tuple(specs[kind] for kind in outputs), check_vma=False
+    )
+
+
+def _switch(
+    ring: Ring, step: int, query: Array, key: Array, settings: Settings, branch: Callable[..., Any], *operands: Any
+) -> Any:
+    """The tiles of this rank at this step: a branch for each different plan among the ranks."""
+    lengths = query.shape[1], key.shape[1]
+    plans = [
+        tuple(
+            tile._replace(first_row=0, first_column=0)  # only dropout would need where a tile stands
+            for tile in tiles_of(
+                rank, (rank - step) % ring.size, ring.size, ring.layout, *lengths, settings.left, settings.right
+            )
+        )
+        for rank in range(ring.size)
+    ]
+    different = list(dict.fromkeys(plans))
+    if len(different) == 1:
+        return branch(different[0])(*operands)
+    chosen = jnp.array([different.index(plan) for plan in plans])[lax.axis_index(ring.axis)]
+    return lax.switch(chosen, [branch(plan) for plan in different], *operands)
+
+
+def _steps(ring: Ring, query: Array, key: Array, settings: Settings) -> int:
+    return steps_of(ring.size, ring.layout, query.shape[1], key.shape[1], settings.left, settings.right)
+
+
+def _tile(
+    tile: Tile, query: Array, held: tuple[Array, Array, Array | None], query_ids: Array | None, settings: Settings
+) -> tuple[tuple[Array | None, ...], dict[str, Any]]:
+    """The arguments of `flash_forward`, which aligns the last row with the last column."""
+    rows, columns = slice(*tile.rows), slice(*tile.columns)
+    key, value, key_ids = held
+    aligned = (tile.columns[1] - tile.columns[0]) - (tile.rows[1] - tile.rows[0])
+    tensors = (
+        query[:, rows], key[:, columns], value[:, columns], None, None,
+        None if query_ids is None else query_ids[:, rows], None if key_ids is None else key_ids[:, columns], None, None,
+    )  # fmt: skip
+    numbers = {
+        "scale": settings.scale,
+        "left": None if tile.lower is None else aligned - tile.lower,
+        "right": None if tile.upper is None else tile.upper - aligned,
+        "softcap": settings.softcap,
+    }
+    return tensors, numbers
+
+
+def _folded(state: tuple[Array, Array], tile: Tile, output: Array, logsumexp: Array) -> tuple[Array, Array]:
+    """Take a tile into the rows' running output and logsumexp."""
+    rows = slice(*tile.rows)
+    total, top = state
+    old, added = top[:, :, rows], jnp.where(logsumexp == jnp.inf, -jnp.inf, logsumexp)
+    new = jnp.logaddexp(old, added)
+    base = jnp.where(new == -jnp.inf, 0.0, new)
+    kept, taken = (jnp.exp(part - base).transpose(0, 2, 1)[..., None] for part in (old, added))
+    return total.at[:, rows].set(total[:, rows] * kept + output * taken), top.at[:, :, rows].set(new)
