@@ -16,14 +16,35 @@ class Settings(NamedTuple):
     z_loss: float
 
 
+# Logits that are widened at once on a CPU: 2 MiB of float32, which stay in a core's cache from one pass to the next.
+LOGITS_IN_CACHE = 2**19
+
+
 def step(
     logits: torch.Tensor, labels: torch.Tensor, losses_grad: torch.Tensor | None, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logits (n, V), which are overwritten, labels and losses_grad (n,) -> losses (n,), the gradient of the logits.
 
     The gradient has the logits' dtype, and is None without `losses_grad`; all is computed in float32 (float64 for
-    float64), in one buffer, and a second one for the slope of the soft cap.
+    float64), on a CPU a few rows at a time.
     """
+    if logits.device.type != "cpu":
+        return _step(logits, labels, losses_grad, settings)
+    rows, losses = max(1, LOGITS_IN_CACHE // logits.shape[1]), []
+    for start in range(0, max(logits.shape[0], 1), rows):
+        part = slice(start, start + rows)
+        upstream = None if losses_grad is None else losses_grad[part]
+        loss, grad = _step(logits[part], labels[part], upstream, settings)
+        losses.append(loss)
+        if grad is not None and grad.dtype != torch.promote_types(grad.dtype, torch.float32):
+            logits[part] = grad  # a wider dtype was overwritten in place
+    return torch.cat(losses), None if losses_grad is None else logits
+
+
+def _step(
+    logits: torch.Tensor, labels: torch.Tensor, losses_grad: torch.Tensor | None, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All rows at once, in one buffer, and a second one for the slope of the soft cap."""
     _, smoothing, softcap, z_loss = settings
     dtype, slope = logits.dtype, None
     z = logits if dtype == torch.float64 else logits.to(torch.float32)
@@ -33,18 +54,21 @@ def step(
         z = z.mul_(softcap)
     ignored = labels == settings.ignore_index
     at = torch.where(ignored, 0, labels).to(torch.int64).unsqueeze(1)
-    lse = torch.logsumexp(z, dim=1)
-    losses = lse - (1.0 - smoothing) * z.gather(1, at).squeeze(1)
-    if smoothing:
-        losses = losses - smoothing * z.mean(dim=1)
+    picked, largest = z.gather(1, at).squeeze(1), z.amax(dim=1, keepdim=True)
+    mean = z.mean(dim=1) if smoothing else None
+    z = z.sub_(largest).exp_()
+    total = z.sum(dim=1, keepdim=True)
+    lse = (largest + total.log()).squeeze(1)
+    losses = lse - (1.0 - smoothing) * picked
+    if mean is not None:
+        losses = losses - smoothing * mean
     if z_loss:
         losses = losses + z_loss * lse.square()
     losses = losses.masked_fill(ignored, 0.0)
     if losses_grad is None:
         return losses, None
     scale = losses_grad.to(z.dtype).masked_fill(ignored, 0.0).unsqueeze(1)
-    lse = lse.unsqueeze(1)
-    grad = z.sub_(lse).exp_().mul_(scale * (1.0 + 2.0 * z_loss * lse))
+    grad = z.mul_(scale * (1.0 + 2.0 * z_loss * lse.unsqueeze(1)) / total)
     if smoothing:
         grad = grad.sub_(scale * (smoothing / z.shape[1]))
     grad = grad.scatter_add_(1, at, scale * (smoothing - 1.0))

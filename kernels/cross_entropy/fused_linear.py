@@ -52,7 +52,9 @@ def fused_linear_cross_entropy(
     if reduction == "none":
         return _losses(rows, weight, bias, flat, *settings).reshape(labels.shape)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    total = _sum(rows, weight, bias, flat, *settings, wanted)[0]
+    # while it is compiled the number of rows may be unknown, and would be fixed by asking
+    one_chunk = not torch.compiler.is_compiling() and rows.shape[0] <= size
+    total = _sum(rows, weight, bias, flat, *settings, one_chunk, wanted)[0]
     return total if reduction == "sum" else total / counted(labels, ignore_index)
 
 
@@ -64,11 +66,16 @@ def default_chunk_size(vocabulary: int) -> int:
 def over_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
     losses_grad: torch.Tensor | None, settings: chunk.Settings, chunk_size: int, library: str, wanted: list[bool],
+    one_chunk: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The losses (N,), and the gradients of hidden, weight and bias: empty where not wanted, of the last two wide."""
+    """The losses (N,), and the gradients of hidden, weight and bias: empty where not wanted, of the last two wide.
+
+    one_chunk: there is no more than one, and the gradient of weight, which is not summed then, has its dtype.
+    """
     step, losses, hidden_grads = _step(library), [], []
     # parts are concatenated, not written into slices: inside an operator torch_xla loses what is written to a view
-    _, weight_grad, bias_grad = (grad.zero_() for grad in _empty_grads(hidden, weight, wanted))
+    _, weight_grad, bias_grad = _empty_grads(hidden, weight, wanted, one_chunk)
+    bias_grad.zero_()
     for start in range(0, max(hidden.shape[0], 1), chunk_size):
         rows = slice(start, start + chunk_size)
         part = hidden[rows]
@@ -80,7 +87,9 @@ def over_chunks(
         if wanted[0]:
             hidden_grads.append((grad @ weight).to(hidden.dtype))
         if wanted[1] and weight_grad.dtype == grad.dtype:
-            weight_grad.addmm_(grad.t(), part)
+            weight_grad.addmm_(grad.t(), part, beta=float(start > 0))  # of beta 0 nothing is read
+        elif wanted[1] and start == 0:
+            weight_grad.copy_(grad.t() @ part)
         elif wanted[1]:
             weight_grad += grad.t() @ part
         if wanted[2]:
@@ -92,12 +101,13 @@ def over_chunks(
 @torch.library.custom_op("easytorch::fused_linear_cross_entropy_sum", mutates_args=())
 def _sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, ignore_index: int,
-    label_smoothing: float, softcap: float | None, z_loss: float, chunk_size: int, library: str, wanted: list[bool],
+    label_smoothing: float, softcap: float | None, z_loss: float, chunk_size: int, library: str, one_chunk: bool,
+    wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The sum of the losses, and its gradients by hidden, weight and bias, empty where not wanted."""
     settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
     ones = torch.ones((), dtype=torch.float32, device=hidden.device).expand(labels.shape)
-    losses, *grads = over_chunks(hidden, weight, bias, labels, ones, settings, chunk_size, library, wanted)
+    losses, *grads = over_chunks(hidden, weight, bias, labels, ones, settings, chunk_size, library, wanted, one_chunk)
     return losses.sum(), grads[0], grads[1], grads[2]
 
 
@@ -106,7 +116,7 @@ def _sum_fake(
     hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     total = torch.empty((), dtype=_wide(hidden), device=hidden.device)
-    return total, *_empty_grads(hidden, weight, rest[-1])
+    return total, *_empty_grads(hidden, weight, rest[-1], rest[-2])
 
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -115,7 +125,7 @@ def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
 
 
 def _sum_autograd(ctx: Any, total_grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = [(grad * total_grad).to(ctx.dtype) for grad in ctx.saved_tensors]
+    grads = [_scaled(grad, total_grad, ctx.dtype) for grad in ctx.saved_tensors]
     needed = [grad if n else None for grad, n in zip(grads, ctx.needs_input_grad[:3], strict=True)]
     return *needed, *[None] * (ctx.arguments - 3)
 
@@ -182,16 +192,22 @@ def _step(library: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None
     return triton_chunk.step
 
 
+def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if grad.device.type != "cpu" or torch.is_grad_enabled() or grad.dtype == dtype:
+        return (grad * factor).to(dtype)
+    return torch.mul(grad, factor, out=torch.empty(grad.shape, dtype=dtype))  # one pass, nothing wide in between
+
+
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _empty_grads(
-    hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
+    hidden: torch.Tensor, weight: torch.Tensor, wanted: list[bool], one_chunk: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of hidden in its dtype, written once; of weight and bias in float32, summed over the chunks."""
+    """Of hidden in its dtype, written once; of weight and bias in float32, summed over the chunks, if of several."""
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    dtypes = (hidden.dtype, _wide(hidden), _wide(hidden))
+    dtypes = (hidden.dtype, weight.dtype if one_chunk else _wide(hidden), _wide(hidden))
     grads = [
         torch.empty(shape if want else (0,), dtype=dtype, device=hidden.device)
         for shape, dtype, want in zip(shapes, dtypes, wanted, strict=True)

@@ -13,6 +13,9 @@ import torch
 
 from easytorch.kernels.rotary import native
 
+# Below this many elements of the query the definition's gradient is faster: each of our two costs 50 us of Python.
+FEW_TO_LEARN = 2**16
+
 
 def supports(cos: torch.Tensor, sin: torch.Tensor) -> str | None:
     """None when this path carries the call, else the reason why not."""
@@ -26,7 +29,8 @@ def rotary(
     position_ids: torch.Tensor | None = None, offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition's result up to rounding: fewer steps round. Differentiable by query and key, and again."""
-    if torch.compiler.is_compiling():  # a compiler fuses the definition
+    learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    if torch.compiler.is_compiling() or (learning and query.numel() < FEW_TO_LEARN):  # a compiler fuses the definition
         return native.rotary(
             query, key, cos, sin, interleaved=interleaved, position_ids=position_ids, offset=offset
         )  # fmt: skip
@@ -37,7 +41,7 @@ def rotary(
         turns = torch.complex(cos[..., :half].to(wide), sin[..., :half].to(wide))
         return _turn_pairs(query, turns), _turn_pairs(key, turns)
     below, above = sin.chunk(2, -1)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+    if learning:
         return _Halves.apply(query, cos, below, above), _Halves.apply(key, cos, below, above)
     return _turn_halves(query, cos, below, above), _turn_halves(key, cos, below, above)
 

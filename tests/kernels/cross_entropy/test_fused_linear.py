@@ -75,7 +75,7 @@ def test_only_the_gradients_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = torch.randn(5, 8), torch.randn(30, 8), torch.randint(0, 30, (5,))
     seen: list[list[bool]] = []
     whole = fused_linear.over_chunks
-    monkeypatch.setattr(fused_linear, "over_chunks", lambda *args: (seen.append(args[-1]), whole(*args))[1])
+    monkeypatch.setattr(fused_linear, "over_chunks", lambda *args: (seen.append(args[8]), whole(*args))[1])
     fused_linear_cross_entropy(hidden, weight, labels)
     fused_linear_cross_entropy(hidden.requires_grad_(), weight, labels).backward()
     with torch.no_grad():
@@ -101,5 +101,24 @@ def test_opcheck_and_one_graph(reduction: str) -> None:
     if reduction == "none":
         operator, wanted = torch.ops.easytorch.fused_linear_cross_entropy.default, ()
     else:
-        operator, wanted = torch.ops.easytorch.fused_linear_cross_entropy_sum.default, ([True, True, True],)
+        operator, wanted = torch.ops.easytorch.fused_linear_cross_entropy_sum.default, (False, [True, True, True])
     torch.library.opcheck(operator, (hidden, weight, bias, labels, -100, 0.1, 3.0, 0.1, 2, "torch", *wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_chunk_needs_no_wide_gradient_of_the_weight(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(63, 60).to(dtype).requires_grad_(), torch.randn(40, 60).to(dtype).requires_grad_()
+    labels, bias = torch.randint(0, 40, (63,)), torch.zeros(40, dtype=dtype)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    want = torch.autograd.grad(torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, labels), wide)
+    for chunk_size in (None, 63, 10):
+        got = torch.autograd.grad(
+            fused_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size), (hidden, weight)
+        )
+        for a, b in zip(got, want, strict=True):
+            allowed = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+            assert a.dtype == dtype and (a.double() - b).norm() <= allowed * b.norm()
+    operator = torch.ops.easytorch.fused_linear_cross_entropy_sum.default
+    settings = (-100, 0.0, None, 0.0, 64, "torch", True, [True, True, True])
+    torch.library.opcheck(operator, (hidden, weight, bias, labels, *settings))
