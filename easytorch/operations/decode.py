@@ -43,7 +43,11 @@ class DecodeAttention(AttentionImpl):
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
-        return aten.supports(query, key, value, **features)
+        if backend == "aten":
+            return aten.supports(query, key, value, **features)
+        from easytorch.kernels.decode import triton_decode
+
+        return triton_decode.supports(query, key, value, **features)
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         query = args[0] if args else kwargs["query"]
@@ -64,6 +68,15 @@ class DecodeAttention(AttentionImpl):
     ) -> AttentionOutput:
         query, key, value, settled = self.prepare(query, key, value, features)
         return AttentionOutput(attention_outputs=aten.decode(query, key, value, **settled))
+
+    @backend("triton")
+    def forward_gpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> AttentionOutput:
+        from easytorch.kernels.decode import triton_decode
+
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=triton_decode.decode(query, key, value, **settled))
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
