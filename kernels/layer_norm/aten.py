@@ -59,12 +59,14 @@ class _HalfLayerNorm(torch.autograd.Function):
         shape, wanted = x.shape[-1:], list(ctx.needs_input_grad[:3])
         rows = max(1, BLOCK // shape[0])
         blocks = (t.reshape(-1, t.shape[-1]).split(rows) for t in (grad, x, mean, rstd))
-        x_grads, totals = [], [None, None]
+        x_grads: list[Tensor] = []
+        totals: list[Tensor | None] = [None, None]
         for part in zip(*blocks, strict=True):
             g, values, center, scale = (t.float() for t in part)
             x_grad, *sums = torch.ops.aten.native_layer_norm_backward(
                 g, values, shape, center, scale, weight, bias, wanted
             )
-            x_grads.append(x_grad.to(x.dtype) if wanted[0] else None)
+            if wanted[0]:
+                x_grads.append(x_grad.to(x.dtype))
             totals = [new if total is None else total + new for total, new in zip(totals, sums, strict=True)]
-        return torch.cat(x_grads).reshape(x.shape) if wanted[0] else None, *totals, None
+        return torch.cat(x_grads).reshape(x.shape) if x_grads else None, *totals, None
