@@ -1,0 +1,110 @@
+"""Attention in tiles of ATen products and softmax on the CPU, memory linear in T, forward and backward: contract.py.
+
+A tile is wide enough for every key that its rows may see, so the softmax is ATen's own vectorized one and nothing has
+to be corrected afterwards; tiles are cut where the band or the documents end. Backward forms each tile again, as in
+FlashAttention-2, https://arxiv.org/abs/2307.08691.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.attention.aten_flash_tiles import (
+    Extras,
+    Settings,
+    blocks,
+    chunks,
+    keep_factor,
+    key_rows,
+    memory,
+    part,
+    put_key_rows,
+    put_query_rows,
+    query_rows,
+    sizes_of,
+    tile_of,
+    weights,
+)
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, extras: Extras, settings: Settings) -> Tensor:
+    """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv). Records no gradient."""
+    n = sizes_of(query, key, value, settings, extras)
+    output = query.new_zeros(*query.shape[:3], value.shape[3])
+    buffer = memory(n, extras)
+    for chunk in chunks(n):
+        keys, values = key_rows(n, key, chunk), key_rows(n, value, chunk)
+        for block in blocks(n, settings, extras, chunk):
+            columns = slice(block.start, block.stop)
+            tile = tile_of(n, extras, buffer, chunk, block)
+            rows = query_rows(n, query, chunk, block)
+            weights(n, settings, extras, chunk, block, tile, rows, keys[:, columns])
+            if extras.seed is not None:
+                tile.scores.mul_(keep_factor(n, settings, extras.seed, chunk, block))
+            put_query_rows(n, output, chunk, block, torch.bmm(tile.scores, values[:, columns]))
+    return output
+
+
+def flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, extras: Extras, settings: Settings, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of query, key, value, bias and sinks for the gradient (B, T, H, Dv) of the output.
+
+    That of sinks is None where there are none, that of bias also where `bias_grad` is False.
+    """
+    n = sizes_of(query, key, value, settings, extras)
+    grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (query, key, value))
+    wide = torch.promote_types(n.dtype, torch.float32)  # many tiles are added up for a key
+    grad_bias = None if extras.bias is None or not bias_grad else torch.zeros_like(extras.bias, dtype=wide)
+    grad_sinks = None if extras.sinks is None else torch.zeros(n.kv_heads, n.group, dtype=wide)
+    buffers = [memory(n, extras) for _ in range(2)]
+    spare = None if settings.softcap is None else memory(n, extras._replace(sinks=None))
+    for chunk in chunks(n):
+        keys, values = key_rows(n, key, chunk), key_rows(n, value, chunk)
+        grad_keys, grad_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+        for block in blocks(n, settings, extras, chunk):
+            columns = slice(block.start, block.stop)
+            tile, grad_tile = (tile_of(n, extras, buffer, chunk, block) for buffer in buffers)
+            capped = None
+            if spare is not None:
+                capped = tile_of(n, extras._replace(sinks=None), spare, chunk, block).scores
+            rows, grad_rows = (query_rows(n, x, chunk, block) for x in (query, grad))
+            weights(n, settings, extras, chunk, block, tile, rows, keys[:, columns], capped)
+            if extras.sinks is not None:
+                grad_tile.whole.zero_()  # the sink's own weight meets no value
+            torch.baddbmm(grad_tile.scores, grad_rows, values[:, columns].mT, beta=0, out=grad_tile.scores)
+            kept = tile.scores
+            if extras.seed is not None:
+                factor = keep_factor(n, settings, extras.seed, chunk, block)
+                kept = kept * factor
+                grad_tile.scores.mul_(factor)
+            _add_product(grad_values[:, columns], kept.mT, grad_rows, 1.0)
+            torch._softmax_backward_data(grad_tile.whole, tile.whole, -1, n.dtype, grad_input=grad_tile.whole)
+            split = grad_tile.split(n, chunk)
+            if grad_bias is not None:
+                target = part(n, grad_bias, chunk, block)
+                target += split.sum_to_size(_broadcast(target.shape, split.shape))
+            if grad_sinks is not None:
+                sink_column = grad_tile.whole.view(*split.shape[:-1], -1)[..., split.shape[-1]]
+                grad_sinks[chunk.k0 : chunk.k1] += sink_column.sum(dim=(0, 2))
+            if capped is not None:
+                grad_tile.scores.mul_(capped.square_().neg_().add_(1.0))
+            product = torch.bmm(grad_tile.scores, keys[:, columns]).mul_(settings.scale)
+            put_query_rows(n, grad_query, chunk, block, product)
+            _add_product(grad_keys[:, columns], grad_tile.scores.mT, rows, settings.scale)
+        put_key_rows(grad_key, chunk, grad_keys)
+        put_key_rows(grad_value, chunk, grad_values)
+    return grad_query, grad_key, grad_value, grad_bias, None if grad_sinks is None else grad_sinks.reshape(-1)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """total += factor * a @ b, (N, I, J) and (N, J, L), where `total` may be wider than the products."""
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b, alpha=factor)
+    else:
+        total.add_(torch.bmm(a, b), alpha=factor)
+
+
+def _broadcast(shape: torch.Size, full: torch.Size) -> list[int]:
+    return [1 if a == 1 else b for a, b in zip(shape, full, strict=True)]

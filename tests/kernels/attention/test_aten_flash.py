@@ -1,0 +1,205 @@
+"""Attention in tiles of ATen's products: opcheck, transforms, the bits of dropout, what is skipped, linear memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from easytorch.kernels.attention import aten_flash, aten_flash_op, aten_flash_tiles, native
+from easytorch.operations.check import relative_rms_error
+
+
+def _inputs(length: int = 20, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = ((2, length, 4, 8), (2, length, 2, 8), (2, length, 2, 6))
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
+
+
+def _documents(length: int, count: int = 3) -> dict[str, torch.Tensor]:
+    ids = (torch.arange(length) * count // length).repeat(2, 1)
+    return {"query_segment_ids": ids, "key_segment_ids": ids}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows and several chunks of heads, also for short sequences."""
+    monkeypatch.setattr(aten_flash_tiles, "ROWS", 16)
+    monkeypatch.setattr(aten_flash_tiles, "TILE_BYTES", 1 << 10)
+
+
+@pytest.mark.parametrize("extras", [False, True])
+def test_opcheck(extras: bool) -> None:
+    tensors = _inputs(requires_grad=True)
+    ids = torch.zeros(2, 20, dtype=torch.int64)
+    optional: list[Any] = [None] * 6
+    if extras:
+        mask, bias = torch.rand(20, 20) > 0.2, torch.randn(4, 1, 20, requires_grad=True)
+        optional = [mask, bias, ids, ids, torch.randn(4, requires_grad=True), torch.tensor(3)]
+    arguments = (*tensors, *optional, 0.3, None, 0, 2.0 if extras else None, 0.2 if extras else 0.0)
+    torch.library.opcheck(torch.ops.easytorch.aten_flash_forward.default, arguments)
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    backward = (torch.randn(2, 20, 4, 6), *plain, extras)
+    torch.library.opcheck(torch.ops.easytorch.aten_flash_backward.default, backward)
+
+
+FEATURES: dict[str, Any] = {
+    "plain": lambda n: {},
+    "causal": lambda n: {"causal": True},
+    "window": lambda n: {"causal": True, "sliding_window": 9},
+    "sides": lambda n: {"sliding_window": (5, 20)},
+    "documents": lambda n: {"causal": True, **_documents(n)},
+    "mask": lambda n: {"mask": (torch.arange(n) % 40 < 30)[:, None] & (torch.arange(n) > 11)},
+    "mask_heads": lambda n: {"mask": torch.rand(1, 4, n, n) > 0.3, "causal": True},
+    "everything": lambda n: {
+        **_documents(n), "mask": torch.rand(2, 1, n, n) > 0.2, "bias": torch.randn(4, n, 1), "softcap": 3.0,
+        "sinks": torch.randn(4), "dropout_prob": 0.3, "seed": 11,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("length", [15, 16, 83])
+def test_every_cut_into_tiles_is_exact(length: int, features: str, dtype: torch.dtype) -> None:
+    tensors, given = _inputs(length, dtype, requires_grad=True), FEATURES[features](length)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    got, expected = aten_flash_op.attention(*tensors, **given), native.attention(*wide, **given)[0]
+    grad = torch.randn_like(expected).to(dtype)
+    pairs = [(got, expected)]
+    pairs += zip(
+        torch.autograd.grad(got, tensors, grad), torch.autograd.grad(expected, wide, grad.double()), strict=True
+    )
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+    assert relative_rms_error(*pairs[0]) <= tolerance
+    assert all(relative_rms_error(*pair) <= 2 * tolerance for pair in pairs[1:])
+
+
+@pytest.mark.parametrize("seed", [0, -7, 2**31 - 1, 2**32 + 11, 2**63 - 1, torch.tensor(99)])
+def test_dropout_drops_the_same_weights_bit_for_bit(seed: Any, small_tiles: None) -> None:
+    length = 70
+    q, k = torch.zeros(2, length, 4, 8), torch.zeros(2, length, 2, 8)
+    v = torch.eye(length).reshape(1, length, 1, length).repeat(2, 1, 2, 1)  # the output is the weights
+    got = aten_flash_op.attention(q, k, v, dropout_prob=0.4, seed=seed)
+    expected = native.attention(q, k, v, dropout_prob=0.4, seed=seed)[0]
+    assert torch.equal(got == 0, expected == 0)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+def test_bfloat16_scores_of_any_size(spread: float) -> None:
+    """ATen rounds them to bfloat16; scores of 20 and more leave the output as exact as eager attention's."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    q = q * spread
+    expected = native.attention(*(x.double() for x in (q, k, v)), causal=True)[0]
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * 64**-0.5
+    scores = scores.masked_fill(~torch.ones(256, 256, dtype=torch.bool).tril(), float("-inf"))
+    eager = torch.einsum("bhts,bshd->bthd", torch.softmax(scores, -1, dtype=torch.float32).bfloat16(), v)
+    got = relative_rms_error(aten_flash_op.attention(q, k, v, causal=True), expected)
+    assert got <= 1.2 * relative_rms_error(eager, expected)
+    assert got <= 8e-3 or spread > 1.0
+
+
+def test_layouts_and_expanded_tensors() -> None:
+    q, k, v = _inputs()
+    expected = native.attention(q, k, v, bias=torch.ones(20, 20))[0]
+    strided = [torch.empty(*x.shape, 2).select(-1, 0).copy_(x) for x in (q, k, v)]
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for variant in (strided, transposed):
+        torch.testing.assert_close(aten_flash_op.attention(*variant, bias=torch.ones(1).expand(20, 20)), expected)
+    grad = torch.ones(1).expand(2, 20, 4, 6)  # as `.sum()` gives it
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got = torch.autograd.grad(aten_flash_op.attention(*leaves), leaves, grad)
+    want = torch.autograd.grad(native.attention(*leaves)[0], leaves, grad)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
+def test_empty_sequences(lengths: tuple[int, int]) -> None:
+    queries, keys = lengths
+    q = torch.randn(1, queries, 2, 4, requires_grad=True)
+    k = torch.randn(1, keys, 2, 4, requires_grad=True)
+    sinks = torch.zeros(2, requires_grad=True)
+    output = aten_flash_op.attention(q, k, k, sinks=sinks)
+    assert torch.equal(output, torch.zeros(1, queries, 2, 4))
+    assert all((g == 0).all() for g in torch.autograd.grad(output.sum(), (q, k, sinks)))
+
+
+def test_vmap() -> None:
+    q, k, v = (torch.randn(3, 1, 20, 2, 8) for _ in range(3))
+    got = torch.func.vmap(lambda q, v: aten_flash_op.attention(q, k[0], v, causal=True))(q, v)
+    want = [native.attention(q[i], k[0], v[i], causal=True)[0] for i in range(3)]
+    torch.testing.assert_close(got, torch.stack(want))
+
+
+class _Calls(TorchDispatchMode):
+    """How many products of scores are formed, and the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.baddbmm.out:
+            self.scores += result.numel()
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return result
+
+
+def _calls(
+    backward: bool = False,
+    dtype: torch.dtype = torch.float32,
+    length: int = 1024,
+    left: int | None = None,
+    right: int | None = None,
+    **given: torch.Tensor,
+) -> _Calls:
+    """What the kernels do, called as the operators call them: a mode does not look into operators."""
+    q, k = (torch.randn(1, length, heads, 16, dtype=dtype) for heads in (4, 2))
+    extras = aten_flash_tiles.Extras(*[None] * 6)._replace(**given)
+    settings = aten_flash_tiles.Settings(0.25, left, right, None, 0.0)
+    with _Calls() as calls:
+        if backward:
+            aten_flash.flash_backward(q, q, k, k, extras, settings, False)
+        else:
+            aten_flash.flash_forward(q, k, k, extras, settings)
+    return calls
+
+
+def test_what_nobody_sees_is_not_computed() -> None:
+    full, length = _calls().scores, 1024
+    ids = (torch.arange(length) // 256)[None]
+    lower = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    assert full == 4 * length * length
+    assert _calls(right=0).scores <= 0.57 * full
+    assert _calls(mask=lower).scores <= 0.57 * full
+    assert _calls(left=127, right=0).scores <= 0.25 * full
+    assert _calls(query_segments=ids, key_segments=ids).scores <= 0.25 * full
+    assert _calls(query_segments=ids, key_segments=ids + 9).scores == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_is_linear_in_the_length(backward: bool, dtype: torch.dtype) -> None:
+    """No tensor is larger than a tile, of fixed size, or an argument."""
+    for length in (1024, 4096):
+        arguments = 4 * length * 16 * 4
+        largest = _calls(backward, dtype, length, right=0).largest
+        assert length * 16 * 2 <= largest <= max(aten_flash_tiles.TILE_BYTES, arguments)
+
+
+def test_a_tile_keeps_its_size_however_many_keys_there_are() -> None:
+    for length in (4096, 65536):
+        q, k = (torch.empty(1, length, heads, 64, device="meta") for heads in (32, 8))
+        settings = aten_flash_tiles.Settings(1.0, None, 0, None, 0.0)
+        n = aten_flash_tiles.sizes_of(q, k, k, settings, aten_flash_tiles.Extras(*[None] * 6))
+        tile = n.heads * n.rows * n.group * n.keys * n.dtype.itemsize
+        floor = torch.get_num_threads() * aten_flash_tiles.FEWEST_ROWS * n.group * n.keys * n.dtype.itemsize
+        assert tile <= max(aten_flash_tiles.TILE_BYTES, floor)
