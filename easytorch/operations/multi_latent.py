@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.multi_latent import absorbed, native, plans
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
 from easytorch.operations.attention import Attention
@@ -69,9 +71,9 @@ class MultiLatentAttention(AttentionImpl):
             return None
         tensors = (query, query_rope, latent, key_rope, up_key, up_value)
         sizes = check_tensors(*tensors)
-        if self._expands(sizes, tensors, features):
+        if self._expands(backend, sizes, tensors, features):
             return None
-        return self._kernel_refusal(dtype, sizes, tensors, features)
+        return self._kernel_refusal(backend, sizes, tensors, features)
 
     def forward_native(  # type: ignore[override]
         self,
@@ -118,17 +120,38 @@ class MultiLatentAttention(AttentionImpl):
         up_value: Optional = None,
         **features: Unpack[AttentionFeatures],
     ) -> AttentionOutput:
-        from easytorch.kernels.multi_latent import triton_absorbed
+        from easytorch.kernels.multi_latent.triton_absorbed import multi_latent_attention
 
         tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
-        settled = self._settled(features)
-        sizes = check_tensors(*tensors)
-        if self._expands(sizes, tensors, settled):
-            return self._expanded(sizes, tensors, settled)
-        kept = {name: value for name, value in settled.items() if name in _CARRIED}
-        return AttentionOutput(attention_outputs=triton_absorbed.multi_latent_attention(*tensors, **cast(Any, kept)))
+        return self._by_kernel("triton", multi_latent_attention, tensors, self._settled(features))
 
-    def _expands(self, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
+    @backend("pallas")
+    def forward_tpu(  # type: ignore[override]
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Optional = None,
+        up_value: Optional = None,
+        **features: Unpack[AttentionFeatures],
+    ) -> AttentionOutput:
+        from easytorch.kernels.multi_latent.xla_absorbed_tpu import multi_latent_attention
+
+        tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
+        return self._by_kernel("pallas", multi_latent_attention, tensors, self._settled(features))
+
+    def _by_kernel(
+        self, backend: str, kernel: Callable[..., Tensor], tensors: tuple[Any, ...], features: AttentionFeatures
+    ) -> AttentionOutput:
+        """Expanded to `attention`, or absorbed by `kernel`."""
+        sizes = check_tensors(*tensors)
+        if self._expands(backend, sizes, tensors, features):
+            return self._expanded(sizes, tensors, features)
+        kept = {name: value for name, value in features.items() if name in _CARRIED}
+        return AttentionOutput(attention_outputs=kernel(*tensors, **kept))
+
+    def _expands(self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
         """On an accelerator: whether to form every head's keys. A call that the absorbed kernel lacks does, if it can.
 
         The kernel has no backward, so training expands.
@@ -139,22 +162,27 @@ class MultiLatentAttention(AttentionImpl):
             return False
         if not absorbs(sizes, query.shape[1], latent.shape[1], True, True):
             return True
-        dtype = self.metadata.runtime_dtype or query.dtype
-        return self._kernel_refusal(dtype, sizes, tensors, features) is not None
+        return self._kernel_refusal(backend, sizes, tensors, features) is not None
 
     def _kernel_refusal(
-        self, dtype: torch.dtype, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures
+        self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures
     ) -> str | None:
-        from easytorch.kernels.multi_latent import triton_absorbed
-
         given = (*tensors, features.get("sinks"))
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
             return "the kernel that attends to latents has no backward, and a gradient is asked for"
-        if self.metadata.dropout_prob:
+        if self.metadata.dropout_prob or features.get("dropout_prob"):
             return "the kernel that attends to latents has no dropout"
+        for name in ("mask", "bias", "query_segment_ids", "key_segment_ids"):
+            if features.get(name) is not None:
+                return f"the kernel that attends to latents takes no {name}"
         query = tensors[0]
         assert query is not None
-        return triton_absorbed.supports(query.device, dtype, sizes, dict(features))
+        dtype = self.metadata.runtime_dtype or query.dtype
+        if backend == "pallas":
+            return "XLA attention computes in float32, not float64" if dtype == torch.float64 else missing("jax")
+        from easytorch.kernels.multi_latent import triton_absorbed
+
+        return triton_absorbed.supports(query.device, dtype, sizes)
 
     def _expanded(self, sizes: Sizes, tensors: tuple[Any, ...], features: AttentionFeatures) -> AttentionOutput:
         scale = default_scale(sizes, features.get("softmax_scale"))

@@ -70,6 +70,11 @@ class PagedImpl(OperationImpl):
         own = torch.float64 if (self.metadata.runtime_dtype or dtype) == torch.float64 else torch.float32
         return None if wanted in (None, own) else f"its softmax is not computed in {wanted}"
 
+    def jax_refusal(self, dtype: torch.dtype) -> str | None:
+        if (self.metadata.runtime_dtype or dtype) == torch.float64:
+            return "XLA attention computes in float32, not float64"
+        return missing("jax")
+
 
 def records_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -119,7 +124,7 @@ class RaggedPageAttention(PagedImpl):
         if records_gradient(query, key_pages, value_pages, features.get("sinks")):
             return "its kernel has no backward, and a gradient is asked for"
         if backend == "pallas":
-            return missing("jax")
+            return self.jax_refusal(query.dtype)
         from easytorch.kernels.ragged_page import triton_ragged
 
         return triton_ragged.supports(
@@ -182,6 +187,26 @@ class RaggedPageAttention(PagedImpl):
         from easytorch.kernels.ragged_page import triton_ragged
 
         output = triton_ragged.ragged_page_attention(
+            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
+            query_start_loc, num_seqs, **self.settle(features),
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("pallas")
+    def forward_tpu(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        from easytorch.kernels.ragged_page import xla_ragged_tpu
+
+        output = xla_ragged_tpu.ragged_page_attention(
             self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
             query_start_loc, num_seqs, **self.settle(features),
         )  # fmt: skip

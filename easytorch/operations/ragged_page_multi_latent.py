@@ -61,10 +61,12 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         latent, rope = paged.split_pages(latent_pages, query_rope.shape[-1])
         if records_gradient(query, query_rope, latent, rope, up_key, up_value, features.get("sinks")):
             return "its kernel has no backward, and a gradient is asked for"
+        if backend == "pallas":
+            return self.jax_refusal(query.dtype)
         from easytorch.kernels.multi_latent import triton_absorbed
 
         sizes = check_widths(query, query_rope, latent, rope, up_key, up_value)
-        return triton_absorbed.supports(query.device, self.metadata.runtime_dtype or query.dtype, sizes, {})
+        return triton_absorbed.supports(query.device, self.metadata.runtime_dtype or query.dtype, sizes)
 
     def forward_native(
         self,
@@ -125,6 +127,28 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         from easytorch.kernels.multi_latent import triton_absorbed
 
         output = triton_absorbed.ragged_page_multi_latent_attention(
+            *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
+            *self._cast_all(up_key, up_value), **self.settle(features),
+        )  # fmt: skip
+        return AttentionOutput(attention_outputs=output)
+
+    @backend("pallas")
+    def forward_tpu(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent_pages: Pages,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        num_seqs: int | Tensor | None = None,
+        up_key: Tensor | None = None,
+        up_value: Tensor | None = None,
+        **features: Unpack[RaggedPageFeatures],
+    ) -> AttentionOutput:
+        from easytorch.kernels.multi_latent import xla_absorbed_tpu
+
+        output = xla_absorbed_tpu.ragged_page_multi_latent_attention(
             *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
             *self._cast_all(up_key, up_value), **self.settle(features),
         )  # fmt: skip

@@ -6,8 +6,6 @@ for each sequence. Imports no Triton until a kernel is launched.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from easytorch.kernels.attention.contract import band_of
@@ -17,16 +15,9 @@ from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page import triton_ragged
 from easytorch.kernels.ragged_page.contract import Window, cut_to
 
-_DENSE = ("mask", "bias", "query_segment_ids", "key_segment_ids")
 
-
-def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes, features: dict[str, Any]) -> str | None:
-    """None when `multi_latent_attention` carries the call, else the reason why not."""
-    for name in _DENSE:
-        if features.get(name) is not None:
-            return f"the kernel that attends to latents takes no {name}"
-    if features.get("dropout_prob"):
-        return "the kernel that attends to latents has no dropout"
+def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str | None:
+    """None when the kernels take tensors of this device, dtype and these widths, else the reason why not."""
     if sizes.rope_dim > triton_ragged.MAX_HEAD_DIM:
         return f"the rotated part of a key must be at most {triton_ragged.MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
     return triton_ragged.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)

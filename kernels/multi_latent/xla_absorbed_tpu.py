@@ -1,0 +1,82 @@
+"""The absorbed plan inside a torch_xla graph, by the kernel over pages (kernels/ragged_page). Forward only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
+from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
+from easytorch.kernels.multi_latent.plans import absorb, project
+from easytorch.kernels.ragged_page.contract import Window
+from easytorch.kernels.ragged_page.xla_ragged_tpu import attend
+
+PAGE = 128  # keys of a dense cache that are fetched together
+
+
+def multi_latent_attention(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    up_key: torch.Tensor | None = None,
+    up_value: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    sliding_window: Window = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`. A dense cache is one whose pages lie in order."""
+    sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
+    batch, length = query.shape[:2]
+    keys = latent.shape[1]
+    pages = -(-keys // PAGE)
+    pools = [F.pad(x, (0, 0, 0, pages * PAGE - keys)).reshape(batch * pages, PAGE, -1) for x in (latent, key_rope)]
+    numbers = torch.arange(batch * pages, dtype=torch.int32, device=query.device).reshape(batch, pages)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+    contexts = torch.full((batch,), keys, dtype=torch.int32, device=query.device)
+    output = attend(
+        absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), *pools, None, contexts, numbers, starts, None,
+        sinks, value_dim=sizes.latent_dim, scale=default_scale(sizes, softmax_scale),
+        band=band_of(causal, sliding_window), softcap=softcap,
+    )  # fmt: skip
+    return project(output.unflatten(0, (batch, length)), up_value)
+
+
+def ragged_page_multi_latent_attention(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent_pages: Pages,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    up_key: torch.Tensor | None = None,
+    up_value: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    sliding_window: Window = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """-> (N, H, Dv), or (N, H, L) without `up_value`; the arguments are those of paged.py."""
+    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
+    tables = (context_lens, block_tables, query_start_loc, num_seqs)
+    features: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
+    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
+    queries = absorb(query, up_key)
+    # one pool is read as it is: its parts, taken apart here, would be copies of the whole cache
+    parts: tuple[Any, ...] = (queries, query_rope, latent, rope)
+    if isinstance(latent_pages, torch.Tensor):
+        parts = (torch.cat([queries, query_rope], dim=-1), None, latent_pages, None)
+    output = attend(
+        *parts, None, *tables, sinks, value_dim=sizes.latent_dim, scale=default_scale(sizes, softmax_scale),
+        band=band_of(causal, sliding_window), softcap=softcap,
+    )  # fmt: skip
+    return project(output, up_value)

@@ -1,0 +1,97 @@
+"""Attention over pages in plain jax: a block of one sequence's rows at a time, over the pages that it sees."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from easytorch.kernels.ragged_page.xla_ragged_blocks import (
+    Settings,
+    blocks_of,
+    capped,
+    merge,
+    page_range,
+    precision_of,
+    seen,
+)
+
+ROWS, KEYS = 16, 128  # tokens of a block, keys of a tile
+
+
+def ragged_page_attention(
+    query: Array,
+    tail_query: Array | None,
+    key_pages: Array,
+    tail_pages: Array | None,
+    value_pages: Array | None,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    value_dim: int,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv); three dimensions of pages are K = 1.
+
+    Without value_pages the values are the first `value_dim` columns of the keys. tail_query (N, H, E) and tail_pages
+    (P, page_size, K, E), where given, are more of each query and key.
+    """
+    settings = Settings(scale, left, right, softcap)
+    tokens, heads, _ = query.shape
+    if query.size == 0 or context_lens.size == 0 or block_tables.size == 0:
+        return jnp.zeros((tokens, heads, value_dim), query.dtype)
+    pools = [None if x is None else (x[:, :, None] if x.ndim == 3 else x) for x in (key_pages, tail_pages, value_pages)]
+    page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]
+    group, step = heads // kv_heads, max(1, KEYS // page_size)
+    blocks, taken = blocks_of(tokens, ROWS, context_lens, query_start_loc, num_seqs)
+    first, last = page_range(settings, blocks, ROWS, page_size)
+    precision = precision_of(query)
+    top = jnp.full((kv_heads, group, 1, 1), -jnp.inf)
+    if sinks is not None:
+        top = sinks.astype(jnp.float32).reshape(top.shape)
+    top = jnp.broadcast_to(top, (kv_heads, group, ROWS, 1))
+    start = (top, jnp.where(top == -jnp.inf, 0.0, 1.0), jnp.zeros((kv_heads, group, ROWS, value_dim)))
+
+    def block(i: Array) -> Array:
+        own = (blocks.keys - blocks.length + blocks.row)[i] + jnp.arange(ROWS)[:, None]
+        parts = [
+            None if x is None else x[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
+            for x in (query, tail_query)
+        ]
+
+        def tile(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, output = state
+            place = first[i] + j * step + jnp.arange(step)
+            pages = block_tables[blocks.sequence[i], jnp.minimum(place, last[i] - 1)]
+            keys, tails, values = (
+                None if x is None else x[pages].astype(jnp.float32).reshape(step * page_size, kv_heads, -1)
+                for x in pools
+            )
+            column = (place[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
+            products = sum(
+                jnp.einsum("rkgd,ckd->kgrc", a, b, precision=precision)
+                for a, b in zip(parts, (keys, tails), strict=True)
+                if a is not None and b is not None
+            )
+            visible = seen(settings, own, column, blocks.keys[i])
+            top, shrink, weights = merge(top, jnp.where(visible, capped(settings, products), -jnp.inf))
+            total = total * shrink + weights.sum(axis=-1, keepdims=True)
+            values = keys[..., :value_dim] if values is None else values
+            # a slot that was never written may hold anything, NaN too
+            values = jnp.where((column < blocks.keys[i])[:, None, None], values, 0.0)
+            output = output * shrink + jnp.einsum("kgrc,ckd->kgrd", weights, values, precision=precision)
+            return top, total, output
+
+        steps = (last[i] - first[i] + step - 1) // step
+        _, total, output = lax.fori_loop(0, steps, tile, start)
+        output = output / jnp.where(total == 0.0, 1.0, total)
+        return output.transpose(2, 0, 1, 3).reshape(ROWS, heads, value_dim)
+
+    output = lax.map(block, jnp.arange(taken.shape[0])).reshape(-1, heads, value_dim)
+    return jax.numpy.take(output, blocks.token, axis=0, mode="fill", fill_value=0).astype(query.dtype)

@@ -1,0 +1,104 @@
+"""How the rows of a ragged batch lie in blocks that each belong to one sequence, in jax; and attention by such blocks.
+
+Array shapes are fixed while lengths are data: sequence b has the blocks from start[b] // rows + b on, so that as many
+as N // rows + B + 1 blocks always do. See contract.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Settings(NamedTuple):
+    """The static part of a call. `left` and `right` bound the band of keys, causal included; None is unbounded."""
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
+
+
+class Blocks(NamedTuple):
+    """int32 of each block: its sequence, its first row among the sequence's `length` queries and `keys` keys.
+
+    token (N,) int32: where each token's row is, block * rows + place; past the last one for a token of no sequence.
+    """
+
+    sequence: Array
+    row: Array
+    length: Array
+    keys: Array
+    token: Array
+
+
+def blocks_of(
+    tokens: int, rows: int, context_lens: Array, query_start_loc: Array, num_seqs: Array | None
+) -> tuple[Blocks, Array]:
+    """The blocks of `rows` tokens, and the token (blocks, rows) in each place of them (any where there is none)."""
+    batch = context_lens.shape[0]
+    count = jnp.int32(batch) if num_seqs is None else num_seqs.reshape(()).astype(jnp.int32)
+    index = jnp.arange(batch + 1, dtype=jnp.int32)
+    blocks = tokens // rows + batch + 1
+    # what the tensors say of sequences past the count is not read
+    starts = jnp.where(index <= count, query_start_loc.astype(jnp.int32), tokens)
+    first = jnp.where(index <= count, starts // rows + index, blocks)
+    block = jnp.arange(blocks, dtype=jnp.int32)
+    sequence = jnp.searchsorted(first, block, side="right").astype(jnp.int32) - 1
+    owned = sequence < count
+    held = jnp.minimum(sequence, batch - 1)  # a sequence that there is
+    length = jnp.where(owned, starts[held + 1] - starts[held], 0)
+    keys = jnp.where(owned, context_lens.astype(jnp.int32)[held], 0)
+    row = (block - first[sequence]) * rows
+    keys = jnp.where(row < length, keys, 0)  # a block without rows has nothing to do
+
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    of = jnp.searchsorted(starts, token, side="right").astype(jnp.int32) - 1
+    of = jnp.where(token < starts[count], jnp.minimum(of, count - 1), count)
+    local = token - starts[of]
+    place = (first[of] + local // rows) * rows + local % rows
+    place = jnp.where(of < count, place, blocks * rows)
+    taken = jnp.clip(starts[sequence][:, None] + row[:, None] + jnp.arange(rows, dtype=jnp.int32), 0, tokens - 1)
+    return Blocks(held, row, length, keys, place), taken
+
+
+def page_range(settings: Settings, blocks: Blocks, rows: int, page_size: int) -> tuple[Array, Array]:
+    """The columns [first, last) of block_tables that a block's rows can see."""
+    own = blocks.keys - blocks.length + blocks.row  # the key at which the first row stands
+    first, last = jnp.zeros_like(own), blocks.keys
+    if settings.left is not None:
+        first = jnp.clip(own - settings.left, 0, blocks.keys)
+    if settings.right is not None:
+        end = own + jnp.minimum(rows, blocks.length - blocks.row) + settings.right
+        last = jnp.clip(end, 0, blocks.keys)
+    last = (last + page_size - 1) // page_size
+    return jnp.minimum(first // page_size, last), last
+
+
+def seen(settings: Settings, own: Array, column: Array, keys: Array) -> Array:
+    """Whether the row that stands at key `own` sees `column`, of `keys`."""
+    result = column < keys
+    if settings.left is not None:
+        result &= column >= own - settings.left
+    if settings.right is not None:
+        result &= column <= own + settings.right
+    return result
+
+
+def capped(settings: Settings, products: Array) -> Array:
+    logits = products * settings.scale
+    return logits if settings.softcap is None else settings.softcap * jnp.tanh(logits / settings.softcap)
+
+
+def merge(top: Array, logits: Array) -> tuple[Array, Array, Array]:
+    """The new maximum of each row, what the old sums shrink by, and the weights of `logits`; -inf weighs nothing."""
+    new_top = jnp.maximum(top, logits.max(axis=-1, keepdims=True))
+    finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    return new_top, jnp.exp(top - finite), jnp.exp(logits - finite)
+
+
+def precision_of(query: Array) -> lax.Precision:
+    """float32 is multiplied in float32 on TPU too, whose default would round it to bfloat16."""
+    return lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT
