@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.blocksparse import native
+from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.base import backend
@@ -29,7 +30,7 @@ BEYOND_THE_CONTRACT = frozenset({"chunk_size", "prefix_length"})
 class BlockSparseAttention(AttentionImpl):
     """Every feature of the contract, chunks and prefixes; blocks of keys that no query of a block sees cost nothing."""
 
-    takes_seed = frozenset({"native", "aten", "triton"})
+    takes_seed = frozenset({"native", "aten", "triton", "pallas"})
 
     @classmethod
     def get_impl_name(cls) -> tuple[str, ...]:
@@ -42,6 +43,10 @@ class BlockSparseAttention(AttentionImpl):
             return REFUSAL
         if backend == "aten":
             return None
+        if backend == "pallas":
+            if query.dtype == torch.float64:
+                return "the Pallas kernels compute in float32, not float64"
+            return missing("jax")
         from easytorch.kernels.blocksparse import triton_blocksparse
 
         return triton_blocksparse.supports(query, key, value)
@@ -72,6 +77,15 @@ class BlockSparseAttention(AttentionImpl):
 
         query, key, value, settled = self.prepare(query, key, value, features)
         return AttentionOutput(attention_outputs=triton_blocksparse.blocksparse_attention(query, key, value, **settled))
+
+    @backend("pallas")
+    def forward_tpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
+    ) -> AttentionOutput:
+        from easytorch.kernels.blocksparse import xla_blocksparse
+
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=xla_blocksparse.attention(query, key, value, **settled))
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -48,14 +48,14 @@ def backward(
 
 def _added(query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """ATen's one mask, (1 or b, 1 or H, R, C): the bias, and -inf where a key is not seen."""
-    if seen is None and bias is None:
-        return None
-    if bias is None:
-        added = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
-    else:
+    if bias is not None:
         # in float32 where it is given so: ATen takes that beside half precision
         added = bias if bias.dtype == query.dtype else bias.float()
         if seen is not None:
             added = torch.where(seen, added, -torch.inf)
+    elif seen is not None:
+        added = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+    else:
+        return None
     added = added.reshape((1,) * (4 - added.dim()) + tuple(added.shape))
     return added.expand(*added.shape[:2], query.shape[2], key.shape[2]).contiguous()

@@ -19,10 +19,10 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 class Lists(NamedTuple):
     """For each block of one side, the blocks of the other: first those that need a mask, then those that do not.
 
-    index: int32 (B or 1, blocks, width), partial and total: int32 (B or 1, blocks); index[..., :total] counts.
+    blocks: int32 (B or 1, blocks, width), partial and total: int32 (B or 1, blocks); blocks[..., :total] counts.
     """
 
-    index: Tensor
+    blocks: Tensor
     partial: Tensor
     total: Tensor
 

@@ -42,9 +42,9 @@ def attention(
         prefix = torch.as_tensor(prefix_length, device=query.device).reshape(-1, 1, 1, 1)
         parts.append((column <= own) | (column < prefix))
         causal = False
-    seen = parts[0] if parts else None
-    for part in parts[1:]:
-        seen = seen & part
+    seen: torch.Tensor | None = None
+    for part in parts:
+        seen = part if seen is None else seen & part
     return native.attention(query, key, value, mask=seen, causal=causal, **features)
 
 

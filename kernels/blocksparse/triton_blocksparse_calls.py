@@ -78,13 +78,13 @@ def _common(given: Given, structure: Structure, features: Features, tiles: Any, 
     arguments = {**shared_arguments(query, key, value, features), **tile_arguments(query, value, tiles)}
     del arguments["left"], arguments["right"]
     begin, end = structure.begin.contiguous(), structure.end.contiguous()
-    many = lists.index.shape[0] > 1
+    many = lists.blocks.shape[0] > 1
     return {
         **arguments, "query": query, "key": key, "value": value, "begin": begin, "end": end,
         "interval_stride": begin.shape[1] if begin.shape[0] > 1 else 0,
-        "index": lists.index, "partial": lists.partial, "total_blocks": lists.total,
+        "index": lists.blocks, "partial": lists.partial, "total_blocks": lists.total,
         "index_strides": (
-            lists.index.stride(0) if many else 0, lists.index.stride(1), lists.total.stride(0) if many else 0
+            lists.blocks.stride(0) if many else 0, lists.blocks.stride(1), lists.total.stride(0) if many else 0
         ),
     }  # fmt: skip
 

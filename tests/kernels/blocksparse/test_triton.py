@@ -80,6 +80,6 @@ def test_the_map_says_what_the_definition_sees(length: int, keys: int, structure
         assert torch.equal(lists.total, (each > 0).sum(2).int()) and (lists.total <= width).all()
         for b in range(2):
             for i in range(each.shape[1]):
-                listed = lists.index[b, i, : lists.total[b, i]]
+                listed = lists.blocks[b, i, : lists.total[b, i]]
                 assert sorted(listed.tolist()) == each[b, i].nonzero()[:, 0].tolist()
                 assert (each[b, i, listed[: lists.partial[b, i]].long()] == PARTIAL).all()

@@ -1,0 +1,152 @@
+"""Block-sparse attention on TPU in Pallas, forward and backward, for arrays (T, S and B not zero).
+
+The block map is scalar data, fetched before the grid starts: see pallas_map.py. Memory is linear in T, but for the
+gradient of a bias, which is formed in full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from easytorch.kernels.attention.pallas_flash_backward import Saved
+from easytorch.kernels.attention.pallas_flash_inputs import (
+    extras_of,
+    grid_of,
+    heads_first,
+    heads_first_transposed,
+    rows_of,
+)
+from easytorch.kernels.attention.pallas_flash_tiles import Grid
+from easytorch.kernels.attention.pallas_tuning import backward_blocks, forward_blocks
+from easytorch.kernels.attention.xla_flash_tiles import Settings, pad
+from easytorch.kernels.blocksparse.pallas_backward import backward_keys, backward_queries
+from easytorch.kernels.blocksparse.pallas_forward import forward
+from easytorch.kernels.blocksparse.pallas_map import Rule, walks
+
+
+def blocksparse_forward(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    query_segment_ids: Array | None = None,
+    key_segment_ids: Array | None = None,
+    sinks: Array | None = None,
+    seed: Array | None = None,
+    prefix: Array | None = None,
+    *,
+    rule: Rule,
+    scale: float,
+    softcap: float | None = None,
+    dropout_prob: float = 0.0,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, T) float32, +inf if empty.
+
+    prefix: int32 (B or 1,), with rule.prefix True. interpret: run by Pallas's interpreter.
+    """
+    n = grid_of(query, key, forward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
+    begin, end = intervals_of(n, rule, prefix)
+    walk = walks(n, rule, begin, end, _matrix(mask), query_segment_ids, key_segment_ids, by_columns=False)
+    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
+    output, logsumexp = forward(
+        n, Settings(scale, None, None, softcap, dropout_prob), walk, heads_first(query, n.rows),
+        heads_first(key, n.columns), heads_first_transposed(value, n.columns), *_padded(n, begin, end), extras,
+        interpret=interpret,
+    )  # fmt: skip
+    return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[:, :, 0, : n.length]
+
+
+def blocksparse_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    bias: Array | None,
+    query_segment_ids: Array | None,
+    key_segment_ids: Array | None,
+    sinks: Array | None,
+    seed: Array | None,
+    prefix: Array | None,
+    output: Array,
+    logsumexp: Array,
+    grad: Array,
+    *,
+    rule: Rule,
+    scale: float,
+    softcap: float | None = None,
+    dropout_prob: float = 0.0,
+    bias_grad: bool = True,
+    interpret: bool = False,
+) -> tuple[Array | None, ...]:
+    """A gradient, or None, for each of the arguments before `output`."""
+    n = grid_of(query, key, backward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
+    settings = Settings(scale, None, None, softcap, dropout_prob)
+    begin, end = intervals_of(n, rule, prefix)
+    structure = (n, rule, begin, end, _matrix(mask), query_segment_ids, key_segment_ids)
+    padded, extras = _padded(n, begin, end), extras_of(n, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
+    delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
+    saved = Saved(
+        query=heads_first(query, n.rows),
+        key=heads_first(key, n.columns),
+        value=heads_first(value, n.columns),
+        grad=heads_first(grad.astype(query.dtype), n.rows),
+        logsumexp=rows_of(n, logsumexp, jnp.inf),
+        delta=rows_of(n, delta, 0.0),
+    )
+    grad_key, grad_value = backward_keys(
+        n, settings, walks(*structure, by_columns=True), saved, *padded, extras, interpret=interpret
+    )
+    wants_bias = bias is not None and bias_grad
+    grad_query, *grad_scores = backward_queries(
+        n, settings, walks(*structure, by_columns=False, everything=wants_bias), saved,
+        heads_first_transposed(key, n.columns), *padded, extras, bias_grad=wants_bias, interpret=interpret,
+    )  # fmt: skip
+    grad_sinks = None
+    if sinks is not None:
+        taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
+        grad_sinks = -(taken * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+    return (
+        grad_query[..., : n.length].transpose(0, 3, 1, 2).astype(query.dtype),
+        grad_key[:, :, : n.keys].swapaxes(1, 2).astype(key.dtype),
+        grad_value[:, :, : n.keys].swapaxes(1, 2).astype(value.dtype),
+        None,
+        None if bias is None or not wants_bias else _summed_to(bias, grad_scores[0][:, :, : n.keys, : n.length]),
+        None,
+        None,
+        grad_sinks,
+        None,
+        None,
+    )
+
+
+def intervals_of(n: Any, rule: Rule, prefix: Array | None) -> tuple[Array, Array]:
+    """begin and end, int32 (B or 1, T). n: anything that has `length` and `keys`."""
+    own = jnp.arange(n.length, dtype=jnp.int32)[None] + (n.keys - n.length)
+    given = prefix.reshape(-1, 1).astype(jnp.int32) if prefix is not None else rule.prefix
+    begin, end = rule.of(own, n.keys, given)
+    return begin.astype(jnp.int32), end.astype(jnp.int32)
+
+
+def _padded(n: Grid, begin: Array, end: Array) -> tuple[Array, Array]:
+    """(B or 1, 1, T padded), where a padded query sees nothing."""
+    return pad(begin[:, None], 2, n.rows), pad(end[:, None], 2, n.rows)
+
+
+def _matrix(mask: Array | None) -> Array | None:
+    return None if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _summed_to(bias: Array, grad_scores: Array) -> Array:
+    """The gradient (B, H, S, T) of the scores, transposed and summed to the shape of the bias."""
+    full = (1,) * (4 - bias.ndim) + bias.shape
+    axes = tuple(axis for axis, size in enumerate(full) if size == 1)
+    return grad_scores.swapaxes(2, 3).sum(axis=axes, keepdims=True).reshape(bias.shape).astype(bias.dtype)
+
+
+def _bits(array: Array) -> int:
+    return array.dtype.itemsize * 8

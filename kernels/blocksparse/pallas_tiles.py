@@ -1,0 +1,51 @@
+"""What the Pallas kernels share beside kernels/attention/pallas_flash_tiles.py: a step of a walk, scores inside it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from easytorch.kernels.attention.pallas_flash_tiles import Extras, Grid, scores
+from easytorch.kernels.attention.xla_flash_tiles import Settings
+
+
+class Step(NamedTuple):
+    """The tile of the other side, and what of it is seen (pallas_map.py)."""
+
+    tile: Any
+    state: Any
+
+
+def step_of(tiles: Any, batch: Any, step: Any) -> Step:
+    """tiles: `Walk.tiles` in scalar memory."""
+    packed = tiles[batch if tiles.shape[0] > 1 else 0, step]
+    return Step(lax.shift_right_logical(packed, 2), packed & 3)
+
+
+def interval_spec(n: Grid, interval: Array, place: Any) -> Any:
+    """The BlockSpec of `begin` or `end` (B or 1, 1, T); place(*grid) -> (batch, row tile)."""
+    many = interval.shape[0] > 1
+
+    def index(*grid: Any) -> tuple[Any, ...]:
+        batch, row = place(*grid)
+        return batch if many else 0, 0, row
+
+    return pl.BlockSpec((1, 1, n.rows), index)
+
+
+def seen_scores(
+    n: Grid, settings: Settings, extras: Extras, query: Array, key: Array, begin: Array, end: Array, i: Any, j: Any,
+    partial: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """query (R, D), key (C, D) -> scores (C, R) float32, -inf where unseen, and the same before bias and masks.
+
+    A tile that is not partial is seen by every row: neither mask nor segments nor intervals (1, R) are looked at.
+    """
+    if not partial:
+        return scores(n, settings, Extras(bias=extras.bias), query, key, i, j, False)
+    result, capped = scores(n, settings, extras, query, key, i, j, False)
+    columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
+    return jnp.where((columns >= begin) & (columns < end), result, -jnp.inf), capped
