@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import aten, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
@@ -40,6 +41,9 @@ class QuantizedMatmul(OperationImpl):
             from easytorch.kernels.quantized_matmul import triton_quantized_matmul
 
             return triton_quantized_matmul.supports(x, self._dtype(x))
+        if backend == "pallas":
+            wide = (self._dtype(x) or x.dtype) == torch.float64
+            return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
     def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -54,6 +58,12 @@ class QuantizedMatmul(OperationImpl):
         from easytorch.kernels.quantized_matmul import triton_quantized_matmul
 
         return triton_quantized_matmul.quantized_matmul(*self._prepare(x, weight, bias))
+
+    @backend("pallas")
+    def forward_tpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        from easytorch.kernels.quantized_matmul import xla_quantized_tpu
+
+        return xla_quantized_tpu.quantized_matmul(*self._prepare(x, weight, bias))
 
     def _dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for x's own."""

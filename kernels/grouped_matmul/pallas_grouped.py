@@ -27,7 +27,7 @@ class Visits(NamedTuple):
 
     groups: Array
     tiles: Array
-    count: Array
+    steps: Array
     edges: Array
 
 
@@ -67,7 +67,7 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, transposed: b
         functools.partial(_forward_kernel, blocks, experts, transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(-(-columns // blocks.columns), visits.count, x.shape[1] // blocks.depth),
+            grid=(-(-columns // blocks.columns), visits.steps, x.shape[1] // blocks.depth),
             in_specs=[
                 pl.BlockSpec((blocks.rows, blocks.depth), lambda n, t, k, groups, tiles, edges: (tiles[t], k)),
                 pl.BlockSpec((None, *shape), weight_at),
@@ -116,7 +116,7 @@ def grouped_weight_grad(left: Array, right: Array, group_sizes: Array, *, interp
         functools.partial(_weight_grad_kernel, blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(-(-a // blocks.depth), -(-b // blocks.columns), visits.count),
+            grid=(-(-a // blocks.depth), -(-b // blocks.columns), visits.steps),
             in_specs=[
                 pl.BlockSpec((blocks.rows, blocks.depth), lambda i, j, t, groups, tiles, edges: (tiles[t], i)),
                 pl.BlockSpec((blocks.rows, blocks.columns), lambda i, j, t, groups, tiles, edges: (tiles[t], j)),

@@ -1,6 +1,6 @@
 """quantized_matmul on the CPU: the weight dequantized a block of rows at a time, which the cache holds.
 
-ATen's own 8-bit kernel takes over where it is faster: few rows of 16 bits.
+ATen's own kernels take over where they are faster, for few rows: int8 of 16 bits, `prepacked` int4 of bfloat16.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import torch
 
 from easytorch.kernels.quantized_matmul import operators
-from easytorch.kernels.quantized_matmul.formats import decode, spread
+from easytorch.kernels.quantized_matmul.aten_decode import from_e4m3fn, from_pairs
+from easytorch.kernels.quantized_matmul.formats import spread
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 # Numbers of a block: 512 KiB in 16 bits, half of the second cache of a core.
 _BLOCK = 2**18
-# Rows up to which ATen's int8 kernel is taken. Measured, (4096, 4096) in bfloat16, against a bfloat16 linear layer:
-# 0.69 and 1.86 ms for one row, 2.03 and 2.16 for 8, 7.7 and 3.9 for 32.
-_INT8_ROWS = 8
+# Rows up to which ATen's kernels are taken. Measured, (4096, 4096) in bfloat16, int8, int4 and a bfloat16 linear layer:
+# 0.69, 0.46 and 1.86 ms for one row, 2.03, 1.62 and 2.16 for 8, 7.7, 6.5 and 3.9 for 32.
+_FEW_ROWS = 8
 
 
 def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -27,14 +28,23 @@ def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 
 def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     if _for_int8_kernel(x, weight):
-        scale = weight.scale[:, 0].to(x.dtype)
-        output = torch._weight_int8pack_mm(x.contiguous(), weight.data.contiguous(), scale)
+        output = torch._weight_int8pack_mm(x.contiguous(), weight.data.contiguous(), weight.scale[:, 0].to(x.dtype))
+        return output if bias is None else output.add_(bias)
+    if _for_int4_kernel(x, weight):
+        packed, scale = weight.packed, weight.packed_scale
+        output = torch._weight_int4pack_mm_for_cpu(x.contiguous(), packed, weight.group_size, scale)
         return output if bias is None else output.add_(bias)
     output = x.new_empty(x.shape[0], weight.shape[0])
     work = _working_dtype(x)
     rows = x.to(work)
     for start, end in _blocks(weight):
-        product = rows @ _dequantize(weight, start, end, work).t()
+        scale = _scale(weight, start, end, work)
+        numbers = _numbers(weight, start, end, work)
+        # one scale a row of the weight: fewer numbers to multiply behind the product, unless x has more rows
+        behind = scale.shape[1] == 1 and x.shape[0] < weight.shape[1]
+        product = rows @ (numbers if behind else numbers.mul_(scale)).t()
+        if behind:
+            product *= scale.t()
         if bias is not None:
             product += bias[start:end]
         output[:, start:end] = product
@@ -47,16 +57,20 @@ def _input_grad(grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     total = torch.zeros((grad.shape[0], weight.shape[1]), dtype=wide, device=grad.device)
     rows = grad.to(work)
     for start, end in _blocks(weight):
-        total += rows[:, start:end] @ _dequantize(weight, start, end, work)
+        total += rows[:, start:end] @ _numbers(weight, start, end, work).mul_(_scale(weight, start, end, work))
     return total.to(grad.dtype)
 
 
 def _for_int8_kernel(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     """Of other widths than multiples of 32 that kernel reads past the end of a row (torch 2.13)."""
     return weight.shape[1] % 32 == 0 and (
-        weight.format == "int8" and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[0] <= _INT8_ROWS
+        weight.format == "int8" and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[0] <= _FEW_ROWS
         and weight.scale.shape == (weight.shape[0], 1)
     )  # fmt: skip
+
+
+def _for_int4_kernel(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    return x.dtype == torch.bfloat16 and 0 < x.shape[0] <= _FEW_ROWS and weight.packed is not None
 
 
 def _working_dtype(x: torch.Tensor) -> torch.dtype:
@@ -70,15 +84,26 @@ def _blocks(weight: QuantizedWeight) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _dequantize(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows start to end of the weight, (end - start, K)."""
-    columns, size = weight.shape[1], weight.group_size
+def _scale(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of rows start to end of the weight: (end - start or 1, K or 1)."""
     scale = weight.scale if weight.scale.shape[0] == 1 else weight.scale[start:end]
-    zero = weight.zero
-    if zero is not None:
-        zero = spread(zero if zero.shape[0] == 1 else zero[start:end], size, columns)
-    numbers = decode(weight.data[start:end], zero, weight.format, columns, dtype)
-    return numbers.mul_(spread(scale.to(dtype), size, columns))
+    return spread(scale.to(dtype), weight.group_size, weight.shape[1])
+
+
+def _numbers(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """What the scale multiplies, of rows start to end, (end - start, K)."""
+    data, columns = weight.data[start:end], weight.shape[1]
+    if weight.format == "fp8_e4m3fn":
+        return from_e4m3fn(data, dtype)
+    if weight.format == "fp8_e5m2":
+        return (data.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).to(dtype)
+    if weight.format == "int8":
+        return data.to(dtype)
+    numbers = from_pairs(data, weight.format, dtype)[:, :columns]
+    if weight.zero is not None:
+        zero = weight.zero if weight.zero.shape[0] == 1 else weight.zero[start:end]
+        numbers -= spread(zero.to(dtype) - 8, weight.group_size, columns)
+    return numbers
 
 
 _run = operators.define("aten", _forward, _input_grad)

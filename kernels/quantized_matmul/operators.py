@@ -23,21 +23,23 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
     """
 
     def rebuilt(
-        data: Tensor, scale: Tensor, zero: Tensor | None, format: str, columns: int, group_size: int
-    ) -> QuantizedWeight:
-        stored = data.view(FORMATS[format].dtype)
-        return QuantizedWeight(stored, scale, zero, format, (data.shape[0], columns), group_size)
+        data: Tensor, scale: Tensor, zero: Tensor | None, packed: Tensor | None, packed_scale: Tensor | None,
+        format: str, columns: int, group_size: int,
+    ) -> QuantizedWeight:  # fmt: skip
+        stored, shape = data.view(FORMATS[format].dtype), (data.shape[0], columns)
+        return QuantizedWeight(stored, scale, zero, format, shape, group_size, packed, packed_scale)
 
     def product(
-        x: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, format: str, columns: int,
-        group_size: int,
+        x: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, packed: Tensor | None,
+        packed_scale: Tensor | None, format: str, columns: int, group_size: int,
     ) -> Tensor:  # fmt: skip
-        return forward(x, rebuilt(data, scale, zero, format, columns, group_size), bias)
+        return forward(x, rebuilt(data, scale, zero, packed, packed_scale, format, columns, group_size), bias)
 
     def transposed(
-        grad: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, format: str, columns: int, group_size: int
-    ) -> Tensor:
-        return input_grad(grad, rebuilt(data, scale, zero, format, columns, group_size))
+        grad: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, packed: Tensor | None,
+        packed_scale: Tensor | None, format: str, columns: int, group_size: int,
+    ) -> Tensor:  # fmt: skip
+        return input_grad(grad, rebuilt(data, scale, zero, packed, packed_scale, format, columns, group_size))
 
     multiply = torch.library.custom_op(f"easytorch::{library}_quantized_matmul", product, mutates_args=())
     back = torch.library.custom_op(f"easytorch::{library}_quantized_input_grad", transposed, mutates_args=())
@@ -47,8 +49,8 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
         return x.new_empty(x.shape[0], data.shape[0])
 
     @back.register_fake
-    def _(grad: Tensor, data: Tensor, scale: Tensor, zero: Any, format: str, columns: int, group_size: int) -> Tensor:
-        return grad.new_empty(grad.shape[0], columns)
+    def _(grad: Tensor, data: Tensor, *rest: Any) -> Tensor:
+        return grad.new_empty(grad.shape[0], rest[-2])
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, bias, *tensors, ctx.format, ctx.columns, ctx.group_size = inputs
@@ -62,14 +64,14 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
         if ctx.needs_input_grad[1]:
             wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
             bias_grad = grad.to(wide).sum(0).to(ctx.bias_dtype)
-        return x_grad, bias_grad, *[None] * 6
+        return x_grad, bias_grad, *[None] * 8
 
     def keep_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *tensors, ctx.format, ctx.columns, ctx.group_size = inputs
         ctx.save_for_backward(*tensors)
 
     def backward_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return multiply(grad, None, *ctx.saved_tensors, ctx.format, ctx.columns, ctx.group_size), *[None] * 6
+        return multiply(grad, None, *ctx.saved_tensors, ctx.format, ctx.columns, ctx.group_size), *[None] * 8
 
     multiply.register_autograd(backward, setup_context=keep)
     back.register_autograd(backward_back, setup_context=keep_back)
@@ -77,7 +79,13 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
     def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
         # as bytes: torch's tools for operators, opcheck among them, cannot multiply or compare fp8
-        tensors = (weight.data.view(torch.uint8), weight.scale.detach(), weight.zero)
+        tensors = (
+            weight.data.view(torch.uint8),
+            weight.scale.detach(),
+            weight.zero,
+            weight.packed,
+            weight.packed_scale,
+        )
         output = multiply(rows, bias, *tensors, weight.format, weight.shape[1], weight.group_size)
         return output.reshape(*x.shape[:-1], weight.shape[0])
 

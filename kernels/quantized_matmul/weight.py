@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
-from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS, decode, format_of, pack, spread
+from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS, decode, format_of, pack, spread, unpack
+
+_TENSORS = ("data", "scale", "zero", "packed", "packed_scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +22,7 @@ class QuantizedWeight:
     scale: float32 (N, ceil(K / group_size)), or (1, 1) for one scale in all.
     zero: of int4 that is not symmetric: uint8 codes of 0.0, shaped like scale; else None (int4: 8).
     format: a name of `FORMATS`. shape: (N, K). group_size: columns that share a scale; the last group may be shorter.
+    packed, packed_scale: int4 once more, as ATen's CPU kernel reads it, where `prepacked` has made it.
 
     A pytree: torch.compile, torch.export and torch.func see its tensors.
     """
@@ -30,6 +33,8 @@ class QuantizedWeight:
     format: str
     shape: tuple[int, int]
     group_size: int
+    packed: torch.Tensor | None = None
+    packed_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -70,10 +75,27 @@ class QuantizedWeight:
             self.data.to(device), self.scale.to(device), zero, self.format, self.shape, self.group_size
         )
 
+    def prepacked(self) -> QuantizedWeight:
+        """The same weight with a second copy of int4 for ATen's CPU kernel, which serves few rows of bfloat16.
+
+        Itself where that kernel does not take it: another format or device, a group that is not 32, 64, 128 or 256
+        wide or that K or 16 rows do not divide into. The copy is not part of `to_dict` and `to`.
+        """
+        rows, columns = self.shape
+        whole = columns % self.group_size == 0 and self.scale.shape == (rows, columns // self.group_size)
+        known = self.format == "int4" and self.group_size in (32, 64, 128, 256) and self.data.device.type == "cpu"
+        if not (known and whole and rows % 16 == 0):
+            return self
+        packed = torch._convert_weight_to_int4pack_for_cpu(unpack(self.data, columns).to(torch.int32), 1)
+        # its numbers are (code - 8) * scale + offset
+        origin = torch.zeros_like(self.scale) if self.zero is None else 8.0 - self.zero.to(torch.float32)
+        packed_scale = torch.stack([self.scale, origin * self.scale], -1).transpose(0, 1).contiguous()
+        return replace(self, packed=packed, packed_scale=packed_scale.to(torch.bfloat16))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
+        return sum(t.numel() * t.element_size() for t in _tensors(self).values() if t is not None)
 
     def to_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Tensors only, for safetensors or a state dict: data, scale, zero where there is one, and the settings."""
@@ -163,22 +185,25 @@ def _encode(scaled: torch.Tensor, zero: torch.Tensor | None, format: str) -> tor
     return scaled.clamp(-kind.largest, kind.largest).to(kind.dtype)
 
 
+def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor | None]:
+    return {name: getattr(weight, name) for name in _TENSORS}
+
+
 def _flatten(weight: QuantizedWeight) -> tuple[list[Any], tuple[Any, ...]]:
-    return [weight.data, weight.scale, weight.zero], (weight.format, weight.shape, weight.group_size)
+    return list(_tensors(weight).values()), (weight.format, weight.shape, weight.group_size)
 
 
 def _unflatten(tensors: Any, settings: tuple[Any, ...]) -> QuantizedWeight:
     # unchecked: a tree may hold anything in place of its tensors
     weight = object.__new__(QuantizedWeight)
-    names = ("data", "scale", "zero", "format", "shape", "group_size")
-    for name, value in zip(names, (*tensors, *settings), strict=True):
+    for name, value in zip((*_TENSORS, "format", "shape", "group_size"), (*tensors, *settings), strict=True):
         object.__setattr__(weight, name, value)
     return weight
 
 
 def _flatten_with_keys(weight: QuantizedWeight) -> tuple[list[Any], tuple[Any, ...]]:
     tensors, settings = _flatten(weight)
-    keys = (_pytree.GetAttrKey(name) for name in ("data", "scale", "zero"))
+    keys = (_pytree.GetAttrKey(name) for name in _TENSORS)
     return list(zip(keys, tensors, strict=True)), settings
 
 

@@ -156,6 +156,45 @@ def test_few_rows_of_int8(rows: int, shape: tuple[int, int], dtype: torch.dtype)
     assert relative_rms_error(got, expected) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("kind", ["int4", "int4_zero"])
+def test_prepacked_for_the_cpu(kind: str, rows: int, dtype: torch.dtype) -> None:
+    weight = made(kind, 32, shape=(48, 96))
+    packed, x, bias = weight.prepacked(), torch.randn(rows, 96).to(dtype).requires_grad_(), torch.randn(48).to(dtype)
+    assert packed.packed is not None and torch.equal(packed.dequantize(), weight.dequantize())
+    assert packed.nbytes > weight.nbytes and packed.to("cpu").packed is None and "packed" not in packed.to_dict()
+    got = multiply("aten")(x, packed, bias)
+    assert relative_rms_error(got, x.double() @ weight.dequantize(torch.float64).T + bias.double()) <= TOLERANCE[dtype]
+    grad = torch.autograd.grad(got.sum(), x)[0]
+    assert relative_rms_error(grad, weight.dequantize(torch.float64).sum(0).expand(rows, 96)) <= TOLERANCE[dtype]
+
+
+def test_prepacked_in_one_graph() -> None:
+    operation, packed, x = multiply(), made("int4", 32, shape=(48, 96)).prepacked(), torch.randn(2, 96).bfloat16()
+    compiled = torch.compile(lambda x, weight: operation(x, weight), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, packed), operation(x, packed))
+    assert not torch.equal(operation(x, packed), operation(x, packed.to("cpu")))  # it is another kernel
+
+
+def test_what_is_not_prepacked() -> None:
+    for weight in (made("nf4"), made("int4", 16), made("int4", 32, (36, 64)), made("int4", 32, (48, 60))):
+        assert weight.prepacked() is weight
+    assert made("int4", "tensor", (48, 64)).prepacked().packed is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_every_pattern_of_fp8(format: str, dtype: torch.dtype) -> None:
+    data = torch.arange(256, dtype=torch.uint8).view(FORMATS[format].dtype)
+    scale = torch.full((1, 1), 0.5)
+    finite = data.float().isfinite()
+    for codes in (data[finite], data):
+        weight = QuantizedWeight(codes[:, None], scale, None, format, (len(codes), 1), 1)
+        got = multiply("aten")(torch.ones(1, 1, dtype=dtype), weight)[0]
+        torch.testing.assert_close(got, (codes.float() * 0.5).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_weight_of_several_blocks_and_a_vector() -> None:
     weight = made("int4", 32, shape=(700, 1024))
     x = torch.randn(1024, requires_grad=True)
@@ -262,7 +301,7 @@ def test_compile_export_checkpoint_and_opcheck(kind: str) -> None:
     torch.testing.assert_close(exported(x, weight, bias), expected)
     again = torch.utils.checkpoint.checkpoint(Module(), x, weight, bias, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again.square().sum(), (x, bias)), grads)
-    call = (weight.data.view(torch.uint8), weight.scale, weight.zero, weight.format, 60, weight.group_size)
+    call = (weight.data.view(torch.uint8), weight.scale, weight.zero, None, None, weight.format, 60, weight.group_size)
     torch.library.opcheck(torch.ops.easytorch.aten_quantized_matmul.default, (x, bias, *call))
     torch.library.opcheck(torch.ops.easytorch.aten_quantized_input_grad.default, (torch.randn(4, 36), *call))
 
@@ -310,11 +349,13 @@ def test_check_mode(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setitem(installed.INSTALLED, "triton", True)
+    for library in ("triton", "jax"):
+        monkeypatch.setitem(installed.INSTALLED, library, True)
     call = multiply().typical_call()
     assert call is not None
     found = {platform: multiply().choose_on(platform, *call).backend for platform in PLATFORMS}
-    assert found == {"cpu": "aten", "cuda": "triton", "rocm": "triton", "tpu": "native"}
-    assert "float64" in multiply(runtime_dtype=torch.float64).choose_on("cuda", *call).reason
+    assert found == {"cpu": "aten", "cuda": "triton", "rocm": "triton", "tpu": "pallas"}
+    for platform in ("cuda", "tpu"):
+        assert "float64" in multiply(runtime_dtype=torch.float64).choose_on(platform, *call).reason
     with pytest.raises(UnsupportedOperationError, match="runs on cuda, rocm, the tensors are on cpu"):
         multiply("triton")(torch.ones(2, 60), made("int8"))

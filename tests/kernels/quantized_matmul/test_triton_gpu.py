@@ -84,7 +84,7 @@ def test_compiles_to_one_graph_and_passes_opcheck() -> None:
     weight, x = made("int4_zero", 16, (36, 60)), torch.randn(4, 60, device=DEVICE, requires_grad=True)
     compiled = torch.compile(lambda x: 2 * quantized_matmul(x, weight), fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(compiled, 2 * quantized_matmul(x, weight))
-    call = (weight.data, weight.scale, weight.zero, "int4", 60, 16)
+    call = (weight.data, weight.scale, weight.zero, None, None, "int4", 60, 16)
     torch.library.opcheck(torch.ops.easytorch.triton_quantized_matmul.default, (x, None, *call))
     grad = torch.randn(4, 36, device=DEVICE)
     torch.library.opcheck(torch.ops.easytorch.triton_quantized_input_grad.default, (grad, *call))
