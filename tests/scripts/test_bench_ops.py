@@ -57,11 +57,11 @@ def test_earlier_runs_are_reported_as_one(quick: Path) -> None:
     earlier, page, picture = quick / "run.json", quick / "page.md", quick / "plot.png"
     slow = json.loads(earlier.read_text())
     for result in slow["results"]:
-        result["ratio"] = 2.0
+        result |= {"ratio": 2.0, "ours_ms": 2.0, "baseline_ms": 1.0}
     (quick / "slow.json").write_text(json.dumps(slow))
     sources = [str(earlier), str(quick / "slow.json")]
     told = _run("--from", *sources, "--markdown", str(page), "--plot", str(picture), "--check", expect=1)
-    assert "2 of 2 cases take more than 1.05 of torch's own time" in told
+    assert "2 of 2 cases take more than 1.05 of torch's own time and 5 us" in told
     assert page.read_text().count("| swiglu | T4 N64 |") == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
