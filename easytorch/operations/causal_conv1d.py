@@ -27,6 +27,13 @@ class CausalConv1d(StateSpaceImpl):
         x, weight = torch.empty(1, 4096, 5120, device="meta"), torch.empty(5120, 4, device="meta")
         return (x, weight), {"activation": "silu"}
 
+    def supports(self, backend: str, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str | None:
+        if backend != "triton":
+            return None
+        from easytorch.kernels.causal_conv1d import triton_causal_conv1d
+
+        return triton_causal_conv1d.supports(x, weight, self.metadata.runtime_dtype)
+
     def forward_native(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
         activation: str | None = None, segment_ids: Tensor | None = None,
@@ -36,3 +43,9 @@ class CausalConv1d(StateSpaceImpl):
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
         return self.run(aten.causal_conv1d, *args, **kwargs)
+
+    @backend("triton")
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.causal_conv1d import triton_causal_conv1d
+
+        return self.run(triton_causal_conv1d.causal_conv1d, *args, **kwargs)

@@ -32,12 +32,35 @@ class GatedDeltaRule(StateSpaceImpl):
         g = torch.empty(1, 4096, 32, device="meta")
         return (query, query, value, g, g), {"use_qk_l2norm": True}
 
+    def supports(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> str | None:
+        if backend == "xla" and (self.metadata.runtime_dtype or value.dtype) == torch.float64:
+            return "TPUs and jax, as torch_xla calls it, have no float64"
+        if backend != "triton":
+            return None
+        from easytorch.kernels.gated_delta_rule import triton_gated_delta_rule
+
+        return triton_gated_delta_rule.supports(key, value, self.metadata.runtime_dtype)
+
     def forward_native(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
         return self.scaled(native.gated_delta_rule, *args, **kwargs)
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
         return self.scaled(aten.gated_delta_rule, *args, **kwargs)
+
+    @backend("triton")
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.gated_delta_rule import triton_gated_delta_rule
+
+        return self.scaled(triton_gated_delta_rule.gated_delta_rule, *args, **kwargs)
+
+    @backend("xla")
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.gated_delta_rule import xla_gated_delta_rule_tpu
+
+        return self.scaled(xla_gated_delta_rule_tpu.gated_delta_rule, *args, **kwargs)
 
     def scaled(
         self, function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,

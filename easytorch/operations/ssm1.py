@@ -28,6 +28,15 @@ class SSM1(StateSpaceImpl):
         B = torch.empty(1, 4096, 16, device="meta")
         return (x, x, A, B, B), {"dt_softplus": True}
 
+    def supports(self, backend: str, x: Tensor, dt: Tensor, A: Tensor, *args: Any, **kwargs: Any) -> str | None:
+        if backend == "xla" and (self.metadata.runtime_dtype or x.dtype) == torch.float64:
+            return "TPUs and jax, as torch_xla calls it, have no float64"
+        if backend != "triton":
+            return None
+        from easytorch.kernels.ssm1 import triton_ssm1
+
+        return triton_ssm1.supports(x, A, self.metadata.runtime_dtype)
+
     def forward_native(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
         dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None,
@@ -38,3 +47,15 @@ class SSM1(StateSpaceImpl):
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
         return self.run(aten.ssm1, *args, **kwargs)
+
+    @backend("triton")
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.ssm1 import triton_ssm1
+
+        return self.run(triton_ssm1.ssm1, *args, **kwargs)
+
+    @backend("xla")
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.ssm1 import xla_ssm1_tpu
+
+        return self.run(xla_ssm1_tpu.ssm1, *args, **kwargs)

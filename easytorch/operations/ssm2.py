@@ -28,6 +28,17 @@ class SSM2(StateSpaceImpl):
         A, B = torch.empty(80, device="meta"), torch.empty(1, 4096, 1, 128, device="meta")
         return (x, dt, A, B, B), {"dt_softplus": True}
 
+    def supports(
+        self, backend: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
+    ) -> str | None:
+        if backend == "xla" and (self.metadata.runtime_dtype or x.dtype) == torch.float64:
+            return "TPUs and jax, as torch_xla calls it, have no float64"
+        if backend != "triton":
+            return None
+        from easytorch.kernels.ssm2 import triton_ssm2
+
+        return triton_ssm2.supports(x, B, C, self.metadata.runtime_dtype)
+
     def forward_native(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
         dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = native.NO_LIMIT,
@@ -38,3 +49,15 @@ class SSM2(StateSpaceImpl):
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
         return self.run(aten.ssm2, *args, **kwargs)
+
+    @backend("triton")
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.ssm2 import triton_ssm2
+
+        return self.run(triton_ssm2.ssm2, *args, **kwargs)
+
+    @backend("xla")
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
+        from easytorch.kernels.ssm2 import xla_ssm2_tpu
+
+        return self.run(xla_ssm2_tpu.ssm2, *args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.causal_conv1d.native import check_arguments, document_of, last_tokens, with_past
+from easytorch.kernels.recurrence.arguments import wide_dtype
 
 # Numbers of a block, 1 MiB in float32: with its sum it fits the second-level cache.
 BLOCK = 2**18
@@ -24,32 +25,33 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `native.causal_conv1d` defines, with its shapes, dtypes and errors."""
     check_arguments(x, weight, bias, initial_state, activation, segment_ids)
-    width, (batch, length, channels) = weight.shape[1], x.shape
+    wide, width = wide_dtype(x), weight.shape[1]
     number = None if segment_ids is None else document_of(segment_ids, width)
-    extended = with_past(x, initial_state, width)
-    taps = weight.to(extended.dtype).t().contiguous()
-    bias = None if bias is None else bias.to(extended.dtype)
-    size = max(1, BLOCK // max(1, batch * channels))
-    blocks = []
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        block = _block(extended, taps, bias, number, start, stop)
-        blocks.append((block if activation is None else F.silu(block)).to(x.dtype))
-    outputs = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-    return outputs, last_tokens(extended, length, number)
+    taps = weight.to(wide).t().contiguous()
+    bias = None if bias is None else bias.to(wide)
+    size = max(1, BLOCK // max(1, x.shape[0] * x.shape[2]))
+    past = with_past(x[:, :0], initial_state, width)
+    outputs = []
+    # split, not sliced: the gradient of a slice is as large as what it was cut from
+    for index, block in enumerate(x.split(size, 1)):
+        block = torch.cat([past, block.to(wide)], 1)
+        past = block[:, block.shape[1] - (width - 1) :]
+        start = index * size
+        result = _block(block, taps, bias, None if number is None else number[:, start : start + block.shape[1]])
+        outputs.append((result if activation is None else F.silu(result)).to(x.dtype))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), last_tokens(past, number)
 
 
 def _block(
-    extended: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, number: torch.Tensor | None, start: int,
-    stop: int,
-) -> torch.Tensor:  # fmt: skip
-    """The sums of tokens start..stop, before the activation."""
+    tokens: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, number: torch.Tensor | None
+) -> torch.Tensor:
+    """tokens (B, W-1+L, C), the first W-1 of them past -> (B, L, C), the sums before the activation."""
     total, width = bias, taps.shape[0]
+    length = tokens.shape[1] - (width - 1)
     for tap in range(width):
-        tokens = extended[:, start + tap : stop + tap]
+        read = tokens[:, tap : tap + length]
         if number is not None:
-            own = number[:, start + width - 1 : stop + width - 1]
-            tokens = tokens * (number[:, start + tap : stop + tap] == own).unsqueeze(2)
-        total = tokens * taps[tap] if total is None else torch.addcmul(total, tokens, taps[tap])
+            read = read * (number[:, tap : tap + length] == number[:, width - 1 :]).unsqueeze(2)
+        total = read * taps[tap] if total is None else torch.addcmul(total, read, taps[tap])
     assert total is not None
     return total

@@ -42,7 +42,7 @@ def causal_conv1d(
         outputs = outputs + tokens * weight[:, tap].to(wide)
     if activation is not None:
         outputs = F.silu(outputs)
-    return outputs.to(x.dtype), last_tokens(extended, length, number)
+    return outputs.to(x.dtype), last_tokens(extended[:, length:], number)
 
 
 def with_past(x: torch.Tensor, initial_state: torch.Tensor | None, width: int) -> torch.Tensor:
@@ -58,12 +58,11 @@ def document_of(segment_ids: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(documents.numbers(segment_ids), (width - 1, 0))
 
 
-def last_tokens(extended: torch.Tensor, length: int, number: torch.Tensor | None) -> torch.Tensor:
-    """(B, W-1+T, C) -> the tokens after the first `length` (B, C, W-1), zeros where of another document."""
-    state = extended[:, length:]
-    if number is not None:
-        state = state * (number[:, length:] == number[:, -1:]).unsqueeze(2)
-    return state.transpose(1, 2).contiguous()
+def last_tokens(past: torch.Tensor, number: torch.Tensor | None) -> torch.Tensor:
+    """The last W-1 tokens (B, W-1, C) as a state (B, C, W-1), zeros where of another document than the last."""
+    if number is not None and past.shape[1] > 0:
+        past = past * (number[:, -past.shape[1] :] == number[:, -1:]).unsqueeze(2)
+    return past.transpose(1, 2).contiguous()
 
 
 def check_arguments(

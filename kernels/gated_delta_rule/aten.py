@@ -37,7 +37,7 @@ def gated_delta_rule(
             outputs, state = _step(query, key, value.to(wide), g.to(wide), beta.to(wide), state, sizes)
         else:
             number = None if segment_ids is None else documents.numbers(segment_ids)
-            outputs, state = _chunks(query, key, value.to(wide), g.to(wide), beta.to(wide), state, number, sizes)
+            outputs, state = chunks(query, key, value.to(wide), g.to(wide), beta.to(wide), state, number, sizes)
     return outputs.to(value.dtype), state
 
 
@@ -56,22 +56,19 @@ def _step(
     return outputs.view(value.shape), state.view(batch, value_heads, key_width, value_width)
 
 
-def _chunks(
+def chunks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, number: torch.Tensor | None, sizes: Sizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parts, grouped = [], (sizes.heads, sizes.value_heads // sizes.heads)
     state = state.unflatten(1, grouped)
-    for start in range(0, sizes.length, CHUNK):
-        tokens = slice(start, min(start + CHUNK, sizes.length))
-        own = None
-        if number is not None:
-            own = (number[:, tokens] - (number[:, start - 1 : start] if start else 0))[:, None, None]
-        factors = decay.of_chunk(g[:, tokens].transpose(1, 2).unflatten(1, grouped), own, value.dtype)
-        rows = (tensor[:, tokens].transpose(1, 2) for tensor in (query, key))
-        values = value[:, tokens].transpose(1, 2).unflatten(1, grouped)
-        rate = beta[:, tokens].transpose(1, 2).unflatten(1, grouped).unsqueeze(4)
-        outputs, state = _chunk(*rows, values, factors, rate, state)
+    # split, not sliced: the gradient of a slice is as large as what it was cut from
+    owners = documents.of_chunks(number, sizes.length, CHUNK)
+    tensors = (tensor.transpose(1, 2).split(CHUNK, 2) for tensor in (query, key, value, g, beta))
+    for own, queries, keys, values, logs, rates in zip(owners, *tensors, strict=True):
+        values, logs, rates = (tensor.unflatten(1, grouped) for tensor in (values, logs, rates))
+        factors = decay.of_chunk(logs, None if own is None else own[:, None, None], value.dtype)
+        outputs, state = _chunk(queries, keys, values, factors, rates.unsqueeze(4), state)
         parts.append(outputs.flatten(1, 2).transpose(1, 2))
     outputs = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return outputs, state.flatten(1, 2)

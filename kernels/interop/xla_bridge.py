@@ -52,28 +52,35 @@ def call_jax(fn: Callable[..., Any], *tensors: torch.Tensor | None, **static: Ha
 
 
 def call_jax_with_gradient(
-    forward: Callable[..., Any], backward: Callable[..., Any], *tensors: torch.Tensor | None, **static: Hashable
-) -> torch.Tensor:
-    """`call_jax` that torch's autograd differentiates once.
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *tensors: torch.Tensor | None,
+    outputs: int = 1,
+    **static: Hashable,
+) -> Any:
+    """`call_jax` that torch's autograd differentiates once: a tensor, or a tuple of `outputs` tensors above one.
 
-    forward(*tensors, **static) -> (output, *residuals): arrays; the residuals are kept for the backward only.
-    backward(*tensors, output, *residuals, grad, **static) -> one gradient, or None, for each of `tensors`.
+    forward(*tensors, **static) -> (*outputs, *residuals): arrays; the residuals are kept for the backward only.
+    backward(*tensors, *outputs, *residuals, *grads, **static) -> one gradient, or None, for each of `tensors`; grads
+    has one for each output, zeros where none flows.
     """
-    return _Differentiable.apply(forward, backward, static, *tensors)
+    return _Differentiable.apply(forward, backward, outputs, static, *tensors)
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Any, backward: Any, static: dict[str, Hashable], *tensors: Any) -> torch.Tensor:
-        output, *residuals = call_jax(forward, *tensors, **static)
-        ctx.save_for_backward(*tensors, output, *residuals)
+    def forward(
+        ctx: Any, forward: Any, backward: Any, outputs: int, static: dict[str, Hashable], *tensors: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        results = tuple(call_jax(forward, *tensors, **static))
+        ctx.save_for_backward(*tensors, *results)
         ctx.call = functools.partial(call_jax, backward, **static)
-        return output
+        return results[0] if outputs == 1 else results[:outputs]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.call(*ctx.saved_tensors, grad)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, None, *ctx.call(*ctx.saved_tensors, *grads)
 
 
 @functools.lru_cache(maxsize=1024)

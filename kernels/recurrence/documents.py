@@ -5,6 +5,8 @@ The state an operation starts with belongs to the document of the first token, t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -17,3 +19,13 @@ def first_tokens(segment_ids: torch.Tensor) -> torch.Tensor:
 def numbers(segment_ids: torch.Tensor) -> torch.Tensor:
     """(B, T) ids -> (B, T) int64: which document of the sequence a token belongs to, counted from 0."""
     return first_tokens(segment_ids).cumsum(1)
+
+
+def of_chunks(number: torch.Tensor | None, length: int, chunk: int) -> Iterator[torch.Tensor | None]:
+    """`numbers` (B, T) cut into chunks of tokens, in each counted from the document its first state belongs to."""
+    for start in range(0, length, chunk):
+        if number is None:
+            yield None
+        else:
+            own = number[:, start : start + chunk]
+            yield own - number[:, start - 1 : start] if start else own

@@ -1,4 +1,4 @@
-"""The selective scan by ATen: blocks of tokens, and a step of its own for one token."""
+"""The selective scan by ATen: blocks of tokens, or all at once where they are few."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from easytorch.kernels.recurrence.arguments import wide_dtype
 from easytorch.kernels.recurrence.precision import without_autocast
 from easytorch.kernels.ssm1.native import check_arguments, finish, first_state, time_step
 from easytorch.kernels.ssm1.scan import Scan
+
+# Tokens up to which an operator of its own costs more than it saves.
+SHORT = 16
 
 
 def ssm1(
@@ -30,11 +33,30 @@ def ssm1(
     step = time_step(dt, dt_bias, dt_softplus, wide)
     tokens, A, B, C = (tensor.to(wide) for tensor in (x, A, B, C))
     state = first_state(x, A, initial_state)
-    if x.shape[1] == 1:
-        decay = torch.exp(step.transpose(1, 2) * A)
-        state = torch.addcmul((step * tokens).transpose(1, 2) * B, decay, state)
-        with without_autocast(x):
-            return finish((state @ C.transpose(1, 2)).transpose(1, 2), x, D, z), state
     first = None if segment_ids is None else documents.first_tokens(segment_ids)
+    if x.shape[1] <= SHORT:
+        with without_autocast(x):
+            outputs, last = _short(step, tokens, A, B, C, state, first)
+            return finish(outputs, x, D, z), last
     outputs, last, _ = Scan.apply(step, tokens, A.t().unsqueeze(0), B, C, state.transpose(1, 2), first)
     return finish(outputs, x, D, z), last.transpose(1, 2)
+
+
+def _short(
+    step: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
+    first: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """All tokens at once but for one multiply and add each, in the state's own layout (B, C, N)."""
+    if x.shape[1] == 1:
+        decay = torch.exp(step.transpose(1, 2) * A)
+        state = torch.addcmul((step * x).transpose(1, 2) * B, decay, state)
+        return (state @ C.transpose(1, 2)).transpose(1, 2), state
+    decay = torch.exp(step.unsqueeze(3) * A)
+    if first is not None:
+        decay = decay.masked_fill(first[..., None, None], 0.0)
+    given = (step * x).unsqueeze(3) * B.unsqueeze(2)
+    states = []
+    for new, factor in zip(given.unbind(1), decay.unbind(1), strict=True):
+        state = torch.addcmul(new, factor, state)
+        states.append(state)
+    return (torch.stack(states, 1) @ C.unsqueeze(3)).squeeze(3), state

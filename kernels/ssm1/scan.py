@@ -29,8 +29,7 @@ def scan(
 
     All of one dtype, float32 or float64.
     """
-    outputs, _, kept = _scan_fake(step, x, A, B, C, state, first)
-    last = torch.empty_like(kept[0])
+    outputs, last, kept = outputs_like(x, A)
     with without_autocast(x):
         for columns in _channels(x, A):
             part = _Part.of(step, x, A, B, C, first, columns)
@@ -49,6 +48,11 @@ def _scan_fake(
     step: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     first: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return outputs_like(x, A)
+
+
+def outputs_like(x: torch.Tensor, A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `scan` fills."""
     shape = (x.shape[0], A.shape[1], x.shape[2])
     return x.new_empty(x.shape), x.new_empty(shape), x.new_empty(-(-x.shape[1] // TOKENS), *shape)
 
@@ -97,25 +101,25 @@ def _backward_fake(
     return d_step, d_x, d_A, d_B, d_C, kept.new_empty(kept.shape[1:])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     step, x, A, B, C, _, first = inputs
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(step, x, A, B, C, first, output[2])
 
 
-def _autograd(ctx: Any, grad: torch.Tensor, last_grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def autograd(ctx: Any, grad: torch.Tensor, last_grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     return *scan_backward(grad, last_grad, *ctx.saved_tensors), None
 
 
-scan.register_autograd(_autograd, setup_context=_setup_context)
+scan.register_autograd(autograd, setup_context=setup_context)
 
 
 class Scan(torch.autograd.Function):
     """`scan`, also inside the transforms of torch.func, which refuse the gradient an operator registers."""
 
     generate_vmap_rule = True
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(once_differentiable(_autograd))
+    setup_context = staticmethod(setup_context)
+    backward = staticmethod(once_differentiable(autograd))
 
     @staticmethod
     def forward(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

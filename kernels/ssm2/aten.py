@@ -10,8 +10,8 @@ from easytorch.kernels.recurrence.precision import without_autocast
 from easytorch.kernels.ssm1.native import finish
 from easytorch.kernels.ssm2.native import NO_LIMIT, Sizes, check_arguments, first_state, per_head, time_step
 
-# Longest chunk whose scores, batch * heads * chunk ** 2 of them, stay in the cache: 4 MiB in float32.
-SCORES = 2**20
+# Scores of a chunk, batch * heads * chunk ** 2 of them, up to which a longer chunk costs less than one more.
+SCORES = 2**17
 
 
 def ssm2(
@@ -39,7 +39,7 @@ def ssm2(
             outputs, state = _step(x.to(wide), step, log, B, C, state, sizes)
         else:
             number = None if segment_ids is None else documents.numbers(segment_ids)
-            outputs, state = _chunks(x.to(wide), step, log, B, C, state, number, sizes)
+            outputs, state = chunks(x.to(wide), step, log, B, C, state, number, sizes)
         return finish(outputs, x, per_head(D), z), state
 
 
@@ -64,22 +64,22 @@ def _step(
     return outputs.view(batch, 1, heads, width), state.view(batch, heads, width, size)
 
 
-def _chunks(
+def chunks(
     x: torch.Tensor, step: torch.Tensor, log: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     number: torch.Tensor | None, sizes: Sizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, length, heads, width, groups, size = sizes
     # (B, G, N, heads of a group * P): one product a group serves all its heads
     state = state.reshape(batch, groups, heads // groups * width, size).transpose(2, 3)
+    # split, not sliced: the gradient of a slice is as large as what it was cut from
     parts, chunk = [], chunk_length(sizes)
-    for start in range(0, length, chunk):
-        tokens = slice(start, min(start + chunk, length))
-        own = None
-        if number is not None:
-            own = (number[:, tokens] - (number[:, start - 1 : start] if start else 0)).unsqueeze(1)
-        factors = decay.of_chunk(log[:, tokens].transpose(1, 2), own, x.dtype)
-        given = step[:, tokens].unsqueeze(3) * x[:, tokens]
-        outputs, state = _chunk(given, factors, B[:, tokens].transpose(1, 2), C[:, tokens].transpose(1, 2), state)
+    inputs = zip(*(tensor.split(chunk, 1) for tensor in (x, step, log, B, C)), strict=True)
+    for own, (tokens, steps, logs, keys, queries) in zip(
+        documents.of_chunks(number, length, chunk), inputs, strict=True
+    ):
+        factors = decay.of_chunk(logs.transpose(1, 2), None if own is None else own.unsqueeze(1), x.dtype)
+        given = steps.unsqueeze(3) * tokens
+        outputs, state = _chunk(given, factors, keys.transpose(1, 2), queries.transpose(1, 2), state)
         parts.append(outputs)
     outputs = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return outputs, state.transpose(2, 3).reshape(batch, heads, width, size)

@@ -123,6 +123,22 @@ def test_none_has_no_gradient():
     assert x.grad.cpu().tolist() == [3.0, 0.0]
 
 
+def test_several_outputs_have_gradients():
+    def both(x, *, factor):
+        return jnp.sin(x), factor * x, jnp.cos(x)  # two outputs and a residual
+
+    def both_gradient(x, sine, scaled, cosine, sine_grad, scaled_grad, *, factor):
+        return (cosine * sine_grad + factor * scaled_grad,)
+
+    for used in ((True, True), (True, False), (False, True)):
+        x = torch.tensor([0.5, 1.0]).to("xla").requires_grad_()
+        outputs = call_jax_with_gradient(both, both_gradient, x, outputs=2, factor=3.0)
+        assert isinstance(outputs, tuple) and len(outputs) == 2
+        sum(output.sum() for output, take in zip(outputs, used, strict=True) if take).backward()
+        expected = used[0] * torch.cos(torch.tensor([0.5, 1.0])) + 3.0 * used[1]
+        torch.testing.assert_close(x.grad.cpu(), expected)
+
+
 @pytest.mark.parametrize(("dtype", "narrow"), [(torch.int64, "int32"), (torch.float64, "float32")])
 def test_refuses_what_jax_would_narrow(dtype, narrow):
     with pytest.raises(TypeError, match=rf"cast it to {narrow}"):
