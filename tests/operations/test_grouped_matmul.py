@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easytorch.kernels.grouped_matmul import aten
 from easytorch.kernels.grouped_matmul.routing import combine_experts, sort_by_expert
 from easytorch.kernels.interop import installed
+from easytorch.kernels.linear import preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import TOLERANCE, relative_rms_error
 from easytorch.operations.platform import PLATFORMS
@@ -87,6 +89,18 @@ def test_float16_by_either_way_of_the_cpu(rows: int, transposed: bool) -> None:
     got = grouped("aten")(x, weight, torch.tensor([rows] * 3), bias, transposed=transposed)
     expected = loop(x.double(), weight.double(), [rows] * 3, bias.double(), transposed)
     assert relative_rms_error(got, expected) <= TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_groups_by_onednn(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "_ONEDNN_WORK", 0)
+    monkeypatch.setattr(preference, "prefers_onednn", lambda *_: True)
+    tensors = operands(3, transposed=transposed)
+    got = grouped("aten")(*tensors[:2], torch.tensor([40, 0, 20]), tensors[2], transposed=transposed)
+    expected = loop(*tensors[:2], [40, 0, 20], tensors[2], transposed)
+    torch.testing.assert_close(got, expected)
+    grads = [torch.autograd.grad(output.square().sum(), tensors) for output in (got, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
