@@ -2,7 +2,7 @@
 
 Whole arrays in and out, sharded along the sequence; in the "zigzag" layout they are the ranks' shards one after
 another. A rank's tiles are those of plan.py: what differs between ranks is a branch of a `lax.switch`, so a tile that
-is masked out costs nothing. Tiles are computed by attention/xla_flash.py. See native.py for the algorithm.
+is masked out costs nothing. Tiles are computed by attention/tpu_flash.py. See native.py for the algorithm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from easytorch.kernels.attention.xla_flash import flash_backward, flash_forward
+from easytorch.kernels.attention.tpu_flash import flash_backward, flash_forward
 from easytorch.kernels.ring.plan import Tile, steps_of, tiles_of
 
 
