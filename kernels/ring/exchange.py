@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Protocol
@@ -46,6 +47,7 @@ class ProcessRing:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        self._tags = itertools.count()  # every rank sends the same in the same order: a tag is one message
 
     def send(self, tensors: list[Tensor], hops: int = 1) -> Received:
         if hops % self.size == 0:
@@ -55,8 +57,9 @@ class ProcessRing:
         # what is sent lives until it has arrived: the closure holds it
         sent = [tensor.contiguous() for tensor in tensors]
         received = [torch.empty_like(tensor) for tensor in sent]
-        calls = [dist.P2POp(dist.isend, tensor, to, self.group, tag) for tag, tensor in enumerate(sent)]
-        calls += [dist.P2POp(dist.irecv, tensor, source, self.group, tag) for tag, tensor in enumerate(received)]
+        tags = [next(self._tags) for _ in sent]
+        calls = [dist.P2POp(dist.isend, x, to, self.group, tag) for x, tag in zip(sent, tags, strict=True)]
+        calls += [dist.P2POp(dist.irecv, x, source, self.group, tag) for x, tag in zip(received, tags, strict=True)]
         works = dist.batch_isend_irecv(calls)
 
         def wait() -> list[Tensor]:

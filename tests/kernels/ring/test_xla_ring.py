@@ -1,0 +1,73 @@
+"""The ring in jax over four virtual CPU devices: the definition in float64, output and every gradient."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# A process of its own: the number of devices is fixed when jax starts.
+SCRIPT = """
+import functools
+import jax, jax.numpy as jnp, numpy as np, torch
+from easytorch.kernels.attention import native
+from easytorch.kernels.ring.layout import shard, unshard
+from easytorch.kernels.ring.xla_ring import Ring, Settings, ring_backward, ring_forward
+
+B, T, H, K, D, DV = 2, 64, 6, 2, 12, 8
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("sp",))
+
+def check(layout, features, settings, with_ids):
+    torch.manual_seed(0)
+    shapes = (B, T, H, D), (B, T, K, D), (B, T, K, DV), (H,)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    ids = (torch.arange(T) * 3 // T).repeat(B, 1).int() if with_ids else None
+    output, _ = native.attention(
+        *leaves[:3], sinks=leaves[3], query_segment_ids=ids, key_segment_ids=ids, **features
+    )
+    grad = torch.randn(output.shape, dtype=torch.float64)
+    want = [output, *torch.autograd.grad(output, leaves, grad)]
+
+    def stored(x):
+        if x is None:
+            return None
+        x = torch.cat([shard(x.detach(), rank, 4, 1, layout) for rank in range(4)], 1)
+        return jnp.asarray((x.float() if x.is_floating_point() else x).numpy())
+
+    static = {"ring": Ring(mesh, "sp", layout), "settings": Settings(**settings)}
+    given = [*map(stored, leaves[:3]), stored(ids), stored(ids), jnp.asarray(leaves[3].detach().float().numpy())]
+    result, top = jax.jit(functools.partial(ring_forward, **static))(*given)
+    gradients = jax.jit(functools.partial(ring_backward, **static))(*given, result, top, stored(grad))
+    for index, (x, y) in enumerate(zip((result, *gradients[:3], gradients[5]), want, strict=True)):
+        x = torch.from_numpy(np.array(x)).double()
+        x = unshard(x.chunk(4, 1), 1, layout) if index < 4 else x
+        error = (x - y).square().mean().sqrt() / y.square().mean().sqrt()
+        assert error < 1e-5, (layout, features, index, error)
+
+scale = D**-0.5
+check("contiguous", {"causal": True}, {"scale": scale, "right": 0}, True)
+check("zigzag", {"causal": True}, {"scale": scale, "right": 0}, False)
+settings = {"scale": scale, "left": 8, "right": 2, "softcap": 2.0}
+check("zigzag", {"sliding_window": (8, 2), "softcap": 2.0}, settings, True)
+print("ok")
+"""
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed: pip install 'easytorch[jax]'")
+@pytest.mark.jax_cpu
+def test_four_devices():
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "ok\n"
