@@ -130,7 +130,7 @@ def _each(
     """`attend(query, query_rope, latent, key_rope)` of each sequence as a batch of one; zeros for rows of none."""
     outputs = []
     for s in sequences:
-        pages = block_tables[s.index, s.page : s.page + s.pages]
+        pages = block_tables[s.row, s.page : s.page + s.pages]
         keys = (pool[pages].flatten(0, 1)[None, : s.keys] for pool in (latent, rope))
         outputs.append(attend(query[None, s.first : s.last], query_rope[None, s.first : s.last], *keys)[0])
     owned = sequences[-1].last if sequences else 0

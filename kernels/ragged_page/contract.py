@@ -36,10 +36,10 @@ Window = int | tuple[int | None, int | None] | None
 class Sequence(NamedTuple):
     """One sequence: query rows [first, last), and its last `keys` keys, which begin with those of page `page`.
 
-    index: its row of block_tables. pages: how many columns of that row, from `page` on, hold the keys.
+    row: of block_tables, its own. pages: how many columns of that row, from `page` on, hold the keys.
     """
 
-    index: int
+    row: int
     first: int
     last: int
     page: int
@@ -177,8 +177,7 @@ def _check_pages(sequences: list[Sequence], block_tables: torch.Tensor, page_cou
         return
     device = block_tables.device
     rows, first, pages = (
-        torch.tensor([getattr(s, name) for s in sequences], device=device)[:, None]
-        for name in ("index", "page", "pages")
+        torch.tensor([getattr(s, name) for s in sequences], device=device)[:, None] for name in ("row", "page", "pages")
     )
     column = torch.arange(block_tables.shape[1], device=device)
     used = (column >= first) & (column < first + pages)
@@ -187,7 +186,7 @@ def _check_pages(sequences: list[Sequence], block_tables: torch.Tensor, page_cou
     if wrong.any():
         row, place = (int(x) for x in wrong.nonzero()[0])
         raise ValueError(
-            f"ragged_page: block_tables[{sequences[row].index}, {place}] is {int(table[row, place])}, a page in use; "
+            f"ragged_page: block_tables[{sequences[row].row}, {place}] is {int(table[row, place])}, a page in use; "
             f"there are pages 0..{page_count - 1}"
         )
 

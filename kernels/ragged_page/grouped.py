@@ -57,7 +57,7 @@ def ragged_page_attention(
     for s in sequences:
         if s.last - s.first == 1:
             continue
-        pages = block_tables[s.index, s.page : s.page + s.pages]
+        pages = block_tables[s.row, s.page : s.page + s.pages]
         keys, values = (pool.index_select(0, pages).flatten(0, 1)[None, : s.keys] for pool in (key_pages, value_pages))
         # causal by its own flag, where the window adds nothing: ATen skips tiles for it, and not for a mask
         features = {"causal": True} if band == (None, 0) else {"sliding_window": band}
@@ -97,7 +97,7 @@ def decode(
     page_size, kv_heads = key_pages.shape[1:3]
     index, page, pages, length = (
         torch.tensor([getattr(s, name) for s in sequences], device=query.device)[:, None]
-        for name in ("index", "page", "pages", "keys")
+        for name in ("row", "page", "pages", "keys")
     )
     longest = max(s.pages for s in sequences)
     # past its end a sequence repeats its last page, which the mask hides

@@ -42,7 +42,7 @@ def ragged_page_attention(
     )
     outputs = []
     for sequence in sequences:
-        pages = block_tables[sequence.index, sequence.page : sequence.page + sequence.pages]
+        pages = block_tables[sequence.row, sequence.page : sequence.page + sequence.pages]
         keys, values = (pool[pages].flatten(0, 1)[: sequence.keys] for pool in (key_pages, value_pages))
         output, _ = native.attention(
             query[None, sequence.first : sequence.last], keys[None], values[None], causal=causal,

@@ -103,10 +103,10 @@ def ragged_page_attention(
         inputs["tail_query"] = rows_of(tail_query)
     if sinks is not None:
         inputs["sinks"] = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, group, 1), tokens, 1)
-    pools = {"key": key_pages, "tail": tail_pages, "value": value_pages}
-    pools = {name: pool for name, pool in pools.items() if pool is not None}
+    named = {"key": key_pages, "tail": tail_pages, "value": value_pages}
+    pools = {name: pool for name, pool in named.items() if pool is not None}
 
-    def block_spec(x: Array) -> pl.BlockSpec:
+    def block_spec(x: Any) -> pl.BlockSpec:
         if x.ndim == 3:
             return pl.BlockSpec(x.shape, lambda i, *_: (0, 0, 0))
         return pl.BlockSpec((1, *x.shape[1:]), lambda i, *_: (i, 0, 0, 0))

@@ -46,7 +46,6 @@ def ragged_page_attention(
     tokens, heads, _ = query.shape
     if query.size == 0 or context_lens.size == 0 or block_tables.size == 0:
         return jnp.zeros((tokens, heads, value_dim), query.dtype)
-    pools = [None if x is None else (x[:, :, None] if x.ndim == 3 else x) for x in (key_pages, tail_pages, value_pages)]
     page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]
     group, step = heads // kv_heads, max(1, KEYS // page_size)
     blocks, taken = blocks_of(tokens, ROWS, context_lens, query_start_loc, num_seqs)
@@ -60,29 +59,26 @@ def ragged_page_attention(
 
     def block(i: Array) -> Array:
         own = (blocks.keys - blocks.length + blocks.row)[i] + jnp.arange(ROWS)[:, None]
-        parts = [
-            None if x is None else x[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
-            for x in (query, tail_query)
-        ]
+        queries = query[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
 
         def tile(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, output = state
             place = first[i] + j * step + jnp.arange(step)
             pages = block_tables[blocks.sequence[i], jnp.minimum(place, last[i] - 1)]
-            keys, tails, values = (
-                None if x is None else x[pages].astype(jnp.float32).reshape(step * page_size, kv_heads, -1)
-                for x in pools
-            )
             column = (place[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
-            products = sum(
-                jnp.einsum("rkgd,ckd->kgrc", a, b, precision=precision)
-                for a, b in zip(parts, (keys, tails), strict=True)
-                if a is not None and b is not None
-            )
+
+            def gather(pool: Array) -> Array:
+                return pool[pages].astype(jnp.float32).reshape(step * page_size, kv_heads, -1)
+
+            keys = gather(key_pages)
+            products = jnp.einsum("rkgd,ckd->kgrc", queries, keys, precision=precision)
+            if tail_query is not None and tail_pages is not None:
+                tails = tail_query[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
+                products += jnp.einsum("rkgd,ckd->kgrc", tails, gather(tail_pages), precision=precision)
             visible = seen(settings, own, column, blocks.keys[i])
             top, shrink, weights = merge(top, jnp.where(visible, capped(settings, products), -jnp.inf))
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            values = keys[..., :value_dim] if values is None else values
+            values = keys[..., :value_dim] if value_pages is None else gather(value_pages)
             # a slot that was never written may hold anything, NaN too
             values = jnp.where((column < blocks.keys[i])[:, None, None], values, 0.0)
             output = output * shrink + jnp.einsum("kgrc,ckd->kgrd", weights, values, precision=precision)
