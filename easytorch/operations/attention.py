@@ -11,7 +11,7 @@ from torch import Tensor
 from easytorch.operations import attention_cpu
 from easytorch.operations.attention_impl import AttentionImpl
 from easytorch.operations.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
-from easytorch.operations.decode import DecodeAttention
+from easytorch.operations.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.metadata import OperationMetadata
@@ -22,7 +22,7 @@ from easytorch.operations.sdpa import SdpaAttention
 from easytorch.operations.vanilla import VanillaAttention
 
 # platform -> (implementation, why it stands here): the first that carries the call is taken, `vanilla` if none does.
-# The CPU's order depends on the size of the call: attention_cpu.py.
+# The CPU's order depends on the size of the call: attention_cpu.py. Elsewhere decode stands before them for one query.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda": (
         ("flash", "the Triton kernel carries every feature"),
@@ -67,6 +67,8 @@ class Attention(AttentionImpl):
         preferences = PREFERENCES.get(platform)
         if preferences is None:
             preferences = attention_cpu.preferences(query, key, value, features)
+        elif preferences and query.dim() == 4 and query.shape[1] == 1:
+            preferences = (ONE_QUERY, *preferences)
         refusals: list[str] = []
         for name, why in preferences:
             implementation = self.implementations[name]
@@ -99,6 +101,10 @@ class Attention(AttentionImpl):
                 f"{', '.join(self._by_name)} and the backends {', '.join(backends)} (forced by metadata.backend, "
                 f"attn_implementation or EASYTORCH_OPS)"
             )
+        if len(holders) > 1:  # one that would be chosen anyway goes before the first of them
+            choice = self.choose_freely(platform, args, kwargs)
+            if choice.backend == forced:
+                return choice._replace(reason="forced")
         return holders[0].choose_forced(forced, platform, args, kwargs)
 
     def _fall_back(self, platform: str, query: Tensor, refusals: list[str], instead: str, level: int) -> str:

@@ -1,15 +1,35 @@
-"""The CPU's order of preference between ATen and XLA's online softmax, and the measurements behind it.
+"""The CPU's order of preference between ATen's fused kernel and `flash`, and the measurements behind it.
 
-Medians on 2 idle cores (EPYC, AVX-512), torch 2.13, jax 0.10.2, float32 / bfloat16, B1 H16 D64 causal, XLA over ATen:
+`flash` (kernels/attention/aten_flash.py) over `sdpa`, medians of calls in turn on 2 idle cores (EPYC Zen 4, AVX-512),
+torch 2.13, float32 / bfloat16, inference and training (forward and backward); B1 H16 K16 D64 unless it says more:
 
-    1024 or 2048 rows, forward    1.9 / 1.8     XLA runs one key/value head at a time, so mostly on one core
-    1024 rows, with backward      2.0 / 2.1
-    1024 rows, window 256         0.78 / 0.81   ATen computes the tiles outside the window too
-    2048 rows, window 512         0.53 / 0.53
-    softcap, 128 to 1024 rows     0.04 to 0.14  against the definition, which is all there is besides
+                                         inference       training
+    causal, 256 rows                     1.2  / 0.86     1.2  / 0.71
+    causal, 512 rows                     0.95 / 0.60     0.80 / 0.62
+    causal, 1024 rows                    1.13 / 0.66     1.13 / 0.80 to 0.95
+    causal, 2048 rows, K4 D128                / 0.57          / 0.65
+    causal, 4096 rows, H32 K8 D128       1.2  / 0.56
+    all see all, 512 and 1024 rows       1.3  / 0.65     1.4  / 0.75 to 0.85
+    a dense mask, 512 and 1024 rows      1.3  / 0.84     1.2  / 0.9 to 1.1
+    causal as a mask, 1024 rows          0.83 / 0.61     1.0  / 0.75   its empty tiles are skipped
+    window of half the rows, 1024        0.65 / 0.53     0.79 / 0.56
+    window of a quarter, 1024            0.53 / 0.42     0.58 / 0.45
+    4 documents, 1024 rows               0.43 / 0.38     0.47 / 0.40
+    1 document, 1024 rows                0.81 / 0.56     0.96 / 0.72
+    bias, 1024 rows                      1.3  / 1.3      1.3  / 1.4
+    causal, float16, 512, 1024 rows      0.50, 0.77      0.08, 0.09
 
-A call into jax costs about 0.25 ms there and back, and every new shape a compilation of about 0.7 s: below `MIN_ROWS`
-query rows (decoding, short prompts of ever new lengths) ATen and the definition are ahead whatever the features.
+The float32 products are MKL's either way, and ATen's kernel keeps its tiles in the caches; in bfloat16 oneDNN's batched
+products are three times as fast as those of ATen's kernel. Below about 2 million scores (B H T S) the dozen calls of a
+tile cost more than they save: B1 H2 T512 1.4, B1 H8 T192 1.35, B8 H12 T128 1.02 (training 0.60), B8 H12 T192 0.71.
+
+What ATen's kernel lacks, over the definition, which is all there is besides; 64, 256, 1024 rows:
+
+    softcap                              0.86, 0.65, 0.17 / 0.87, 0.72, 0.14
+    softcap, training                    1.3, 0.74, 0.21 / 1.35, 1.04, 0.21
+    sinks                                0.98, 0.57, 0.17 / 0.93, 0.99, 0.16
+    sinks, training                      1.4, 1.33, 0.25 / 1.35, 1.32, 0.22
+    seeded dropout, training, 1024 rows  0.21 / 0.21
 """
 
 from __future__ import annotations
@@ -23,15 +43,24 @@ from easytorch.operations.decode import ONE_QUERY
 
 Preferences = tuple[tuple[str, str], ...]
 
-MIN_ROWS = 128
-MIN_WINDOW_ROWS = 1024
+HALF = (torch.bfloat16, torch.float16)
+
+# The least query rows and scores (B H T S) that pay: in half precision, and in float32 where tiles are skipped.
+ROWS, SCORES = 192, 1 << 21
+TRAINING_ROWS, TRAINING_SCORES = 128, 3 << 19
+MOST_MASKED_TRAINING_ROWS = 512
+SKIPPING_SCORES = 1 << 22
+WINDOW_ROWS, DOCUMENT_ROWS = 512, 1024
+# The same over the definition.
+LACKING_ROWS, LACKING_TRAINING_SCORES = 64, 1 << 22
 
 _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
 DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
 DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
-ATEN_FIRST: Preferences = (_ATEN, ("flash", "online softmax in XLA carries what ATen lacks"))
-XLA_FIRST: Preferences = (("flash", "XLA skips what lies outside the window, ATen does not"), _ATEN)
+ATEN_FIRST: Preferences = (_ATEN, ("flash", "tiles of ATen's products carry what its kernel lacks"))
+FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen's fused CPU kernel"), _ATEN)
+SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, ATen's kernel does not"), _ATEN)
 
 
 def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> Preferences:
@@ -39,13 +68,30 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     # an exported program should need nothing but ATen where it runs, and its lengths may be symbolic
     if torch.compiler.is_exporting() or query.dim() != 4 or key.dim() != 4:
         return ATEN_ONLY
-    rows = query.shape[1]
+    batch, rows, heads, _ = query.shape
     if rows == 1:  # heads that share no key/value head leave nothing to fold: ATen as it is
-        return DECODE_FIRST if query.shape[2] > key.shape[2] else DECODE_LAST
-    if rows < MIN_ROWS:
+        return DECODE_FIRST if heads > key.shape[2] else DECODE_LAST
+    if rows < LACKING_ROWS:
         return ATEN_ONLY
-    window = features.get("sliding_window")
-    if window is None or rows < MIN_WINDOW_ROWS or not features.get("causal") or query.dtype == torch.float64:
-        return ATEN_FIRST
-    left = window if isinstance(window, int) else window[0]
-    return XLA_FIRST if left is not None and 0 <= left <= key.shape[1] // 4 else ATEN_FIRST
+    keys = key.shape[1]
+    scores = batch * heads * rows * keys
+    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    get = features.get
+    if get("softcap") is not None or get("sinks") is not None or get("dropout_prob"):
+        # dropout without a seed is left to ATen
+        return ATEN_ONLY if training and scores < LACKING_TRAINING_SCORES else ATEN_FIRST
+    if get("bias") is not None or scores < TRAINING_SCORES:
+        return ATEN_ONLY
+    if query.dtype in HALF:
+        if training:
+            dense = get("mask") is not None and rows > MOST_MASKED_TRAINING_ROWS
+            return ATEN_ONLY if rows < TRAINING_ROWS or dense else FLASH_FIRST
+        return FLASH_FIRST if rows >= ROWS and scores >= SCORES else ATEN_ONLY
+    if query.dtype == torch.float32 and get("mask") is None and scores >= SKIPPING_SCORES:
+        if get("query_segment_ids") is not None:
+            return SKIPPING_FIRST if rows >= DOCUMENT_ROWS else ATEN_ONLY
+        window = get("sliding_window")
+        if window is not None and get("causal") and rows >= WINDOW_ROWS:
+            left = window if isinstance(window, int) else window[0]
+            return SKIPPING_FIRST if left is not None and 0 <= left <= keys // 2 else ATEN_ONLY
+    return ATEN_ONLY

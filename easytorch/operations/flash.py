@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import blocked, varlen
+from easytorch.kernels.attention import aten_flash_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.base import backend
@@ -27,13 +27,14 @@ class FlashFeatures(AttentionFeatures, total=False):
 
 @OperationRegistry.register
 class FlashAttention(AttentionImpl):
-    """Every feature of the contract: XLA (jax) on CPU and TPU, Triton on GPU, blocks of the definition elsewhere.
+    """Every feature of the contract: ATen's products on CPU, Triton on GPU, XLA on TPU, the definition elsewhere.
 
+    XLA (jax) runs on the CPU too where it is forced: `backend="flash:xla"`.
     With `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,) the tokens are sequences of different lengths packed in one
     row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself alone: see `varlen`.
     """
 
-    takes_seed = frozenset({"native", "xla", "triton"})
+    takes_seed = frozenset({"native", "aten", "xla", "triton"})
 
     @classmethod
     def get_impl_name(cls) -> tuple[str, ...]:
@@ -42,6 +43,8 @@ class FlashAttention(AttentionImpl):
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
+        if backend == "aten":
+            return None
         if backend == "xla":
             if query.dtype == torch.float64:
                 return "XLA attention computes in float32, not float64"
@@ -50,18 +53,19 @@ class FlashAttention(AttentionImpl):
 
         return triton_flash.supports(query, key, value, **features)
 
+    def emulates(self, backend: str, platform: str) -> bool:
+        return (backend == "xla" and platform == "cpu") or super().emulates(backend, platform)
+
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
         return self._attend(blocked.attention, query, key, value, features)
 
-    @backend("xla")
+    @backend("aten")
     def forward_cpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
-        from easytorch.kernels.attention import xla_flash_op
-
-        return self._attend(xla_flash_op.attention, query, key, value, features)
+        return self._attend(aten_flash_op.attention, query, key, value, features)
 
     @backend("triton")
     def forward_gpu(
@@ -75,6 +79,10 @@ class FlashAttention(AttentionImpl):
     def forward_tpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
+        if query.device.type == "cpu":
+            from easytorch.kernels.attention import xla_flash_op
+
+            return self._attend(xla_flash_op.attention, query, key, value, features)
         from easytorch.kernels.attention import xla_flash_tpu
 
         return self._attend(xla_flash_tpu.attention, query, key, value, features)

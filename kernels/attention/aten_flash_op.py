@@ -1,6 +1,6 @@
 """aten_flash.py as torch operators: `easytorch::aten_flash_forward` and `_backward`, on the CPU.
 
-They work under autograd, torch.compile (no graph break), torch.export and vmap (which runs them in turn).
+`attention` works under autograd, torch.func, torch.compile (no graph break) and torch.export; vmap runs it in turn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def attention(
     seed_tensor = None
     if dropout_prob > 0.0:
         seed_tensor = torch.as_tensor(draw_seed() if seed is None else seed, dtype=torch.int64)
-    return aten_flash_forward(
+    return _Flash.apply(
         query, key, value, mask, bias, query_segment_ids, key_segment_ids, sinks, seed_tensor,
         dim**-0.5 if softmax_scale is None else float(softmax_scale), left, right,
         None if softcap is None else float(softcap), dropout_prob,
@@ -126,19 +126,33 @@ def _(
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     tensors, ctx.static = inputs[:9], inputs[9:]
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_bias, needs_sinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
     dq, dk, dv, dbias, dsinks = aten_flash_backward(grad, *ctx.saved_tensors, *ctx.static, needs_bias)
     tensors = (dq, dk, dv, None, dbias if needs_bias else None, None, None, dsinks if needs_sinks else None, None)
     return *tensors, *(None,) * len(ctx.static)
 
 
-aten_flash_forward.register_autograd(_backward, setup_context=_setup)
+aten_flash_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Flash(torch.autograd.Function):
+    """The same gradient for torch.func, which takes none that is registered with an operator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        with torch.no_grad():  # torch.func leaves it on here
+            return aten_flash_forward(*arguments)
+
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(torch.autograd.function.once_differentiable(_gradients))
 
 
 def _in_turn(operator: Any) -> Any:

@@ -85,6 +85,7 @@ IMPLEMENTATIONS: dict[str, frozenset[str]] = {
     "vanilla": frozenset(),
     "sdpa": frozenset({"softcap", "sinks", "dropout", "everything"}),
     "flash:native": frozenset(),
+    "flash:aten": frozenset(),
     "flash:xla": frozenset(),
 }
 

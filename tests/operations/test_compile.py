@@ -16,6 +16,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "vanilla": ("attention", "vanilla", {"causal": True, "softcap": 3.0}),
     "sdpa": ("attention", "sdpa", {"causal": True, "sliding_window": 9}),
     "flash_native": ("attention", "flash:native", {"causal": True, "dropout_prob": 0.2, "seed": 3}),
+    "flash_aten": ("attention", "flash:aten", {"causal": True, "softcap": 3.0}),
     "flash_xla": ("attention", "flash:xla", {"causal": True, "softcap": 3.0}),
 }
 

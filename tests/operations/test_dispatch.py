@@ -71,8 +71,9 @@ def test_a_device_without_kernels_takes_the_definition() -> None:
         ("sdpa", "sdpa", "aten"),
         ("aten", "sdpa", "aten"),
         ("sdpa:aten", "sdpa", "aten"),
-        ("flash", "flash", "xla"),
-        ("flash_attn2", "flash", "xla"),
+        ("flash", "flash", "aten"),
+        ("flash_attn2", "flash", "aten"),
+        ("flash:xla", "flash", "xla"),
         ("xla", "flash", "xla"),
         ("flash:native", "flash", "native"),
     ],
@@ -108,7 +109,7 @@ def test_every_path_of_a_platform_can_be_forced_there(name: str, platform: str) 
     ("forced", "features", "message"),
     [
         ("flash3", {}, "no implementation or backend 'flash3'.*vanilla, eager.*native, aten"),
-        ("flash:aten", {}, "flash has no backend 'aten'; it has native, xla, triton"),
+        ("flash:cudnn", {}, "flash has no backend 'cudnn'; it has native, aten, triton, xla"),
         ("sdpa", {"softcap": 2.0}, "ATen has no softcap"),
         ("aten", {"sinks": torch.zeros(4)}, "ATen has no sinks"),
         ("sdpa", {"dropout_prob": 0.5, "seed": 1}, "takes no seed"),
@@ -152,15 +153,13 @@ def test_a_malformed_environment_is_an_error(setting: str, message: str, monkeyp
 def test_the_automatic_choice_falls_back_and_says_why_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(installed.INSTALLED, "jax", False)
     monkeypatch.setattr(impl, "_logged", set())
-    q, operation = heads(length=200), attention()
+    q, operation = heads(length=20), attention()
     with caplog.at_level(logging.INFO, logger="easytorch"):
         for _ in range(3):
             choice = operation.choose(q, q, q, softcap=2.0)
     assert (choice.implementation, choice.backend) == ("vanilla", "native")
     assert "ATen has no softcap" in choice.reason
-    assert "jax is not installed (pip install 'easytorch[jax]')" in choice.reason
     assert len(caplog.records) == 1
     expected = native.attention(q, q, q, softcap=2.0)[0]
     assert torch.equal(operation(q, q, q, softcap=2.0).attention_outputs, expected)
@@ -169,8 +168,9 @@ def test_the_automatic_choice_falls_back_and_says_why_once(
 def test_flash_falls_back_to_blocks_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(installed.INSTALLED, "jax", False)
     q = heads()
-    choice = OperationRegistry.create("flash").choose(q, q, q)
+    choice = OperationRegistry.create("flash").choose_on("tpu", (q, q, q), {})
     assert (choice.implementation, choice.backend) == ("flash", "native")
+    assert "jax is not installed (pip install 'easytorch[jax]')" in choice.reason
     with pytest.raises(UnsupportedOperationError, match="jax is not installed"):
         attention(backend="flash:xla").choose(q, q, q)
 
@@ -272,27 +272,45 @@ def test_check_mode_pins_dropout_where_it_can(forced: str, monkeypatch: pytest.M
     assert not torch.equal(first, second)
 
 
+WINDOW, BIAS, DROPOUT = {"sliding_window": 256}, {"bias": torch.zeros(1)}, {"dropout_prob": 0.1, "seed": 1}
+IDS = torch.zeros(1, 1024, dtype=torch.int64)
+DOCUMENTS = {"query_segment_ids": IDS, "key_segment_ids": IDS}
+
+
 @pytest.mark.parametrize(
-    ("length", "features", "expected"),
+    ("length", "heads", "features", "float32", "bfloat16", "training"),
     [
-        (8, {"causal": True}, "sdpa"),
-        (8, {"softcap": 2.0}, "vanilla"),  # a jax call and its compilation do not pay
-        (128, {"softcap": 2.0}, "flash"),
-        (1024, {"causal": True}, "sdpa"),
-        (1024, {"causal": True, "sliding_window": 256}, "flash"),
-        (1024, {"causal": True, "sliding_window": (400, 0)}, "sdpa"),
-        (4096, {"causal": True}, "sdpa"),
+        (8, 16, {}, "sdpa", "sdpa", "sdpa"),
+        (8, 16, {"softcap": 2.0}, "vanilla", "vanilla", "vanilla"),
+        (128, 16, {"softcap": 2.0}, "flash", "flash", "vanilla"),
+        (128, 16, {"sinks": torch.zeros(16)}, "flash", "flash", "vanilla"),
+        (128, 16, DROPOUT, "flash", "flash", "vanilla"),
+        (1024, 16, DROPOUT, "flash", "flash", "flash"),
+        (128, 16, {}, "sdpa", "sdpa", "sdpa"),
+        (128, 128, {}, "sdpa", "sdpa", "flash"),
+        (512, 16, {}, "sdpa", "flash", "flash"),
+        (512, 1, {}, "sdpa", "sdpa", "sdpa"),
+        (1024, 16, BIAS, "sdpa", "sdpa", "sdpa"),
+        (1024, 16, {"mask": torch.ones(1, dtype=torch.bool)}, "sdpa", "flash", "sdpa"),
+        (1024, 16, WINDOW, "flash", "flash", "flash"),
+        (1024, 16, {"sliding_window": (800, 0)}, "sdpa", "flash", "flash"),
+        (1024, 16, DOCUMENTS, "flash", "flash", "flash"),
+        (4096, 16, {}, "sdpa", "flash", "flash"),
     ],
 )
 def test_the_automatic_choice_on_the_cpu(
-    length: int, features: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+    length: int, heads: int, features: dict[str, Any], float32: str, bfloat16: str, training: str
 ) -> None:
-    monkeypatch.setitem(installed.INSTALLED, "jax", True)
-    q = torch.empty(1, length, 1, 8)
-    assert attention().choose(q, q, q, **features).implementation == expected
-    monkeypatch.setitem(installed.INSTALLED, "jax", False)
-    # what ATen carries it still gets, the rest the definition
-    assert attention().choose(q, q, q, **features).backend == ("native" if "softcap" in features else "aten")
+    """`training` in bfloat16: what records a gradient is chosen by other figures than what does not."""
+
+    def chosen(dtype: torch.dtype, requires_grad: bool) -> str:
+        q = torch.empty(1, length, heads, 8, dtype=dtype, requires_grad=requires_grad)
+        return attention().choose(q, q, q, causal=True, **features).implementation
+
+    assert [chosen(torch.float32, False), chosen(torch.bfloat16, False)] == [float32, bfloat16]
+    assert chosen(torch.bfloat16, True) == training
+    with torch.no_grad():
+        assert chosen(torch.bfloat16, True) == bfloat16
 
 
 def test_keywords_only_and_any_order() -> None:
