@@ -207,13 +207,13 @@ def _check(
     if torch.compiler.is_compiling() or cu_seqlens_q.device.type != "cpu" or cu_seqlens_k.device.type != "cpu":
         return None
     lengths = []
-    for name, ends, tokens, longest in (
+    for name, stops, tokens, longest in (
         ("cu_seqlens_q", cu_seqlens_q.tolist(), query.shape[1], max_seqlen_q),
         ("cu_seqlens_k", cu_seqlens_k.tolist(), key.shape[1], max_seqlen_k),
     ):
-        found = [stop - start for start, stop in pairwise(ends)]
-        if ends[0] != 0 or ends[-1] > tokens or min(found, default=0) < 0:
-            raise ValueError(f"attention: {name} must rise from 0 to at most the {tokens} tokens, got {ends}")
+        found = [stop - start for start, stop in pairwise(stops)]
+        if stops[0] != 0 or stops[-1] > tokens or min(found, default=0) < 0:
+            raise ValueError(f"attention: {name} must rise from 0 to at most the {tokens} tokens, got {stops}")
         if longest is not None and longest < max(found, default=0):
             raise ValueError(f"attention: the longest of {name} is {max(found)}, but its max_seqlen says {longest}")
         lengths.append(found)

@@ -6,7 +6,7 @@ Plain integers, the same for torch and jax. Lengths are those of one rank: T que
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from easytorch.kernels.ring.layout import chunks_of
 
@@ -100,7 +100,8 @@ def _joined(tiles: tuple[Tile, ...], fixed: str, joined: str) -> tuple[Tile, ...
         for index, other in enumerate(result):
             same = getattr(other, fixed) == getattr(tile, fixed)
             if tile.whole and other.whole and same and getattr(other, joined)[1] == start:
-                result[index] = other._replace(**{joined: (getattr(other, joined)[0], stop)})
+                wider: dict[str, Any] = {joined: (getattr(other, joined)[0], stop)}
+                result[index] = other._replace(**wider)
                 break
         else:
             result.append(tile)

@@ -234,7 +234,7 @@ def _common_seed(ring: Ring, group: str, call: Call, seed_given: bool, recording
     return seeds[0]
 
 
-def _ring(group: str) -> Ring:
+def _ring(group: Any) -> Ring:  # a str; torch has a type of its own for the names of groups
     return ProcessRing(_resolve_process_group(group)) if group else Alone()
 
 
