@@ -56,6 +56,7 @@ def gated_delta_rule(
 gated_delta_rule_backward = backward_of(gated_delta_rule, 7)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unit_triangular_inverse(lower: jax.Array, precision: str) -> jax.Array:
     """(..., L, L), strictly lower triangular -> the inverse of 1 + lower, by diagonal blocks that double in size.
 
@@ -72,3 +73,17 @@ def unit_triangular_inverse(lower: jax.Array, precision: str) -> jax.Array:
         inverse = inverse - (corner if size == 1 else matmul(inverse, matmul(corner, inverse)))
         size *= 2
     return inverse
+
+
+def _inverse_forward(lower: jax.Array, precision: str) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_triangular_inverse(lower, precision)
+    return inverse, inverse
+
+
+def _inverse_backward(precision: str, inverse: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    transposed = inverse.swapaxes(-1, -2)
+    matmul = functools.partial(jnp.matmul, precision=precision)
+    return (jnp.tril(-matmul(transposed, matmul(grad, transposed)), -1),)
+
+
+unit_triangular_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -67,7 +67,7 @@ def memory():
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, *TOPOLOGIES],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])

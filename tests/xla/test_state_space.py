@@ -54,8 +54,7 @@ def assert_matches(name, given):
         assert error <= 1e-5, f"{field}: relative RMS error {error:.2e}"
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("length", [1, 70, 150])
+@pytest.mark.parametrize(("length", "documents"), [(1, False), (150, True)])
 @pytest.mark.parametrize("name", ["ssm1", "ssm2", "gated_delta_rule"])
 def test_values_and_every_gradient(name, length, documents):
     given = arguments(name, length)
@@ -71,10 +70,9 @@ def test_the_convolution_is_left_to_xla():
 
 
 @pytest.mark.parametrize(("name", "decay"), [("ssm1", "A"), ("ssm2", "A"), ("gated_delta_rule", "g")])
-@pytest.mark.parametrize("strength", [0.0, 40.0, 1e4])
-def test_decays_of_any_strength(name, decay, strength):
+def test_strong_decays_among_weak_ones(name, decay):
     given = arguments(name, 150)
-    given[decay] = torch.where(torch.rand(given[decay].shape) < 0.5, -strength, 0.01 * given[decay])
+    given[decay] = torch.where(torch.rand(given[decay].shape) < 0.5, -1e4, 0.01 * given[decay])
     assert_matches(name, given)
 
 
