@@ -1,8 +1,8 @@
 """Rotary position embedding by ATen with fewer passes over the heads than the definition; see native.py.
 
-Halves: one product and two multiply-adds in place, where the definition has three products and copies the halves in
-other order: 0.2 to 0.6 of its time (2 cores, B1 T2048 H32 KV8 D128 and B4 T512 H16 D64, float32 and bfloat16). Pairs:
-one complex product.
+Halves: in float32 one product and two multiply-adds in place, 0.2 to 0.8 of the definition's time (2 cores, B1 T2048
+H32 KV8 D128 and B4 T512 H16 D64); in 16 bits, where ATen's multiply-add is slow, the definition's steps without the
+negation and two of its copies. Pairs: one complex product.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def rotary(
     below, above = sin.chunk(2, -1)
     if learning:
         return _Halves.apply(query, cos, below, above), _Halves.apply(key, cos, below, above)
-    return _turn_halves(query, cos, below, above), _turn_halves(key, cos, below, above)
+    signed = _signed(query, cos, below, above)
+    return _turn_halves(query, cos, below, above, signed), _turn_halves(key, cos, below, above, signed)
 
 
 def _turn_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -55,20 +56,28 @@ def _turn_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
-def _turn_halves(x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+def _turn_halves(
+    x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor, signed: torch.Tensor | None
+) -> torch.Tensor:
     """x (B, T, H, D), cos (B or 1, T, 1, R), below and above (B or 1, T, 1, R / 2): the halves of the sines."""
     dim = cos.shape[-1]
-    if dim == x.shape[-1]:
-        first, second = x.chunk(2, -1)
-        output = x * cos
+    turned, rest = (x, None) if dim == x.shape[-1] else x.split((dim, x.shape[-1] - dim), -1)
+    first, second = turned.chunk(2, -1)
+    output = turned * cos
+    if signed is None:
         low, high = output.chunk(2, -1)
+        low.addcmul_(second, below, value=-1)
+        high.addcmul_(first, above)
     else:
-        first, second, rest = x.split((dim // 2, dim // 2, x.shape[-1] - dim), -1)
-        output = torch.cat((x[..., :dim] * cos, rest), -1)
-        low, high, _ = output.split((dim // 2, dim // 2, x.shape[-1] - dim), -1)
-    low.addcmul_(second, below, value=-1)
-    high.addcmul_(first, above)
-    return output if output.dtype == x.dtype else output.to(x.dtype)
+        output.add_(torch.cat((second, first), -1).mul_(signed))
+    if output.dtype != x.dtype:
+        output = output.to(x.dtype)
+    return output if rest is None else torch.cat((output, rest), -1)
+
+
+def _signed(x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor | None:
+    """What the halves, swapped, are multiplied by in 16 bits."""
+    return torch.cat((-below, above), -1) if x.dtype.itemsize == 2 and cos.dtype == x.dtype else None
 
 
 class _Halves(torch.autograd.Function):
@@ -78,7 +87,7 @@ class _Halves(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-        return _turn_halves(x, cos, below, above)
+        return _turn_halves(x, cos, below, above, _signed(x, cos, below, above))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

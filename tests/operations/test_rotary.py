@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from easytorch.kernels.rotary import aten
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
 from easytorch.operations.check import TOLERANCE, relative_rms_error
 
@@ -14,6 +15,11 @@ PATHS = {name: OperationRegistry.create("rotary", OperationMetadata(backend=name
 rotary = OperationRegistry.create("rotary")
 paths = pytest.mark.parametrize("rotary", PATHS.values(), ids=PATHS)
 layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+
+
+@pytest.fixture(autouse=True)
+def small_calls_learn_as_large_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "FEW_TO_LEARN", 0)
 
 
 def _angles(batch: int, length: int, rotated: int) -> Tensor:
