@@ -30,10 +30,19 @@ What ATen's kernel lacks, over the definition, which is all there is besides; 64
     sinks                                0.98, 0.57, 0.17 / 0.93, 0.99, 0.16
     sinks, training                      1.4, 1.33, 0.25 / 1.35, 1.32, 0.22
     seeded dropout, training, 1024 rows  0.21 / 0.21
+
+`blocksparse` (kernels/blocksparse/aten_blocks.py) over `flash`, inference, 1024 and 4096 rows:
+
+    softcap                              0.74, 0.90 / 0.66, 0.86
+    8 documents                          0.91, 0.55 / 1.21, 0.86   but few documents are as no window is
+    window of an eighth of the rows      1.00, 0.82 / 1.23, 1.13
+    window of half the rows              1.12, 1.18 / 1.67, 1.70
+    sinks                                1.06, 1.15 / 1.02, 1.15
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +62,8 @@ SKIPPING_SCORES = 1 << 22
 WINDOW_ROWS, DOCUMENT_ROWS = 512, 1024
 # The same over the definition.
 LACKING_ROWS, LACKING_TRAINING_SCORES = 64, 1 << 22
+# The least rows at which blocksparse is ahead of flash: with softcap, and with a window of at most keys / SHARE.
+BLOCK_ROWS, BLOCK_WINDOW_ROWS, WINDOW_SHARE = 1024, 4096, 8
 
 _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
@@ -60,6 +71,7 @@ DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
 DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
 ATEN_FIRST: Preferences = (_ATEN, ("flash", "tiles of ATen's products carry what its kernel lacks"))
 FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen's fused CPU kernel"), _ATEN)
+BLOCKS_FIRST: Preferences = (("blocksparse", "skips blocks that nothing sees, measured ahead of flash here"), _ATEN)
 SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, ATen's kernel does not"), _ATEN)
 
 
@@ -77,6 +89,8 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     scores = batch * heads * rows * keys
     training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     get = features.get
+    if not training and _by_blocks(query, keys, get):
+        return BLOCKS_FIRST
     if get("softcap") is not None or get("sinks") is not None or get("dropout_prob"):
         # dropout without a seed is left to ATen
         return ATEN_ONLY if training and scores < LACKING_TRAINING_SCORES else ATEN_FIRST
@@ -95,3 +109,19 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
             left = window if isinstance(window, int) else window[0]
             return SKIPPING_FIRST if left is not None and 0 <= left <= keys // 2 else ATEN_ONLY
     return ATEN_ONLY
+
+
+def _by_blocks(query: Tensor, keys: int, get: Callable[[str], Any]) -> bool:
+    """Whether blocksparse is the fastest measured for a call that computes no gradient."""
+    rows = query.shape[1]
+    if rows < BLOCK_ROWS or get("mask") is not None or get("bias") is not None or get("dropout_prob"):
+        return False
+    if get("softcap") is not None:
+        return query.dtype in (torch.float32, torch.bfloat16)
+    if get("sinks") is not None or query.dtype != torch.float32:
+        return False
+    window = get("sliding_window")
+    left = window[0] if isinstance(window, tuple) else window
+    if not get("causal") or left is None or rows < BLOCK_WINDOW_ROWS:
+        return False
+    return 0 <= left <= keys // WINDOW_SHARE

@@ -87,6 +87,8 @@ IMPLEMENTATIONS: dict[str, frozenset[str]] = {
     "flash:native": frozenset(),
     "flash:aten": frozenset(),
     "flash:xla": frozenset(),
+    "blocksparse:native": frozenset(),
+    "blocksparse:aten": frozenset(),
 }
 
 # output, gradients. In half precision a gradient passes two roundings (the output's gradient and the score's): twice

@@ -296,6 +296,8 @@ DOCUMENTS = {"query_segment_ids": IDS, "key_segment_ids": IDS}
         (1024, 16, {"sliding_window": (800, 0)}, "sdpa", "flash", "flash"),
         (1024, 16, DOCUMENTS, "flash", "flash", "flash"),
         (4096, 16, {}, "sdpa", "flash", "flash"),
+        (1024, 16, {"softcap": 2.0}, "blocksparse", "blocksparse", "flash"),
+        (4096, 16, {"sliding_window": 512}, "blocksparse", "flash", "flash"),
     ],
 )
 def test_the_automatic_choice_on_the_cpu(
