@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.decode import aten, native
+from easytorch.kernels.decode import aten, native, xla_decode_tpu
 from easytorch.kernels.decode.contract import not_one_query
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.base import backend
@@ -45,6 +45,8 @@ class DecodeAttention(AttentionImpl):
     ) -> str | None:
         if backend == "aten":
             return aten.supports(query, key, value, **features)
+        if backend == "xla":
+            return xla_decode_tpu.supports(query, key, value, **features)
         from easytorch.kernels.decode import triton_decode
 
         return triton_decode.supports(query, key, value, **features)
@@ -77,6 +79,13 @@ class DecodeAttention(AttentionImpl):
 
         query, key, value, settled = self.prepare(query, key, value, features)
         return AttentionOutput(attention_outputs=triton_decode.decode(query, key, value, **settled))
+
+    @backend("xla")
+    def forward_tpu(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=xla_decode_tpu.decode(query, key, value, **settled))
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 
 from easytorch.kernels.attention.native import attention
 from easytorch.kernels.decode.native import decode as definition
+from easytorch.kernels.interop import installed
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import relative_rms_error
 
@@ -228,3 +229,22 @@ def test_autocast_and_checkpointing() -> None:
     )
     for a, b in zip(torch.autograd.grad(plain, query), torch.autograd.grad(again, query), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for library in ("triton", "jax"):
+        monkeypatch.setitem(installed.INSTALLED, library, True)
+    args, features = decode().typical_call()
+    expected = {"cpu": "aten", "cuda": "triton", "rocm": "triton", "tpu": "xla"}
+    attention = OperationRegistry.create("attention")
+    for platform, backend in expected.items():
+        assert decode().choose_on(platform, args, features).backend == backend
+        choice = attention.choose_on(platform, args, features)
+        assert (choice.implementation, choice.backend) == ("decode", backend)
+        longer = (args[1][:, :2].repeat_interleave(4, 2), *args[1:])
+        assert attention.choose_on(platform, longer, features).implementation != "decode"
+    for platform in ("cuda", "tpu"):  # forward only: a gradient is another implementation's
+        wanting = tuple(tensor.clone().requires_grad_() for tensor in args)
+        assert attention.choose_on(platform, wanting, features).implementation == "flash"
+        assert decode().choose_on(platform, wanting, features).backend == "native"

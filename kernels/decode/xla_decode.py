@@ -1,0 +1,93 @@
+"""Decoding attention in plain jax, no torch: what pallas_decode.py is compared with, and what runs where it does not.
+
+Arrays come first, None where absent, then static settings. The query heads of one key/value head are rows of a matrix.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def decode(
+    query: Array,
+    key: Array,
+    value: Array,
+    lengths: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    query_segment_ids: Array | None = None,
+    key_segment_ids: Array | None = None,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    left: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """query (B, 1, H, D), key (B, S, K, D), value (B, S, K, Dv) -> (B, 1, H, Dv); lengths (B,) or None.
+
+    mask and bias broadcast to (B, H, 1, S); segment ids (B, 1) and (B, S); sinks (H,). Computed in float32.
+    """
+    batch, _, heads, dim = query.shape
+    keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    if 0 in (batch, keys, value_dim):
+        return jnp.zeros((batch, 1, heads, value_dim), query.dtype)
+    precision = precision_of(query)
+    rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    scores = jnp.einsum("bkgd,bskd->bkgs", rows, key, precision=precision, preferred_element_type=jnp.float32)
+    scores = capped(scores.reshape(batch, heads, keys), scale, softcap)
+    added = added_of(mask, bias, query_segment_ids, key_segment_ids)
+    if added is not None:
+        scores = scores + added
+    ends = jnp.full(batch, keys) if lengths is None else jnp.clip(lengths, 0, keys)
+    offset = jnp.arange(keys) - ends[:, None] + 1  # 0 at the query's own key
+    seen = offset <= 0 if left is None else (offset <= 0) & (offset >= -left)
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.astype(jnp.float32)[:, None])
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32)[:, None] - top)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    if lengths is not None:  # what lies beyond may be NaN, and zero times NaN is not zero
+        value = jnp.where((offset <= 0)[:, :, None, None], value, 0)
+    grouped = weights.reshape(batch, kv_heads, heads // kv_heads, keys)
+    output = jnp.einsum(
+        "bkgs,bskd->bkgd", grouped, value.astype(jnp.float32), precision=precision, preferred_element_type=jnp.float32
+    )
+    return output.reshape(batch, 1, heads, value_dim).astype(query.dtype)
+
+
+def added_of(
+    mask: Array | None, bias: Array | None, query_segment_ids: Array | None, key_segment_ids: Array | None
+) -> Array | None:
+    """What is added to the scores, float32 (B or 1, H or 1, S or 1): the bias, and -inf where mask or segments hide."""
+    parts = []
+    if bias is not None:
+        parts.append(_three_dims(bias).astype(jnp.float32))
+    if mask is not None:
+        parts.append(jnp.where(_three_dims(mask), 0.0, -jnp.inf))
+    if query_segment_ids is not None and key_segment_ids is not None:
+        parts.append(jnp.where(query_segment_ids == key_segment_ids, 0.0, -jnp.inf)[:, None])
+    total = None
+    for part in parts:
+        total = part if total is None else total + part
+    return total
+
+
+def capped(products: Array, scale: float, softcap: float | None) -> Array:
+    scores = products * scale
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def precision_of(query: Array) -> lax.Precision:
+    """float32 in full: a TPU's default rounds it to bfloat16."""
+    return lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def _three_dims(x: Array) -> Array:
+    """What broadcasts to (B, H, 1, S), without the 1."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)[:, :, 0]
