@@ -88,8 +88,11 @@ def cast(dtype: torch.dtype) -> Callable[[Call], Call]:
 
 
 def with_gradients(call: Call) -> Call:
-    tensors = [t.detach().requires_grad_() if t.is_floating_point() else t for t in call[0]]
-    return tuple(tensors), call[1]
+    def leaf(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.detach().requires_grad_() if floating else value
+
+    return tuple(map(leaf, call[0])), call[1]
 
 
 def scores(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -223,7 +226,7 @@ def _column(operation: OperationImpl, platform: str) -> str:
 
 def _resizes(call: Call) -> bool:
     """The first three arguments are query, key and value, the last dimensions of which are heads and head_dim."""
-    return call[0][1].dim() == call[0][2].dim()
+    return call[0][1].shape == call[0][2].shape
 
 
 def chosen(operation: OperationImpl) -> str:
