@@ -97,7 +97,7 @@ def test_compiles(topology):
     assert set(found) == set(cases)
     for name, (rows, _, format) in cases.items():
         assert found[name]["kernels"] == ([1, 2] if format is None else [1, 1]), name
-        # dequantized it would be 32 MiB; even and odd columns of x and of its gradient are 8, and the bits of fp8, which
+        # dequantized it would be 32 MiB; even and odd columns of x and of its gradient are 8, the bits of fp8, which
         # XLA copies, 16. A product with every expert would be 64 outputs
         limit = 2**20 + 4 * rows * 1408 if format is None else 2**25 if format.startswith("fp8") else 2**24
         assert found[name]["temporary"] < limit, name
