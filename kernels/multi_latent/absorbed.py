@@ -43,9 +43,12 @@ def multi_latent_attention(
 def _one_token(
     query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, key_rope: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """query (B, 1, H, L) over the whole cache, which is neither copied whole nor, in 16 bits, widened whole."""
+    """query (B, 1, H, L) over the whole cache, which is neither copied nor, in 16 bits, widened whole."""
     working = working_dtype(query)
     parts = [x.squeeze(1).to(working) * scale for x in (query, query_rope)]
+    if latent.dtype == working:
+        rotated = parts[1] @ key_rope.transpose(1, 2)
+        return (torch.baddbmm(rotated, parts[0], latent.transpose(1, 2)).softmax(dim=-1) @ latent)[:, None]
     outputs = []
     for row in range(query.shape[0]):  # a sequence at a time: what is widened of the cache stays near
         wide = latent[row].to(working)
