@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of measuring a case, at least three rounds (2; quick 0.2)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG; needs matplotlib")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table as a page")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table, between a page's marks")
     parser.add_argument("--from", dest="earlier", nargs="+", type=Path, metavar="FILE", help="report earlier --json")
     parser.add_argument("--memory", action="store_true", help="peak memory of flash by length, instead of times")
     parser.add_argument(
@@ -81,7 +81,7 @@ def main() -> int:
     if options.plot is not None:
         report.plot(found, options.plot)
     if options.markdown is not None:
-        options.markdown.write_text(report.markdown(found))
+        report.write_section(found, options.markdown, options.device)
     slow = found.slow()
     if options.check and slow:
         print(f"{len(slow)} of {len(found.results)} cases take more than {report.LIMIT} of torch's own time and 5 us:")

@@ -141,6 +141,17 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_section(report: Report, path: Path, device: str) -> None:
+    """Puts the table between the page's marks for `device`, and leaves the rest of the page as it is."""
+    begin, end = f"<!-- bench_ops: {device} -->\n", "<!-- bench_ops: end -->"
+    page = path.read_text() if path.exists() else f"{begin}{end}\n"
+    before, mark, rest = page.partition(begin)
+    _, closing, after = rest.partition(end)
+    if not mark or not closing:
+        raise ValueError(f"{path} has no section between {begin.strip()!r} and {end!r}")
+    path.write_text(f"{before}{begin}\n{markdown(report)}\n{end}{after}")
+
+
 def plot(report: Report, path: Path) -> None:
     """Bars of the ratios on a logarithmic axis, the quartiles of the rounds, and what was to be reached."""
     import matplotlib

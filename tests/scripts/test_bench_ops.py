@@ -60,9 +60,13 @@ def test_earlier_runs_are_reported_as_one(quick: Path) -> None:
         result |= {"ratio": 2.0, "ours_ms": 2.0, "baseline_ms": 1.0}
     (quick / "slow.json").write_text(json.dumps(slow))
     sources = [str(earlier), str(quick / "slow.json")]
-    told = _run("--from", *sources, "--markdown", str(page), "--plot", str(picture), "--check", expect=1)
+    page.write_text("before\n<!-- bench_ops: cpu -->\nold\n<!-- bench_ops: end -->\nafter\n")
+    reports = ("--device", "cpu", "--markdown", str(page), "--plot", str(picture))
+    told = _run("--from", *sources, *reports, "--check", expect=1)
     assert "2 of 2 cases take more than 1.05 of torch's own time and 5 us" in told
-    assert page.read_text().count("| swiglu | T4 N64 |") == 2
+    text = page.read_text()
+    assert text.count("| swiglu | T4 N64 |") == 2 and "old" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
