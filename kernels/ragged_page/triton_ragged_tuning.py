@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
 # kind of batch -> architecture -> tiles for 16 bits, padded head_dim at most 64, 128, 256, 512. Decoding is bound by
 # memory: few rows and many keys in flight. Chosen by compiling, since no GPU was at hand to time them: what fits shared
-# memory and spills nothing, but for up to 264 bytes a thread at 512 on sm_90, whose tensor cores want 64 rows.
+# memory and spills nothing, but for up to 264 bytes a thread at 512 from sm_90 on, whose tensor cores want 64 rows.
 _HEAD_DIMS = (64, 128, 256, 512)
 _TABLE: dict[str, dict[str, tuple[Tiles, ...]]] = {
     "decode": {
