@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
 ]
 CASES = ["plain", "causal", "softcap", "window", "sides", "segments", "sinks", "bias", "bias of keys"]
+if INTERPRETED:  # seconds each: a diagonal, a band that is neither, and what goes with the keys
+    CASES = ["causal", "window", "segments", "bias"]
 
 
 LOCK = threading.Lock()
@@ -38,11 +40,12 @@ def one_at_a_time() -> SimpleNamespace:
     return SimpleNamespace(forward=locked(triton_blocks.forward), backward=locked(triton_blocks.backward))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("case", CASES)
-def test_float32(case, layout, ring_cases, ring_errors):
-    tensors, features = ring_cases[case](36, 72)
-    errors = ring_errors(one_at_a_time(), 3, layout, tensors, features, torch.float32, DEVICE)
+def test_float32(case, ring_cases, ring_errors):
+    tensors, features = ring_cases[case](20, 44)  # small: the interpreter takes a second for a tile
+    errors = ring_errors(
+        one_at_a_time(), 2, "contiguous" if case == "window" else "zigzag", tensors, features, torch.float32, DEVICE
+    )
     assert max(errors.values()) <= 1e-5, errors
 
 
@@ -50,6 +53,6 @@ def test_float32(case, layout, ring_cases, ring_errors):
 def test_half_precision(dtype, ring_cases, ring_errors):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter truncates float32 to bfloat16 where a GPU rounds")
-    errors = ring_errors(one_at_a_time(), 2, "zigzag", *ring_cases["causal"](48, 48), dtype, DEVICE)
+    errors = ring_errors(one_at_a_time(), 2, "zigzag", *ring_cases["causal"](20, 20), dtype, DEVICE)
     assert errors.pop("output") <= TOLERANCE[dtype]
     assert max(errors.values()) <= 2 * TOLERANCE[dtype], errors
