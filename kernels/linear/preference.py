@@ -14,7 +14,6 @@ A shape that oneDNN has not met takes it 0.6 ms more, once in a process.
 
 from __future__ import annotations
 
-import functools
 import platform
 from pathlib import Path
 
@@ -26,17 +25,22 @@ TABLE = {"AuthenticAMD": 2**19}
 TRAINING_ROWS = 64
 
 
+def _vendor() -> str:
+    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where the system does not tell."""
+    text, cpuinfo = platform.processor(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        with cpuinfo.open() as file:
+            text = file.read(1024)  # of the first processor: the file grows with their number
+    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in text), "")
+
+
+# once, here: inside a traced function the file could not be read
+VENDOR = _vendor()
+
+
 def prefers_onednn(x: Tensor, weight: Tensor, training: bool) -> bool:
     """True where the table says so. training: the gradients will be computed too."""
-    smallest = TABLE.get(vendor())
+    smallest = TABLE.get(VENDOR)
     if smallest is None or weight.numel() < smallest:
         return False
     return not training or x.numel() >= TRAINING_ROWS * weight.shape[1]
-
-
-@functools.cache
-def vendor() -> str:
-    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where the system does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
-    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in text), "")
