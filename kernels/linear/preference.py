@@ -27,10 +27,12 @@ TRAINING_ROWS = 64
 
 def _vendor() -> str:
     """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where the system does not tell."""
-    text, cpuinfo = platform.processor(), Path("/proc/cpuinfo")
+    cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         with cpuinfo.open() as file:
             text = file.read(1024)  # of the first processor: the file grows with their number
+    else:
+        text = platform.processor()
     return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in text), "")
 
 
