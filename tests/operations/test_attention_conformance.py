@@ -6,10 +6,12 @@ IMPLEMENTATIONS, and to REFUSED what it must refuse; a new feature adds a line t
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from easytorch.kernels.attention import native
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -91,21 +93,35 @@ IMPLEMENTATIONS: dict[str, frozenset[str]] = {
     "blocksparse:aten": frozenset(),
 }
 
+# the same on a GPU, where bfloat16 is the everyday dtype: every case in every dtype
+GPU_IMPLEMENTATIONS: dict[str, frozenset[str]] = {
+    "vanilla": frozenset(),
+    "sdpa": IMPLEMENTATIONS["sdpa"],
+    "flash:native": frozenset(),
+    "flash:triton": frozenset(),
+    "blocksparse:triton": frozenset(),
+}
+
 # output, gradients. In half precision a gradient passes two roundings (the output's gradient and the score's): twice
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (8e-3, 1.6e-2)}
 SEES_NOTHING = ("mask", "more_queries", "bias_hides", "segments", "sinks")  # cases with a row whose output is zero
 HALF_CASES = ("causal", "bias", "everything")
+NO_GPU = "needs a CUDA or ROCm device"
 
 
 def _rows() -> list[Any]:
     rows = []
-    for implementation in IMPLEMENTATIONS:
-        for case in CASES:
-            for dtype in TOLERANCE:
-                if dtype == torch.float32 or case in HALF_CASES:
-                    marks = [pytest.mark.jax_cpu] if implementation == "flash:xla" else []
-                    name = f"{implementation}-{case}-{str(dtype).removeprefix('torch.')}"
-                    rows.append(pytest.param(implementation, case, dtype, marks=marks, id=name))
+    for device, implementations in (("cpu", IMPLEMENTATIONS), ("cuda", GPU_IMPLEMENTATIONS)):
+        for implementation, case, dtype in itertools.product(implementations, CASES, TOLERANCE):
+            # every row of flash:xla is a program to compile, seconds each
+            half_cases = HALF_CASES[:1] if implementation == "flash:xla" else HALF_CASES
+            if device == "cpu" and dtype != torch.float32 and case not in half_cases:
+                continue
+            marks = [pytest.mark.jax_cpu] if implementation == "flash:xla" else []
+            if device == "cuda":
+                marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]
+            name = f"{implementation}-{case}-{str(dtype).removeprefix('torch.')}-{device}"
+            rows.append(pytest.param(device, implementation, case, dtype, marks=marks, id=name))
     return rows
 
 
@@ -129,9 +145,11 @@ def _inputs(case: str) -> tuple[list[torch.Tensor], dict[str, Any], torch.Tensor
     return tensors, features(shape), torch.randn(b, t, h, dv)
 
 
-def _run(function: Any, case: str, rounded: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Output and gradients of `function` in `dtype`, on inputs rounded to `rounded`."""
-    tensors, features, grad = _inputs(case)
+def _run(
+    function: Any, case: str, rounded: torch.dtype, dtype: torch.dtype, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of `function` in `dtype` on `device`, on inputs rounded to `rounded`; back on the CPU."""
+    tensors, features, grad = tree_map_only(torch.Tensor, lambda x: x.to(device), _inputs(case))
     leaves = dict(zip(("query", "key", "value"), tensors, strict=True))
     leaves |= {name: features.pop(name) for name in ("bias", "sinks") if name in features}
     leaves = {name: x.to(rounded).to(dtype).requires_grad_() for name, x in leaves.items()}
@@ -140,19 +158,21 @@ def _run(function: Any, case: str, rounded: torch.dtype, dtype: torch.dtype) -> 
     assert output.dtype == dtype
     gradients = torch.autograd.grad(output, list(leaves.values()), grad.to(rounded).to(dtype))
     result = {"output": output, **{f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}}
-    return result if weights is None else {**result, "weights": weights}
+    if weights is not None:
+        result["weights"] = weights
+    return {name: x.cpu() for name, x in result.items()}
 
 
-@pytest.mark.parametrize(("implementation", "case", "dtype"), _rows())
-def test_equals_the_definition(implementation: str, case: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("device", "implementation", "case", "dtype"), _rows())
+def test_equals_the_definition(device: str, implementation: str, case: str, dtype: torch.dtype) -> None:
     if implementation == "flash:xla":
         pytest.importorskip("jax", reason="jax is not installed: pip install 'easytorch[jax]'")
     attention = OperationRegistry.create("attention", OperationMetadata(backend=implementation))
     if case in IMPLEMENTATIONS[implementation]:
         with pytest.raises(UnsupportedOperationError, match="ATen"):
-            _run(attention, case, dtype, dtype)
+            _run(attention, case, dtype, dtype, device)
         return
-    got, expected = _run(attention, case, dtype, dtype), _run(native.attention, case, dtype, torch.float64)
+    got, expected = _run(attention, case, dtype, dtype, device), _run(native.attention, case, dtype, torch.float64)
     for name, tolerance in zip(got, (TOLERANCE[dtype][0], *[TOLERANCE[dtype][1]] * len(got)), strict=False):
         error = relative_rms_error(got[name], expected[name])
         assert error <= tolerance, f"{name}: relative RMS error {error:.2e}, allowed {tolerance:.0e}"
