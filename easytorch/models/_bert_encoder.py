@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input
+from easytorch.layers.linear import linear
 from easytorch.protocol.native import NativeModel
 
 
@@ -67,9 +68,9 @@ class BertMultiHead(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
-    def heads(self, states: torch.Tensor) -> torch.Tensor:
-        """(B, T, H * head_dim) -> (B, H, T, head_dim)"""
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def heads(self, projection: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden size) -> (B, H, T, head_dim)"""
+        return linear(projection, states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
@@ -84,7 +85,7 @@ class BertMultiHead(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = self.heads(self.query(hidden_states))
+        query = self.heads(self.query, hidden_states)
         key, value = self.key_value(hidden_states, encoder_hidden_states, past_key_values)
         attend = interface_of(self.config._attn_implementation)
         dropout = self.dropout.p if self.training else 0.0
@@ -97,7 +98,7 @@ class BertSelfAttention(BertMultiHead):
     def key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self.heads(self.key(hidden_states)), self.heads(self.value(hidden_states))
+        key, value = self.heads(self.key, hidden_states), self.heads(self.value, hidden_states)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
@@ -112,7 +113,7 @@ class BertCrossAttention(BertMultiHead):
         if cache is not None and cache.is_updated.get(self.layer_idx):
             stored = cache.cross_attention_cache.layers[self.layer_idx]
             return stored.keys, stored.values
-        key, value = self.heads(self.key(encoder_hidden_states)), self.heads(self.value(encoder_hidden_states))
+        key, value = self.heads(self.key, encoder_hidden_states), self.heads(self.value, encoder_hidden_states)
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
@@ -129,7 +130,7 @@ class BertAddNorm(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + residual)
+        return self.LayerNorm(self.dropout(linear(self.dense, hidden_states)) + residual)
 
 
 class BertAttention(nn.Module):
@@ -149,7 +150,7 @@ class BertIntermediate(nn.Module):
         self.intermediate_act_fn = activation(config.hidden_act)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.intermediate_act_fn(self.dense(hidden_states))
+        return self.intermediate_act_fn(linear(self.dense, hidden_states))
 
 
 class BertLayer(GradientCheckpointingLayer):
@@ -207,7 +208,7 @@ class BertPooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dense(hidden_states[:, 0]))
+        return torch.tanh(linear(self.dense, hidden_states[:, 0]))
 
 
 class BertPreTrainedModel(NativeModel):

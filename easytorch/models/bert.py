@@ -23,6 +23,7 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.basics import activation, check_one_input, keep_logits
+from easytorch.layers.linear import linear
 from easytorch.models._bert_encoder import BertModel, BertPreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class BertPredictionHeadTransform(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
+        return self.LayerNorm(self.transform_act_fn(linear(self.dense, hidden_states)))
 
 
 class BertLMPredictionHead(nn.Module):
@@ -124,7 +125,7 @@ class BertLMPredictionHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.transform(hidden_states))
+        return linear(self.decoder, self.transform(hidden_states))
 
 
 class BertHeads(nn.Module):

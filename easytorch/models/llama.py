@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import capture_outputs
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input, keep_logits
 from easytorch.layers.heads import QuestionAnsweringHead, SequenceClassificationHead, TokenClassificationHead
+from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import RotaryEmbedding, apply_rotary
 from easytorch.protocol.native import NativeModel
@@ -81,7 +82,7 @@ class LlamaMLP(nn.Module):
         self.act_fn = activation(config.hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return linear(self.down_proj, self.act_fn(linear(self.gate_proj, x)) * linear(self.up_proj, x))
 
 
 class LlamaAttention(nn.Module):
@@ -110,9 +111,9 @@ class LlamaAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, length, _ = hidden_states.shape
-        query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
-        key = self.k_proj(hidden_states).view(batch, length, -1, self.head_dim)
-        value = self.v_proj(hidden_states).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        query = linear(self.q_proj, hidden_states).view(batch, length, -1, self.head_dim)
+        key = linear(self.k_proj, hidden_states).view(batch, length, -1, self.head_dim)
+        value = linear(self.v_proj, hidden_states).view(batch, length, -1, self.head_dim).transpose(1, 2)
         query, key = (states.transpose(1, 2) for states in apply_rotary(query, key, *position_embeddings))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -121,7 +122,7 @@ class LlamaAttention(nn.Module):
         output, weights = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
-        return self.o_proj(output.reshape(batch, length, -1)), weights
+        return linear(self.o_proj, output.reshape(batch, length, -1)), weights
 
 
 class LlamaDecoderLayer(GradientCheckpointingLayer):
@@ -240,7 +241,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(keep_logits(outputs.last_hidden_state, logits_to_keep))
+        logits = linear(self.lm_head, keep_logits(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

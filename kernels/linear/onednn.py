@@ -33,6 +33,8 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         return "autocast wants another dtype"
     if torch.compiler.is_compiling():  # the rest cannot be asked while a graph is traced
         return None
+    if torch.jit.is_tracing():
+        return "a traced program should need nothing but ATen where it runs"
     if not torch.backends.mkldnn.enabled:
         return "torch.backends.mkldnn.enabled is off"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

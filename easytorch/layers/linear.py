@@ -1,0 +1,51 @@
+"""`linear(layer, x)`: a model's `nn.Linear`, by the `linear` operation where that is faster.
+
+The layers stay `torch.nn.Linear` itself, not a subclass: transformers' bitsandbytes, fp8 and GGUF loading, and
+torch's `quantize_dynamic`, replace modules of exactly that type and would silently leave a subclass as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from easytorch.kernels.linear.preference import smallest_weight
+from easytorch.operations import OperationRegistry
+from easytorch.operations.environment import checking, forced_by_environment
+
+_OPERATION = OperationRegistry.create("linear")
+
+
+def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`layer(x)`: x (..., K) -> (..., N).
+
+    The operation computes it for a float32 `nn.Linear` on a CPU whose table says that its size profits, or where
+    EASYTORCH_OPS or EASYTORCH_CHECK asks. A layer that something stands in for or listens to (PEFT, quantization,
+    FSDP, accelerate, hooks, parametrizations) is called as it is; deciding costs 0.5 us of a layer's 8.
+    """
+    if type(layer) is nn.Linear and (_profits(layer, x) or _asked()) and not _watched(layer):
+        return _OPERATION(x, layer.weight, layer.bias)
+    return layer(x)
+
+
+def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:
+    large = layer.in_features * layer.out_features >= smallest_weight()
+    return large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_exporting()
+
+
+def _asked() -> bool:
+    return forced_by_environment("linear") is not None or checking()
+
+
+def _watched(layer: nn.Linear) -> bool:
+    """True where calling the layer does more than `nn.Linear.forward`."""
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in layer.__dict__
+        or layer._compiled_call_impl is not None
+        or _has_any_global_hook()
+    )
