@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -83,6 +84,13 @@ class Attention(AttentionImpl):
         if refusals:
             reason = self._fall_back(platform, query, refusals, "vanilla", logging.WARNING)
         return Choice(self.implementations["vanilla"], "forward_native", platform, "native", reason)
+
+    def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        if platform != "cpu" or len(args) != 3 or not BEYOND_THE_CONTRACT.isdisjoint(kwargs):
+            return None
+        implementation = self.implementations[attention_cpu.preferences(*args, kwargs)[0][0]]
+        method, backend = implementation.path(platform)
+        return getattr(implementation, method) if implementation.supports(backend, *args, **kwargs) is None else None
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         name, _, backend = forced.partition(":")

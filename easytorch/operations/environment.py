@@ -27,6 +27,11 @@ def forced_by_environment(operation: str) -> str | None:
     return _parse(os.environ["EASYTORCH_OPS"]).get(operation)
 
 
+def untouched() -> bool:
+    """True where neither variable is set: nothing is forced, nothing is compared."""
+    return _OPS not in _TABLE and _CHECK not in _TABLE
+
+
 def checking() -> bool:
     """True under `EASYTORCH_CHECK=1`: every call is compared with its definition."""
     return _CHECK in _TABLE and os.environ["EASYTORCH_CHECK"] not in ("", "0")

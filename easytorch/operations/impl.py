@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.base import BaseOperation
 from easytorch.operations.check import compare_with_definition
-from easytorch.operations.environment import checking, forced_by_environment
+from easytorch.operations.environment import checking, forced_by_environment, untouched
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.platform import PLATFORMS, platform_of
 
@@ -46,10 +47,17 @@ class OperationImpl(BaseOperation):
     """
 
     falls_back = True  # to the definition; False where the name itself promises a library
+    _by_path: ClassVar[bool]  # the free choice is the path of the platform: the class has no order of its own
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = (cls.choose_on, cls.choose_freely)
+        cls._by_path = own == (OperationImpl.choose_on, OperationImpl.choose_freely)
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
         self._name = self.primary_name()
+        self._free = self.metadata.backend is None
 
     @classmethod
     @abstractmethod
@@ -94,10 +102,24 @@ class OperationImpl(BaseOperation):
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._free and untouched():
+            run = self.shortcut(platform_of(args, kwargs), args, kwargs)
+            if run is not None:
+                return run(*args, **kwargs)
         choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
         if checking() and not torch.compiler.is_compiling():
             return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.method)(*args, **kwargs)
+
+    def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """The method that `choose_freely` would choose, where nothing has to be said about it; None: ask that one.
+
+        It saves a small call the words of a `Choice`. A class with an order of its own overrides both or neither.
+        """
+        if not self._by_path:
+            return None
+        method, backend = self._paths[platform]
+        return getattr(self, method) if self.supports(backend, *args, **kwargs) is None else None
 
     def _checked(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of `choice`, compared with the definition where both can be given the same randomness."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.linear import native, onednn
-from easytorch.kernels.linear.preference import prefers_onednn
+from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.base import backend
 from easytorch.operations.impl import Choice, OperationImpl
 from easytorch.operations.registry import OperationRegistry
@@ -40,6 +41,11 @@ class Linear(OperationImpl):
                 return Choice(self, "forward_cpu", platform, "onednn", "faster than MKL for this CPU and size")
             reason = "MKL is as fast for this CPU and size"
         return Choice(self, "forward_gpu", platform, "aten", reason)
+
+    def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        # a weight that is too small for oneDNN is ATen's, whatever else the call is
+        small = platform == "cpu" and len(args) > 1 and args[1].numel() < smallest_weight()
+        return self.forward_gpu if small and not torch.compiler.is_compiling() else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.linear(*self._cast(x, weight, bias))

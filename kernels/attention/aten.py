@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.attention.contract import check_features, check_tensors, visible
+from easytorch.kernels.attention.contract import band_of, check_features, check_tensors, keeps, kept_scores, visible
 
 
 def supports(
@@ -56,29 +56,37 @@ def attention(
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """
     _, length, keys, heads, kv_heads, _, _ = check_tensors(query, key, value)
-    check_features(
-        query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
-        dropout_prob=dropout_prob,
-    )  # fmt: skip
-    refusal = supports(
-        query, key, value, bias=bias, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob, seed=seed
-    )  # fmt: skip
-    if refusal is not None:
-        raise NotImplementedError(refusal)
-    plain = mask is None and bias is None and query_segment_ids is None and sliding_window is None
+    banded = mask is None and bias is None and query_segment_ids is None and key_segment_ids is None
+    # what follows takes as long as a small product: most calls have nothing of it
+    if not banded or dropout_prob or softcap is not None or sinks is not None:
+        check_features(
+            query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
+            dropout_prob=dropout_prob,
+        )  # fmt: skip
+        refusal = supports(
+            query, key, value, bias=bias, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob, seed=seed
+        )  # fmt: skip
+        if refusal is not None:
+            raise NotImplementedError(refusal)
+    plain = banded and sliding_window is None
     if plain and causal and length == 1:
         causal = False  # the one query is aligned with the last key: it sees them all
-    seen, causal_flag = None, False
+    attn_mask: torch.Tensor | None = None
+    empty_rows, causal_flag = None, False
     # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree. A branch, as the
     # comparison itself, compiled for any length, is a SymBool, which ATen does not take.
     if plain and causal and length == keys:
         causal_flag = True
-    else:
+    elif banded and (causal or not plain) and keeps(length, keys, query.device):
+        left, right = band_of(causal, sliding_window)
+        if left is not None or right is not None:
+            attn_mask = kept_scores(length, keys, left, right, query.dtype)
+    elif causal or not plain:
         seen = visible(
             length, keys, query.device, mask=mask, causal=causal, query_segment_ids=query_segment_ids,
             key_segment_ids=key_segment_ids, sliding_window=sliding_window,
         )  # fmt: skip
-    attn_mask, empty_rows = _lower(query, seen, bias)
+        attn_mask, empty_rows = _lower(query, seen, bias)
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         attn_mask=attn_mask, dropout_p=dropout_prob, is_causal=causal_flag, scale=softmax_scale,
@@ -103,8 +111,9 @@ def _lower(
         attn_mask = bias if seen is None else torch.where(seen, bias, float("-inf"))
     if attn_mask is None:
         return None, None
-    attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-    if query.device.type == "cpu":
+    if attn_mask.dim() < 4:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    if query.is_cpu:
         return attn_mask, None
     boolean = attn_mask.dtype == torch.bool
     empty_rows = ~(attn_mask if boolean else attn_mask > float("-inf")).any(dim=-1, keepdim=True)

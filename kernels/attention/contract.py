@@ -21,9 +21,17 @@ A row that sees nothing gives zeros.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from easytorch.kernels.interop.torch_func import eager
+
 Window = tuple[int | None, int | None]
+
+# Numbers up to which a band is kept for the next call: 64 bands take 4 MB at most. To form one takes 30 us, twice the
+# time of a small attention.
+KEPT = 2**16
 
 
 def check_tensors(
@@ -126,18 +134,50 @@ def visible(
     left, right = band_of(causal, sliding_window)
     seen = mask
     if left is not None or right is not None:
-        own = torch.arange(length, device=device)[:, None] + (keys - length if shift is None else shift)
-        offset = torch.arange(keys, device=device) - own
-        band = torch.ones_like(offset, dtype=torch.bool)
-        if left is not None:
-            band &= offset >= -left
-        if right is not None:
-            band &= offset <= right
+        shift = keys - length if shift is None else shift
+        if keeps(length, keys, device):
+            band = _kept_band(length, keys, left, right, shift)
+        else:
+            band = _band(length, keys, left, right, shift, device)
         seen = band if seen is None else seen & band
     if query_segment_ids is not None and key_segment_ids is not None:
-        same = query_segment_ids[:, None, :, None] == key_segment_ids[:, None, None, :]
+        same = query_segment_ids.unsqueeze(1).unsqueeze(3) == key_segment_ids.unsqueeze(1).unsqueeze(2)
         seen = same if seen is None else seen & same
     return seen
+
+
+def keeps(length: int, keys: int, device: torch.device) -> bool:
+    """Whether a band (T, S) is kept: small ones of the CPU, whose memory no graph of CUDA's claims."""
+    return device.type == "cpu" and eager() and length * keys <= KEPT
+
+
+@functools.lru_cache(maxsize=64)
+def kept_scores(length: int, keys: int, left: int | None, right: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """(T, S) of `dtype` on the CPU, not to be written to: 0 where the band is and -inf elsewhere, what ATen would make
+    of a boolean mask at each call."""
+    with torch.inference_mode(False):  # one made there could not be saved for a gradient later
+        hidden = ~_kept_band(length, keys, left, right, keys - length)
+        return torch.zeros(length, keys, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_band(length: int, keys: int, left: int | None, right: int | None, shift: int) -> torch.Tensor:
+    """`_band` on the CPU, not to be written to."""
+    with torch.inference_mode(False):
+        return _band(length, keys, left, right, shift, torch.device("cpu"))
+
+
+def _band(
+    length: int, keys: int, left: int | None, right: int | None, shift: int, device: torch.device
+) -> torch.Tensor:
+    own = torch.arange(length, device=device)[:, None] + shift
+    offset = torch.arange(keys, device=device) - own
+    band = torch.ones_like(offset, dtype=torch.bool)
+    if left is not None:
+        band &= offset >= -left
+    if right is not None:
+        band &= offset <= right
+    return band
 
 
 def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

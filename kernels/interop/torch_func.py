@@ -1,4 +1,7 @@
-"""Whether a call runs under `torch.func`, whose transforms take no gradient of a custom operator (torch 2.13)."""
+"""Whether something stands between a call and ATen.
+
+`torch.func`'s transforms take no gradient of a custom operator (torch 2.13). A traced call has no numbers to look at.
+"""
 
 from __future__ import annotations
 
@@ -10,3 +13,17 @@ REFUSAL = "torch.func takes no gradient of an operator: the definition, in plain
 def transforming() -> bool:
     """True inside `torch.func.grad`, `vmap` and the like; False while a graph is traced."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def eager() -> bool:
+    """True where a call computes at once, on the numbers it was given: nothing traces, transforms or intercepts it."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def recording(*tensors: torch.Tensor | None) -> bool:
+    """True where autograd records what is computed from any of these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

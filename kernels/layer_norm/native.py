@@ -28,6 +28,7 @@ def check_tensors(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tens
     """`ValueError` for an x that is not floating or has no dimension, and for a weight or bias that is not (N,)."""
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"layer_norm takes a floating tensor (..., N), got shape {tuple(x.shape)} of {x.dtype}")
+    length = x.shape[-1]
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.shape != x.shape[-1:]:
+        if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != length):
             raise ValueError(f"layer_norm: {name} must be {tuple(x.shape[-1:])}, got {tuple(tensor.shape)}")

@@ -21,5 +21,5 @@ def check_tensors(x: torch.Tensor, weight: torch.Tensor | None) -> None:
     """`ValueError` for an x that is not floating or has no dimension, and for a weight that is not (N,)."""
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"rms_norm takes a floating tensor (..., N), got shape {tuple(x.shape)} of {x.dtype}")
-    if weight is not None and weight.shape != x.shape[-1:]:
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] != x.shape[-1]):
         raise ValueError(f"rms_norm: weight must be {tuple(x.shape[-1:])}, got {tuple(weight.shape)}")
