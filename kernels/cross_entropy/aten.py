@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.cross_entropy.native import check_arguments, check_logits, reduce
+from easytorch.kernels.interop.torch_func import eager
+
+_WIDE = (torch.float32, torch.float64)
 
 
 def supports(softcap: float | None, z_loss: float) -> str | None:
@@ -34,9 +39,16 @@ def cross_entropy(
     if reason is not None:
         raise ValueError(f"cross_entropy: {reason}")
     check_logits(logits)
-    wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    wide = logits if logits.dtype in _WIDE else logits.to(torch.float32)
+    if labels.dim() != 1:
+        wide = wide.reshape(-1, logits.shape[-1])
+    flat = labels.reshape(-1).to(torch.int64)
+    if reduction == "mean" and not label_smoothing and labels.is_cpu and eager():
+        # ATen's own mean, a third of the calls, is NaN where every row is ignored; with smoothing it counts those too
+        loss = F.cross_entropy(wide, flat, ignore_index=ignore_index)
+        if not math.isnan(loss.item()):
+            return loss
     losses = F.cross_entropy(
-        wide.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(torch.int64), ignore_index=ignore_index,
-        label_smoothing=label_smoothing, reduction="none",
+        wide, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )  # fmt: skip
     return reduce(losses.reshape(labels.shape), labels, ignore_index, reduction)

@@ -82,14 +82,17 @@ def test_cross_entropy_and_gradients(forced: str | None, options: dict[str, Any]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_fused_and_gradients(with_bias: bool, options: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("chunk_size", [5, None], ids=["chunks", "whole"])
+def test_fused_and_gradients(
+    chunk_size: int | None, with_bias: bool, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     shapes = [(3, 7, 30), (61, 30), (61,)][: 3 if with_bias else 2]
     # scores near zero: what 16 bits round of a score enters its exponential as it is
     tensors = [torch.randn(shape).mul(0.3).to(dtype).requires_grad_() for shape in shapes]
     wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
     labels = labelled(61, options)
-    got = loss("fused_linear_cross_entropy")(*tensors[:2], labels, *tensors[2:], **options, chunk_size=5)
+    got = loss("fused_linear_cross_entropy")(*tensors[:2], labels, *tensors[2:], **options, chunk_size=chunk_size)
     expected = textbook(F.linear(*wide), labels, **options)
     assert got.dtype == torch.float32
     upstream = torch.randn(got.shape)

@@ -320,3 +320,30 @@ def test_keywords_only_and_any_order() -> None:
     expected = native.attention(q, k, k, causal=True)[0]
     got = attention()(causal=True, value=k, key=k, query=q).attention_outputs
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", OperationRegistry.names())
+def test_the_shortcut_of_a_call_is_what_choosing_chooses(name: str, platform: str) -> None:
+    operation = OperationRegistry.create(name)
+    call = operation.typical_call()
+    assert call is not None
+    run = operation.shortcut(platform, *call)
+    if run is not None:
+        choice = operation.choose_on(platform, *call)
+        assert run == getattr(choice.operation, choice.method)
+
+
+@pytest.mark.parametrize("length", [1, 8, 192])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"causal": True}, {"causal": True, "sliding_window": 4}, {"softcap": 3.0}, {"sinks": torch.zeros(4)},
+     {"dropout_prob": 0.5, "seed": 1}, {"causal": True, "prefix_length": 2}],
+    ids=lambda features: "+".join(features),
+)  # fmt: skip
+def test_the_shortcut_of_attention(features: dict[str, Any], length: int) -> None:
+    operation, q, k = attention(), heads(length), heads(192)
+    run, choice = operation.shortcut("cpu", (q, k, k), features), operation.choose(q, k, k, **features)
+    assert run is None or run == getattr(choice.operation, choice.method)
+    if features.keys() <= {"causal"} and length > 1:
+        assert run is not None and choice.implementation == "sdpa"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from easytorch.kernels.attention import aten
+from easytorch.kernels.attention import aten, contract, native
+from easytorch.operations.check import TOLERANCE, relative_rms_error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -35,3 +38,25 @@ def test_a_direct_call_drops_nothing() -> None:
     q = torch.randn(1, 8, 2, 16)
     with pytest.raises(NotImplementedError, match="softcap"):
         aten.attention(q, q, q, softcap=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_band_serves_inference_training_and_transforms(dtype: torch.dtype) -> None:
+    """The same small band in turn; one that was made in inference mode could not be saved for a gradient."""
+    contract.kept_scores.cache_clear()
+    q, k = torch.randn(2, 5, 4, 8, dtype=dtype), torch.randn(2, 9, 4, 8, dtype=dtype)
+    for window in (3, (2, None), (-1, -1), (None, 1)):
+
+        def attend(q: torch.Tensor, window: Any = window) -> torch.Tensor:
+            return aten.attention(q, k, k, causal=True, sliding_window=window)
+
+        expected = native.attention(q.double(), k.double(), k.double(), causal=True, sliding_window=window)[0]
+        with torch.inference_mode():
+            results = [attend(q)]
+        leaf = q.clone().requires_grad_()
+        results.append(attend(leaf))
+        results[1].sum().backward()
+        results.append(torch.func.vmap(attend)(q[None])[0])
+        for result in results:
+            assert relative_rms_error(result, expected) <= TOLERANCE[dtype]
+    assert contract.kept_scores.cache_info().hits > 0
