@@ -9,6 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import native
 from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.base import backend
@@ -58,11 +59,18 @@ class RingAttention(AttentionImpl):
         reason = refusal(self.placement, platform)
         if reason is not None:  # not even the definition could reach the other ranks
             raise UnsupportedOperationError(f"ring: {reason}")
+        if transforming() and self._ring().group:
+            raise UnsupportedOperationError(
+                "ring: torch.func cannot transform what ranks send to one another; use autograd's own backward, or "
+                "`attention` over the whole sequence"
+            )
         return super().choose_on(platform, args, kwargs)
 
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
+        if transforming():
+            return REFUSAL
         dropout_prob = features.get("dropout_prob", 0.0)
         dense = features.get("mask") is not None or features.get("bias") is not None
         if backend == "xla":
@@ -99,7 +107,7 @@ class RingAttention(AttentionImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
     ) -> AttentionOutput:
-        if query.device.type == "xla":
+        if query.device.type == "xla" or transforming():
             return self._whole(query, key, value, features)
         return self._run("native", query, key, value, features)
 
@@ -146,7 +154,8 @@ class RingAttention(AttentionImpl):
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, features: Any) -> AttentionOutput:
         """The definition on the whole sequence, put in order of position; XLA partitions it as it sees fit."""
-        size, layout = self._ring().size, self._layout(features)
+        size = self._ring().size
+        layout = self._layout(features) if size > 1 else "contiguous"  # one rank's chunks are in order already
         query, key, value, settled = self.prepare(query, key, value, _plain(features))
         places = [
             torch.cat([position_ids(x.shape[1] // size, rank, size, layout, x.device) for rank in range(size)])

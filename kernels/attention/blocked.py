@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from easytorch.kernels.attention.contract import band_of, check_features, check_tensors, visible
 from easytorch.kernels.attention.dropout import draw_seed, keep_mask
 from easytorch.kernels.attention.native import attend, working_dtype
+from easytorch.kernels.interop.torch_func import transforming
 
 BLOCK = 256  # rows: 256 x 4096 float32 scores are 4 MiB a head
 
@@ -61,11 +62,23 @@ def attention(
             None if key_segment_ids is None else key_segment_ids[:, start:stop],
             sinks, first, start, (left, right), keys - length,
         )  # fmt: skip
-        if torch.is_grad_enabled():
-            outputs.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
+        if not torch.is_grad_enabled() or transforming():  # torch.func refuses the hooks of a checkpoint
             outputs.append(block(*arguments))
+        elif query.device.type == "xla":
+            run = functools.partial(block, *arguments)
+            outputs.append(checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=_on_xla))
+        else:
+            outputs.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs, dim=1) if outputs else query.new_zeros(batch, 0, heads, value_dim)
+
+
+def _on_xla() -> tuple[torch.autocast, torch.autocast]:
+    """The contexts of a block and of its recomputation on xla: both without autocast, for backward restores none.
+
+    The checkpoint of torch 2.9 looks for a module torch.xla where it is given tensors of that device, so it is given
+    none, and knows nothing of the device.
+    """
+    return torch.autocast("xla", enabled=False), torch.autocast("xla", enabled=False)
 
 
 def _block(

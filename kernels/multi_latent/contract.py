@@ -46,27 +46,30 @@ def check_widths(
     up_value: torch.Tensor | None,
 ) -> Sizes:
     """The widths, equal for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or a `ValueError`."""
-    shapes = (
-        f"query {tuple(query.shape)}, query_rope {tuple(query_rope.shape)}, latent {tuple(latent.shape)}, key_rope "
-        f"{tuple(key_rope.shape)}, up_key {_shape(up_key)}, up_value {_shape(up_value)}"
-    )
-    if query.dim() != query_rope.dim() or query.shape[:-1] != query_rope.shape[:-1]:
-        raise ValueError(f"multi_latent: query and query_rope must agree in all but the last dimension: {shapes}")
-    if latent.dim() != key_rope.dim() or latent.shape[:-1] != key_rope.shape[:-1]:
-        raise ValueError(f"multi_latent: latent and key_rope must agree in all but the last dimension: {shapes}")
     heads, dim = query.shape[-2:]
     rope, width = query_rope.shape[-1], latent.shape[-1]
-    if key_rope.shape[-1] != rope:
-        raise ValueError(f"multi_latent: query_rope and key_rope differ in width: {shapes}")
-    if up_key is None and dim != width:
-        raise ValueError(f"multi_latent: without up_key the query must be as wide as the latent: {shapes}")
-    if up_key is not None and up_key.shape != (heads, dim, width):
-        raise ValueError(f"multi_latent: up_key must be (H, Dn, L) = ({heads}, {dim}, {width}): {shapes}")
-    if up_value is not None and (up_value.dim() != 3 or (up_value.shape[0], up_value.shape[2]) != (heads, width)):
-        raise ValueError(f"multi_latent: up_value must be (H, Dv, L) = ({heads}, Dv, {width}): {shapes}")
     given = [x for x in (query, query_rope, latent, key_rope, up_key, up_value) if x is not None]
-    if any(x.dtype != query.dtype for x in given):
-        raise ValueError(f"multi_latent: all tensors must have one dtype, got {', '.join(str(x.dtype) for x in given)}")
+    problem = None
+    if query.dim() != query_rope.dim() or query.shape[:-1] != query_rope.shape[:-1]:
+        problem = "query and query_rope must agree in all but the last dimension"
+    elif latent.dim() != key_rope.dim() or latent.shape[:-1] != key_rope.shape[:-1]:
+        problem = "latent and key_rope must agree in all but the last dimension"
+    elif key_rope.shape[-1] != rope:
+        problem = "query_rope and key_rope differ in width"
+    elif up_key is None and dim != width:
+        problem = "without up_key the query must be as wide as the latent"
+    elif up_key is not None and up_key.shape != (heads, dim, width):
+        problem = f"up_key must be (H, Dn, L) = ({heads}, {dim}, {width})"
+    elif up_value is not None and (up_value.dim() != 3 or (up_value.shape[0], up_value.shape[2]) != (heads, width)):
+        problem = f"up_value must be (H, Dv, L) = ({heads}, Dv, {width})"
+    elif any(x.dtype != query.dtype for x in given):
+        problem = f"all tensors must have one dtype, got {', '.join(str(x.dtype) for x in given)}"
+    if problem is not None:
+        raise ValueError(
+            f"multi_latent: {problem}: query {tuple(query.shape)}, query_rope {tuple(query_rope.shape)}, latent "
+            f"{tuple(latent.shape)}, key_rope {tuple(key_rope.shape)}, up_key {_shape(up_key)}, up_value "
+            f"{_shape(up_value)}"
+        )
     return Sizes(heads, dim, rope, width, width if up_value is None else up_value.shape[1])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.multi_latent import absorbed
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import TOLERANCE, relative_rms_error
@@ -84,6 +85,37 @@ def test_equals_the_definition(shape: str, features: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_half_precision(shape: str, dtype: torch.dtype) -> None:
     check(make(*SHAPES[shape]), {"causal": True}, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_token_over_a_long_cache(dtype: torch.dtype) -> None:
+    """Long enough that bfloat16 is multiplied as it is, and float16 is widened a sequence at a time."""
+    tensors = make(1, 8000)
+    assert tensors["latent"].numel() > max(absorbed.NARROW_PRODUCTS, absorbed.WIDENED_AT_ONCE)
+    tensors["up_key"] /= 30**0.5  # as in a model: such scores are what bfloat16 can round
+    check(tensors, {"causal": True}, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_autocast(shape: str) -> None:
+    tensors = make(*SHAPES[shape])
+    tensors["up_key"] /= 30**0.5
+    expected = operation("native")(**tensors).attention_outputs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = operation("aten")(**tensors).attention_outputs
+    assert 1e-5 < relative_rms_error(output.float(), expected) < 2 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("shape", ["one_token", "absorbed"])
+def test_func_grad_of_the_absorbed_plan(shape: str) -> None:
+    tensors = make(*SHAPES[shape])
+
+    def loss(latent: torch.Tensor) -> torch.Tensor:
+        return operation("aten")(**{**tensors, "latent": latent}, causal=True).attention_outputs.square().mean()
+
+    leaf = tensors["latent"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert relative_rms_error(torch.func.grad(loss)(tensors["latent"]), expected) < 1e-5
 
 
 @pytest.mark.parametrize("absent", ["up_key", "up_value", "up_key up_value"])

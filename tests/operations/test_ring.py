@@ -17,6 +17,7 @@ from easytorch.kernels.ring import ring_op
 from easytorch.kernels.ring.exchange import agree
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import relative_rms_error
+from easytorch.operations.ring_mesh import Placement
 
 ROOT = Path(__file__).parents[2]
 B, T, S, H, K, D, DV = 2, 63, 81, 6, 2, 60, 36
@@ -171,3 +172,18 @@ def test_what_differs_is_named_with_both_values():
         agree(Told(row=[1, 0, 0]), {"heads": 3, "softcap": 2.0}, None, torch.device("cpu"))
     with pytest.raises(ValueError, match="mine"):
         agree(Told(row=half), {"heads": 3, "softcap": 0.5}, "mine", torch.device("cpu"))
+
+
+def test_torch_func_transforms_one_process_and_refuses_more():
+    operation = OperationRegistry.create("ring")
+    query, key, value = tensors()
+
+    def loss(query):
+        return operation(query, key, value, causal=True, layout="zigzag").attention_outputs.square().sum()
+
+    leaf = query.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(query), expected)
+    operation._placement = Placement("a group", 2, ("cpu",))
+    with pytest.raises(UnsupportedOperationError, match=r"torch\.func cannot transform what ranks send"):
+        torch.func.grad(loss)(query)

@@ -92,6 +92,23 @@ def test_attention(backend, features):
     assert_both_equal(lambda *tensors: attend(operation, FEATURES[features], *tensors), attention_tensors())
 
 
+@pytest.mark.parametrize("features", FEATURES)
+def test_attention_in_blocks_of_the_definition(features):
+    operation = OperationRegistry.create("attention", OperationMetadata(backend="flash:native"))
+    assert_both_equal(lambda *tensors: attend(operation, FEATURES[features], *tensors), attention_tensors())
+
+
+def test_attention_in_blocks_trains_under_autocast():
+    operation = OperationRegistry.create("attention", OperationMetadata(backend="flash:native"))
+
+    def run(*tensors):
+        with torch.autocast(tensors[0].device.type, dtype=torch.bfloat16):
+            return operation(*tensors, causal=True).attention_outputs
+
+    # the CPU's products are bfloat16, those on xla stay float32
+    assert_both_equal(run, attention_tensors(), 2e-2)
+
+
 def test_attention_bfloat16():
     operation = OperationRegistry.create("attention", OperationMetadata(backend="flash"))
     # gradients pass through rounded outputs twice
