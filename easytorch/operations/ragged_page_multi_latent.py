@@ -23,6 +23,11 @@ class RaggedPageMultiLatentAttention(PagedImpl):
 
     (tokens, H, Dn), (tokens, H, R), (P, page_size, L + R) or a pair of (P, page_size, L) and (P, page_size, R);
     kernels/multi_latent/paged.py says the rest. What the integer tensors hold is checked where it is read on the CPU.
+
+    On TPU make the width of each pool a multiple of 128: XLA lays others out in another order, and the kernel's call
+    begins with a copy of the whole pool (160 MiB of temporary memory for 2048 pages of 64 x 576 in bfloat16). Zeros at
+    the end of `query_rope` and of its keys do it: R = 64 filled up to 128, with `softmax_scale` given, which would else
+    count them. As a pair only the second is copied.
     """
 
     @classmethod

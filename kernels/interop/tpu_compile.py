@@ -28,9 +28,12 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# The smallest topology of each generation that kernels are compiled for; its memories are what a kernel must fit into.
+CHIPS: Mapping[str, str] = MappingProxyType({"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"})
+
 
 def compile_for_tpu(
-    fn: Callable[..., Any], *args: Any, topology: str = "v5e:2x2", **static: Any
+    fn: Callable[..., Any], *args: Any, topology: str = CHIPS["v5e"], **static: Any
 ) -> jax.stages.Compiled:
     """`fn(*args, **static)` compiled for one chip of `topology`; `.memory_analysis()` and `.as_text()` tell about it.
 
