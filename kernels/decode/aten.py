@@ -20,7 +20,8 @@ from torch import Tensor
 from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
-from easytorch.kernels.decode.contract import check_decode
+from easytorch.kernels.decode.aten_products import attend_products
+from easytorch.kernels.decode.contract import check_decode, wants_gradient
 
 
 class _Features(NamedTuple):
@@ -97,22 +98,42 @@ def decode(
     features = _Features(
         _four_dims(mask), _four_dims(bias), query_segment_ids, key_segment_ids, sinks, softcap, left, softmax_scale
     )
-    at_once = batch == 0 or features.fused or unreadable
+    products = _by_products(query, key, value, features, unreadable)
+    at_once = batch == 0 or features.fused or unreadable or products
     if lengths is None and at_once:
-        return _attend(query, key, value, keys, features)
+        return _attend(query, key, value, keys, features, products)
     ends = [keys] * batch if lengths is None else lengths.tolist()
     if not all(0 <= end <= keys for end in ends):
         raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {ends}")
     if at_once and len(set(ends)) <= 1:
-        return _attend(query, key, value, ends[0] if ends else keys, features)
+        return _attend(query, key, value, ends[0] if ends else keys, features, products)
     # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores
     return torch.cat([
-        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b))
+        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b), products)
         for b, end in enumerate(ends)
     ])  # fmt: skip
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Features) -> Tensor:
+def _by_products(query: Tensor, key: Tensor, value: Tensor, features: _Features, unreadable: bool) -> bool:
+    """Whether aten_products.py takes the call: it has no gradient, and writes into its own tensors."""
+    if features.fused and not _slow_in_the_fused_kernel(key):
+        return False
+    return not (
+        unreadable
+        or torch.is_autocast_enabled("cpu")
+        or wants_gradient(query, key, value, features.bias, features.sinks)
+    )
+
+
+def _slow_in_the_fused_kernel(key: Tensor) -> bool:
+    """Large caches in float16 without instructions for it, and the longest in float32 whose heads lie apart."""
+    if key.dtype == torch.float16:
+        return key.numel() >= 2**18 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    _, keys, _, dim = key.shape
+    return key.dtype == torch.float32 and keys >= 4096 and dim >= 128 and key.stride(1) == dim
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Features, products: bool) -> Tensor:
     """The query stands at key end - 1 and sees the keys before it that the window reaches."""
     start = 0 if features.left is None else max(0, end - 1 - features.left)
     if start > 0 or end < key.shape[1]:
@@ -122,11 +143,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
         same = (features.query_ids == features.key_ids)[:, None, None]
         seen = same if seen is None else seen & same
     batch, _, heads, dim = query.shape
+    scale = dim**-0.5 if features.scale is None else features.scale
+    if products and key.shape[1] > 0:
+        return attend_products(
+            query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
+            scale=scale,
+        )  # fmt: skip
     if not features.fused or key.shape[1] == 0:
         return attend(
             query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
-            scale=dim**-0.5 if features.scale is None else features.scale, keep=None, dropout_prob=0.0,
-            working=working_dtype(query),
+            scale=scale, keep=None, dropout_prob=0.0, working=working_dtype(query),
         )[0]  # fmt: skip
     kv_heads = key.shape[2]
     attn_mask = _rows(seen, kv_heads)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from easytorch.kernels.attention.native import attention
+from easytorch.kernels.decode import aten, aten_products
 from easytorch.kernels.decode.native import decode as definition
 from easytorch.kernels.interop import installed
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -92,6 +93,53 @@ def test_equals_the_definition(backend: str, case: str, lengths: str, dtype: tor
         assert (got["output"][0] == 0).all()
     if case == "mask_nothing":
         assert (got["output"][1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("lengths", ["all", "mixed"])
+def test_without_a_gradient(lengths: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths that autograd cannot follow; blocks smaller than the keys, and a last one that is not full."""
+    monkeypatch.setattr(aten, "_slow_in_the_fused_kernel", lambda key: dtype != torch.bfloat16)
+    monkeypatch.setattr(aten_products, "_BLOCK", 20)
+    torch.manual_seed(sum(map(ord, case)))
+    given = {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in (dict(zip(("query", "key", "value"), tensors(), strict=True)) | CASES[case]()).items()
+    }
+    if lengths == "mixed":
+        given["lengths"] = MIXED
+        for name in ("key", "value"):
+            for b, length in enumerate(MIXED):
+                given[name][b, length:] = float("nan")
+    double = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    untouched = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
+    got = decode("aten")(**given).attention_outputs
+    assert got.dtype == dtype
+    assert relative_rms_error(got, definition(**double)) <= TOLERANCE[dtype]
+    if case == "mask_nothing":
+        assert (got[1] == 0).all()
+    for name, value in untouched.items():
+        assert torch.equal(given[name].nan_to_num(), value.nan_to_num()), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", ["BSKD", "BKSD"])
+def test_a_cache_of_4096_keys(layout: str, dtype: torch.dtype) -> None:
+    """What the size alone decides."""
+    query, key, value = (torch.randn(*shape).to(dtype) for shape in ((2, 1, 4, 128), *[(2, 4100, 2, 128)] * 2))
+    if layout == "BKSD":
+        key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value))
+    mask = torch.rand(2, 1, 1, 4100) > 0.5
+    mask[1] = False
+    for features in ({}, {"mask": mask}):
+        got = decode("aten")(query, key, value, **features).attention_outputs
+        expected = definition(query.double(), key.double(), value.double(), **features)
+        assert relative_rms_error(got, expected) <= TOLERANCE[dtype]
+        assert not features or (got[1] == 0).all()
 
 
 @pytest.mark.parametrize("case", CASES)
