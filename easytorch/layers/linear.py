@@ -22,7 +22,7 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     The operation computes it for a float32 `nn.Linear` on a CPU whose table says that its size profits, or where
     EASYTORCH_OPS or EASYTORCH_CHECK asks. A layer that something stands in for or listens to (PEFT, quantization,
-    FSDP, accelerate, hooks, parametrizations) is called as it is; deciding costs 0.5 us of a layer's 8.
+    FSDP, accelerate, hooks, parametrizations) is called as it is; deciding costs 0.8 us, the smallest layer 6.5.
     """
     if type(layer) is nn.Linear and (_profits(layer, x) or _asked()) and not _watched(layer):
         return _OPERATION(x, layer.weight, layer.bias)

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.rotary import aten, native
+from easytorch.kernels.rotary import aten, native, xla_rotary_tpu
 from easytorch.operations.base import backend
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.registry import OperationRegistry
@@ -45,6 +45,8 @@ class Rotary(OperationImpl):
             from easytorch.kernels.rotary import triton_rotary
 
             return triton_rotary.supports(query, cos, sin, self.metadata.runtime_dtype)
+        if backend == "xla":
+            return xla_rotary_tpu.supports(self.cast(query), cos, sin)
         return None
 
     def forward_native(
@@ -65,3 +67,9 @@ class Rotary(OperationImpl):
         from easytorch.kernels.rotary import triton_rotary
 
         return triton_rotary.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+
+    @backend("xla")
+    def forward_tpu(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    ) -> tuple[Tensor, Tensor]:
+        return xla_rotary_tpu.rotary(self.cast(query), self.cast(key), cos, sin, **options)

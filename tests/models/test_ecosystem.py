@@ -35,7 +35,8 @@ def test_saved_by_us_loads_in_transformers_and_back(tied, tmp_path, ids, make_pa
     again = LlamaForCausalLM.from_pretrained(tmp_path / "b")
     with torch.no_grad():
         logits = ours(ids).logits
-        assert torch.equal(theirs(ids).logits, logits) and torch.equal(again(ids).logits, logits)
+        torch.testing.assert_close(theirs(ids).logits, logits)  # our rotary rounds less often
+        assert torch.equal(again(ids).logits, logits)
     assert "attn_implementation" not in (tmp_path / "a" / "config.json").read_text()
 
 

@@ -1,0 +1,30 @@
+"""Rotary in jax for the platform it is lowered for: the Pallas kernel on TPU, xla_rotary.py elsewhere.
+
+torch_xla's device may be a CPU, and a Pallas kernel for TPU has no lowering there.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from jax import Array, lax
+
+from easytorch.kernels.rotary import pallas_rotary, xla_rotary
+
+
+def rotary(
+    query: Array, key: Array, cos: Array, sin: Array, *, interleaved: bool = False, back: bool = False
+) -> tuple[Array, Array]:
+    """query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) -> both turned; back: gradients turned back."""
+    return (
+        _turn(query, cos, sin, interleaved=interleaved, back=back),
+        _turn(key, cos, sin, interleaved=interleaved, back=back),
+    )
+
+
+def _turn(x: Array, cos: Array, sin: Array, **settings: bool) -> Array:
+    elsewhere = functools.partial(xla_rotary.turn, **settings)
+    if pallas_rotary.lanes_of(x) is None or cos.shape[2] == 0:
+        return elsewhere(x, cos, sin)
+    kernel = functools.partial(pallas_rotary.turn, **settings)
+    return lax.platform_dependent(x, cos, sin, tpu=kernel, default=elsewhere)

@@ -1,0 +1,59 @@
+"""tpu_rotary.py inside a torch_xla graph, one node for both; the gradient is another, which turns it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.rotary import native
+
+
+def supports(query: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    """None when `rotary` carries this call, else the reason why not."""
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return "gradients of the tables are taken by the definition"
+    if torch.float64 in (query.dtype, cos.dtype, sin.dtype):
+        return "it computes in float32, not float64"
+    return missing("jax")
+
+
+def rotary(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
+    position_ids: Tensor | None = None, offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition's result, formed in float32 and rounded once. Differentiable once by query and key.
+
+    Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
+    """
+    if (reason := supports(query, cos, sin)) is not None:
+        raise ValueError(f"xla rotary: {reason}")
+    cos, sin = (table.squeeze(2) for table in native.tables(query, key, cos, sin, position_ids, offset))
+    return _Turn.apply(query, key, cos, sin, interleaved)
+
+
+class _Turn(torch.autograd.Function):
+    """Keeps the tables only: nothing of query and key is needed for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _call(query, key, cos, sin, interleaved, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_call(query_grad, key_grad, *ctx.saved_tensors, ctx.interleaved, back=True), None, None, None
+
+
+def _call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    from easytorch.kernels.interop.xla_bridge import call_jax
+    from easytorch.kernels.rotary.tpu_rotary import rotary
+
+    return call_jax(rotary, query, key, cos, sin, interleaved=interleaved, back=back)
