@@ -21,6 +21,7 @@ from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
+from easytorch.kernels.decode.aten_split import attend_split
 from easytorch.kernels.decode.contract import check_decode, wants_gradient
 
 
@@ -98,43 +99,45 @@ def decode(
     features = _Features(
         _four_dims(mask), _four_dims(bias), query_segment_ids, key_segment_ids, sinks, softcap, left, softmax_scale
     )
-    products = _by_products(query, key, value, features, unreadable)
-    at_once = batch == 0 or features.fused or unreadable or products
-    if lengths is None and at_once:
-        return _attend(query, key, value, keys, features, products)
-    ends = [keys] * batch if lengths is None else lengths.tolist()
-    if not all(0 <= end <= keys for end in ends):
-        raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {ends}")
-    if at_once and len(set(ends)) <= 1:
-        return _attend(query, key, value, ends[0] if ends else keys, features, products)
-    # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores
-    return torch.cat([
-        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b), products)
-        for b, end in enumerate(ends)
-    ])  # fmt: skip
-
-
-def _by_products(query: Tensor, key: Tensor, value: Tensor, features: _Features, unreadable: bool) -> bool:
-    """Whether aten_products.py takes the call: it has no gradient, and writes into its own tensors."""
-    if features.fused and not _slow_in_the_fused_kernel(key):
-        return False
-    return not (
+    free = not (
         unreadable
         or torch.is_autocast_enabled("cpu")
         or wants_gradient(query, key, value, features.bias, features.sinks)
     )
+    at_once = batch == 0 or features.fused or unreadable or free
+    if lengths is None and at_once:
+        return _attend(query, key, value, keys, features, free)
+    ends = [keys] * batch if lengths is None else lengths.tolist()
+    if not all(0 <= end <= keys for end in ends):
+        raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {ends}")
+    if at_once and len(set(ends)) <= 1:
+        return _attend(query, key, value, ends[0] if ends else keys, features, free)
+    # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores
+    return torch.cat([
+        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b), free)
+        for b, end in enumerate(ends)
+    ])  # fmt: skip
 
 
-def _slow_in_the_fused_kernel(key: Tensor) -> bool:
+def _faster_by_products(key: Tensor) -> bool:
     """Large caches in float16 without instructions for it, and the longest in float32 whose heads lie apart."""
     if key.dtype == torch.float16:
-        return key.numel() >= 2**18 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        native_half = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return key.numel() >= 2**18 and not native_half
     _, keys, _, dim = key.shape
     return key.dtype == torch.float32 and keys >= 4096 and dim >= 128 and key.stride(1) == dim
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Features, products: bool) -> Tensor:
-    """The query stands at key end - 1 and sees the keys before it that the window reaches."""
+def _faster_split(key: Tensor, value: Tensor) -> bool:
+    """Long caches in bfloat16 where other heads lie between two keys of a head; keys and values of one dim."""
+    _, keys, _, dim = key.shape
+    if key.dtype != torch.bfloat16 or keys < 2048 or dim < 128 or key.stride(1) == dim:
+        return False
+    return value.shape[3] == dim and key.stride(3) == value.stride(3) == 1
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Features, free: bool) -> Tensor:
+    """The query stands at key end - 1 and sees the keys before it that the window reaches. free: without a gradient."""
     start = 0 if features.left is None else max(0, end - 1 - features.left)
     if start > 0 or end < key.shape[1]:
         key, value, features = key[:, start:end], value[:, start:end], features.of_keys(start, end)
@@ -144,7 +147,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
         seen = same if seen is None else seen & same
     batch, _, heads, dim = query.shape
     scale = dim**-0.5 if features.scale is None else features.scale
-    if products and key.shape[1] > 0:
+    if free and key.shape[1] > 0 and (not features.fused or _faster_by_products(key)):
         return attend_products(
             query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
             scale=scale,
@@ -161,10 +164,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], key.shape[1])
-    output = F.scaled_dot_product_attention(
-        query.reshape(batch, kv_heads, heads // kv_heads, dim), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=attn_mask, scale=features.scale,
-    )  # fmt: skip
+    rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    if free and _faster_split(key, value):
+        output = attend_split(rows, key, value, attn_mask, scale)
+    else:
+        output = F.scaled_dot_product_attention(
+            rows, key.transpose(1, 2), value.transpose(1, 2), attn_mask=attn_mask, scale=features.scale
+        )
     return output.reshape(batch, 1, heads, value.shape[3])
 
 

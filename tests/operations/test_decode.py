@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easytorch.kernels.attention.native import attention
-from easytorch.kernels.decode import aten, aten_products
+from easytorch.kernels.decode import aten, aten_products, aten_split
 from easytorch.kernels.decode.native import decode as definition
 from easytorch.kernels.interop import installed
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -100,12 +100,16 @@ def test_equals_the_definition(backend: str, case: str, lengths: str, dtype: tor
 @pytest.mark.parametrize("lengths", ["all", "mixed"])
 def test_without_a_gradient(lengths: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paths that autograd cannot follow; blocks smaller than the keys, and a last one that is not full."""
-    monkeypatch.setattr(aten, "_slow_in_the_fused_kernel", lambda key: dtype != torch.bfloat16)
+    monkeypatch.setattr(aten, "_faster_by_products", lambda key: dtype != torch.bfloat16)
+    monkeypatch.setattr(aten, "_faster_split", lambda key, value: True)
     monkeypatch.setattr(aten_products, "_BLOCK", 20)
+    monkeypatch.setattr(aten_split, "_BLOCK", 20)
     torch.manual_seed(sum(map(ord, case)))
+    query, key, value = tensors()
+    value = torch.randn(B, S, K, D) if dtype == torch.bfloat16 else value  # the split takes no other dim
     given = {
         name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in (dict(zip(("query", "key", "value"), tensors(), strict=True)) | CASES[case]()).items()
+        for name, value in ({"query": query, "key": key, "value": value} | CASES[case]()).items()
     }
     if lengths == "mixed":
         given["lengths"] = MIXED
@@ -134,12 +138,13 @@ def test_a_cache_of_4096_keys(layout: str, dtype: torch.dtype) -> None:
     if layout == "BKSD":
         key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value))
     mask = torch.rand(2, 1, 1, 4100) > 0.5
+    mask[0, ..., :2048] = False  # nothing of the first blocks
     mask[1] = False
-    for features in ({}, {"mask": mask}):
+    for features in ({}, {"mask": mask}, {"bias": torch.randn(4, 1, 4100).to(dtype), "sliding_window": 3000}):
         got = decode("aten")(query, key, value, **features).attention_outputs
         expected = definition(query.double(), key.double(), value.double(), **features)
         assert relative_rms_error(got, expected) <= TOLERANCE[dtype]
-        assert not features or (got[1] == 0).all()
+        assert "mask" not in features or (got[1] == 0).all()
 
 
 @pytest.mark.parametrize("case", CASES)
