@@ -65,6 +65,11 @@ def compile_kernels(
         )  # fmt: skip
 
 
+def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, Any]]:
+    """The kernels of `compile_kernels` at head_dim 128, causal."""
+    yield from _calls(architecture, dtype, 128, everything=False)
+
+
 def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: bool) -> Iterator[tuple[str, Any]]:
     from easytorch.kernels.attention import triton_flash_calls as calls
 

@@ -111,18 +111,26 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
     return int(vgprs[1]), int(stack[1])
 
 
+def compile_module(module: str, dtype: str, architecture: str) -> list[dict[str, Any]]:
+    """`Usage` of each of the typical calls of a module, as a row: its kernel's name, the architecture, the numbers."""
+    typical_calls = importlib.import_module(module).typical_calls
+    by_architecture = "architecture" in inspect.signature(typical_calls).parameters
+    calls = typical_calls(getattr(torch, dtype), *([architecture] if by_architecture else []))
+    return [
+        {"kernel": name, "architecture": architecture, **compile_call(call, architecture)._asdict()}
+        for name, call in calls
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="a module of kernels with `typical_calls(dtype)` or `(dtype, architecture)`")
     parser.add_argument("dtype", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("architectures", nargs="+", choices=ARCHITECTURES)
     given = parser.parse_args()
-    typical_calls = importlib.import_module(given.module).typical_calls
-    dtype, by_architecture = getattr(torch, given.dtype), "architecture" in inspect.signature(typical_calls).parameters
     for architecture in given.architectures:
-        for name, call in typical_calls(dtype, architecture) if by_architecture else typical_calls(dtype):
-            usage = compile_call(call, architecture)._asdict()
-            print(json.dumps({"kernel": name, "architecture": architecture, **usage}), flush=True)
+        for row in compile_module(given.module, given.dtype, architecture):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,21 @@ Both need a process of their own: Triton decides when it is imported whether its
 from __future__ import annotations
 
 import functools
-import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from easytorch.kernels.interop.triton_aot_compile import compile_module
 from easytorch.kernels.interop.triton_devices import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
@@ -52,26 +55,30 @@ def interpret_cases() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def compile_ahead() -> Callable[..., list[dict[str, Any]]]:
-    """`compile_ahead(module, dtype, *architectures)`: what the module's typical calls take of each GPU."""
+def compile_ahead() -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """`compile_ahead(module, dtype, *architectures)`: what the module's typical calls take of each GPU.
+
+    One process for the session: starting it costs as much as compiling several kernels.
+    """
     pytest.importorskip("triton", reason="Triton is not installed: pip install easytorch[gpu]")
+    compiler = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
     def run(module: str, dtype: str, *architectures: str) -> list[dict[str, Any]]:
-        program = "easytorch.kernels.interop.triton_aot_compile"
-        command = [sys.executable, "-W", "ignore", "-m", program, module, dtype, *architectures]
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        kernels = [json.loads(line) for line in run.stdout.splitlines()]
-        assert {kernel["architecture"] for kernel in kernels} == set(architectures)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET", raising=False)  # the process starts when it is first asked
+            rows = list(compiler.map(compile_module, repeat(module), repeat(dtype), architectures))
+        assert all(rows)
+        kernels = [kernel for row in rows for kernel in row]
         for kernel in kernels:
             architecture = kernel["architecture"]
             # a kernel that was emptied because it cannot run takes a handful
             assert 12 <= kernel["registers"] <= REGISTERS.get(architecture, 255), kernel
             assert kernel["shared"] <= SHARED_MEMORY[architecture], kernel
+            assert kernel["tensor_memory"] <= 512, kernel
         return kernels
 
-    return run
+    with compiler:
+        yield run
 
 
 @pytest.fixture
