@@ -26,10 +26,17 @@ def main(path: str) -> None:
         figures[name] = {
             "kernels": text.count('custom_call_target="tpu_custom_call"'),
             "temporary": compiled.memory_analysis().temp_size_in_bytes,
+            "bytes": _bytes_accessed(compiled),
             "sends": text.count("collective-permute-start("),
             "gathers": text.count("all-gather"),
         }
     print(json.dumps(figures))
+
+
+def _bytes_accessed(compiled) -> float:
+    """As the compiler counts them; of a Pallas kernel what its cost estimate says, or nothing."""
+    costs = compiled.cost_analysis()
+    return (costs[0] if isinstance(costs, list) else costs)["bytes accessed"]
 
 
 if __name__ == "__main__":
