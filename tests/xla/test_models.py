@@ -99,7 +99,7 @@ def test_training_steps_equal_the_cpu(make, padding, optimizer):
     assert relative_rms_error(got_losses, losses) < FORWARD
     assert grads.keys() == got_grads.keys() and len(grads) > 10
     for name, grad in grads.items():
-        assert error(got_grads[name], grad, least=1e-4) < GRADIENT, name
+        assert error(got_grads[name], grad, least=1e-3) < GRADIENT, name
     for name, weight in weights.items():
         assert error(got_weights[name], weight, least=1e-2) < GRADIENT, name
 
