@@ -1,12 +1,24 @@
 """Decoding attention by ATen: the query heads that share a key/value head become the rows of one matrix.
 
 ATen's fused CPU kernel reads a key once for each matrix it is given: as (B, K, H / K, D) instead of (B, H, 1, D) the
-cache is read once instead of H / K times, and the products have rows to share the work. Medians on 2 cores (EPYC,
-AVX-512), torch 2.13, B8 H32 K8 S4096 D128, keys as (B, S, K, D) or as a transposed (B, K, S, D), against SDPA with
-enable_gqa:
+cache is read once instead of H / K times, and the products have rows to share the work. Two other ways, both without a
+gradient, stand beside it: aten_products.py, which also carries what the kernel lacks, and aten_split.py. Medians in ms
+on 2 cores (EPYC Zen 4, AVX-512), torch 2.13, B8 H32 K8 S4096 D128, keys as (B, S, K, D) / as a transposed (B, K, S, D):
 
-    float32    27 / 27 ms instead of  65 /  50
-    bfloat16   28 / 15 ms instead of 250 / 150
+                   SDPA, enable_gqa   folded      products    split
+    float32        48  / 41           25  / 22    25  / 16    24 / 23
+    bfloat16       232 / 128          22  / 14    29  / 26    18 / 17
+    float16        236 / 187          87  / 51    21  / 23
+
+Reading keys and values takes 8 ms in float32 and 4 in bfloat16. Smaller caches of K8 D128, as (B, S, K, D):
+
+    float32   B1 S4096                6.9         2.9         3.1
+    float32   B8 S512                 3.3         2.6         3.9
+    bfloat16  B1 S4096                30          3.0                     2.0
+    bfloat16  B1 S2048                14          1.3                     0.8
+    bfloat16  B8 S1024                55          4.7                      4.7
+    float16   B1 S1024                6.8         1.9         1.2
+    float16   B1 S256                 1.6         0.43        0.28
 """
 
 from __future__ import annotations
@@ -23,6 +35,8 @@ from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
 from easytorch.kernels.decode.contract import check_decode, wants_gradient
+
+_LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
 
 
 class _Features(NamedTuple):
@@ -95,7 +109,8 @@ def decode(
             query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids, sliding_window=sliding_window,
             softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
         )  # fmt: skip
-    left, _ = band_of(causal, sliding_window)  # the right side ends at the query's own key or beyond: it sees the last
+    # the right side ends at the query's own key or beyond: it sees the last
+    left = None if sliding_window is None else band_of(causal, sliding_window)[0]
     features = _Features(
         _four_dims(mask), _four_dims(bias), query_segment_ids, key_segment_ids, sinks, softcap, left, softmax_scale
     )
@@ -120,10 +135,9 @@ def decode(
 
 
 def _faster_by_products(key: Tensor) -> bool:
-    """Large caches in float16 without instructions for it, and the longest in float32 whose heads lie apart."""
+    """Caches in float16 without instructions for it, and the longest in float32 whose heads lie apart."""
     if key.dtype == torch.float16:
-        native_half = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-        return key.numel() >= 2**18 and not native_half
+        return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
     _, keys, _, dim = key.shape
     return key.dtype == torch.float32 and keys >= 4096 and dim >= 128 and key.stride(1) == dim
 
@@ -146,26 +160,27 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
         same = (features.query_ids == features.key_ids)[:, None, None]
         seen = same if seen is None else seen & same
     batch, _, heads, dim = query.shape
+    _, keys, kv_heads, _ = key.shape
+    large = free and key.numel() >= _LARGE
     scale = dim**-0.5 if features.scale is None else features.scale
-    if free and key.shape[1] > 0 and (not features.fused or _faster_by_products(key)):
+    if keys > 0 and ((free and not features.fused) or (large and _faster_by_products(key))):
         return attend_products(
             query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
             scale=scale,
         )  # fmt: skip
-    if not features.fused or key.shape[1] == 0:
+    if not features.fused or keys == 0:
         return attend(
             query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
             scale=scale, keep=None, dropout_prob=0.0, working=working_dtype(query),
         )[0]  # fmt: skip
-    kv_heads = key.shape[2]
     attn_mask = _rows(seen, kv_heads)
     if features.bias is not None:
         bias = _rows(features.bias, kv_heads)
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*attn_mask.shape[:3], key.shape[1])
+    if attn_mask is not None and attn_mask.shape[3] != keys:
+        attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    if free and _faster_split(key, value):
+    if large and _faster_split(key, value):
         output = attend_split(rows, key, value, attn_mask, scale)
     else:
         output = F.scaled_dot_product_attention(
@@ -182,4 +197,6 @@ def _rows(tensor: Tensor | None, kv_heads: int) -> Tensor | None:
 
 
 def _four_dims(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+    if tensor is None or tensor.dim() == 4:  # a reshape to what it is takes 2 us
+        return tensor
+    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

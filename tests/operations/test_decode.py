@@ -100,6 +100,7 @@ def test_equals_the_definition(backend: str, case: str, lengths: str, dtype: tor
 @pytest.mark.parametrize("lengths", ["all", "mixed"])
 def test_without_a_gradient(lengths: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paths that autograd cannot follow; blocks smaller than the keys, and a last one that is not full."""
+    monkeypatch.setattr(aten, "_LARGE", 0)
     monkeypatch.setattr(aten, "_faster_by_products", lambda key: dtype != torch.bfloat16)
     monkeypatch.setattr(aten, "_faster_split", lambda key, value: True)
     monkeypatch.setattr(aten_products, "_BLOCK", 20)
