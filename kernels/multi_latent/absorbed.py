@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from easytorch.kernels.attention import blocked
+from easytorch.kernels.attention import aten_flash_op, blocked
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, project
 
-# From so many numbers of a cache on, bfloat16 is multiplied as it is, which rounds the scores once, as everywhere on the
-# CPU (aten_flash_tiles.py): B4 H16 S4096 takes 4.2 ms, and 15.7 ms widened. Smaller caches are as fast in float32.
+# From so many numbers of a cache on, bfloat16 is multiplied as it is, which rounds the scores once, as all products of
+# the CPU do (aten_flash_tiles.py): B4 H16 S4096 takes 4.2 ms, 15.7 ms widened. Smaller caches are as fast in float32.
 NARROW_PRODUCTS = 1 << 17
 WIDENED_AT_ONCE = 1 << 19
+# Tiles over blocks of the definition, absorbed, float32 and bfloat16: B1 H16 T16 S512 0.98, 0.44; B1 H16 T128 S1024
+# 0.88, 0.46; B4 H16 T2 S4096 1.9, 0.20; B1 H4 T2 S64 1.5, 1.1.
+FLASH_SCORES = 1 << 14  # B T H S in bfloat16
+FLASH_ROWS = 64
 
 _FEATURES = ("mask", "bias", "query_segment_ids", "key_segment_ids", "sliding_window", "softcap", "sinks")
 
@@ -30,7 +35,7 @@ def multi_latent_attention(
     softmax_scale: float | None = None,
     **features: Any,
 ) -> torch.Tensor:
-    """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`; features: those of kernels/attention/blocked.py."""
+    """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`; features: those of kernels/attention/contract.py."""
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
     scale = default_scale(sizes, softmax_scale)
     query = absorb(query, up_key)
@@ -39,10 +44,17 @@ def multi_latent_attention(
     if plain and query.shape[1] == 1 and not torch.compiler.is_exporting():
         return project(_one_token(query, query_rope, latent, key_rope, scale), up_value)
     keys = torch.cat([latent, key_rope], dim=-1)[:, :, None]
-    output = blocked.attention(
-        torch.cat([query, query_rope], dim=-1), keys, latent[:, :, None], softmax_scale=scale, **features
-    )
-    return project(output, up_value)
+    queries = torch.cat([query, query_rope], dim=-1)
+    attention = attention_of(queries, latent.shape[1])
+    return project(attention(queries, keys, latent[:, :, None], softmax_scale=scale, **features), up_value)
+
+
+def attention_of(query: torch.Tensor, keys: int) -> Callable[..., torch.Tensor]:
+    """The attention for a query (B, T, H, D) over so many keys: in tiles of the CPU's products where that pays."""
+    if query.device.type != "cpu" or torch.compiler.is_exporting():
+        return blocked.attention
+    narrow = query.dtype == torch.bfloat16 and query.shape[:3].numel() * keys >= FLASH_SCORES
+    return aten_flash_op.attention if narrow or query.shape[1] >= FLASH_ROWS else blocked.attention
 
 
 def _one_token(

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from easytorch.kernels.attention import blocked
 from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.multi_latent import absorbed, native
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_widths, default_scale
@@ -97,7 +96,8 @@ def by_plans(
         if up_key is None or up_value is None or absorbs(sizes, length, keys, True, True):
             tensors = (query, query_rope, latent, rope, up_key, up_value)
             return absorbed.multi_latent_attention(*tensors, **settled)
-        return blocked.attention(*expand(query, query_rope, latent, rope, up_key, up_value), **settled)
+        expanded = expand(query, query_rope, latent, rope, up_key, up_value)
+        return absorbed.attention_of(expanded[0], keys)(*expanded, **settled)
 
     left, _ = band_of(causal, sliding_window)
     sequences = read_sequences(query.shape[0], *latent.shape[:2], *tables, left)

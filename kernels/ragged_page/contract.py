@@ -175,6 +175,9 @@ def read_sequences(
 def _check_pages(sequences: list[Sequence], block_tables: torch.Tensor, page_count: int) -> None:
     if not sequences:
         return
+    lowest, highest = block_tables.aminmax()
+    if lowest.item() >= 0 and highest.item() < page_count:  # the unused ones too, as in most calls
+        return
     device = block_tables.device
     rows, first, pages = (
         torch.tensor([getattr(s, name) for s in sequences], device=device)[:, None] for name in ("row", "page", "pages")

@@ -96,6 +96,19 @@ def test_one_token_over_a_long_cache(dtype: torch.dtype) -> None:
     check(tensors, {"causal": True}, dtype)
 
 
+@pytest.mark.parametrize("features", FEATURES)
+def test_many_tokens_without_up_value_take_tiles(features: str) -> None:
+    assert absorbed.FLASH_ROWS <= 80
+    check(make(80, 90, absent="up_value"), features_of(features, 80, 90), torch.float32)
+
+
+def test_few_tokens_in_bfloat16_take_tiles() -> None:
+    tensors = make(3, 600)
+    assert absorbed.FLASH_SCORES < 2 * 6 * 3 * 600
+    tensors["up_key"] /= 30**0.5
+    check(tensors, {"causal": True}, torch.bfloat16)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_autocast(shape: str) -> None:
     tensors = make(*SHAPES[shape])

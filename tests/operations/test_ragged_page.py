@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.write import write_page, write_pages
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import TOLERANCE, relative_rms_error
@@ -361,3 +362,25 @@ def test_write_pages_in_a_graph() -> None:
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled)
     assert torch.equal(got, step(eager)) and torch.equal(compiled, eager) and eager[1, 1].equal(rows[0])
     torch.library.opcheck(torch.ops.easytorch.write_page.default, (pages, rows, slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "window", "softcap", "sinks"])
+def test_long_prefill_takes_tiles(name: str, dtype: torch.dtype) -> None:
+    lengths, contexts = [1, 260, 1], [30, 700, 9]
+    assert 6 * lengths[1] * contexts[1] > grouped.FLASH_SCORES
+    batch = make(lengths, contexts, dtype=dtype, extra=1)
+    batch = batch._replace(key_pages=batch.key_pages.nan_to_num(), value_pages=batch.value_pages.nan_to_num())
+    features: dict[str, Any] = {
+        "plain": {}, "window": {"sliding_window": 90}, "softcap": {"softcap": 1.5},
+        "sinks": {"sinks": torch.linspace(-2, 2, 6, dtype=dtype)},
+    }[name]  # fmt: skip
+
+    def run(backend: str, tensors: Batch) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+        output = operation(backend)(*leaves, *tensors[3:], **features).attention_outputs
+        return output, *torch.autograd.grad(output.square().sum(), leaves)
+
+    exact = batch._replace(**{name: getattr(batch, name).double() for name in ("query", "key_pages", "value_pages")})
+    for index, (got, expected) in enumerate(zip(run("aten", batch), run("native", exact), strict=True)):
+        assert relative_rms_error(got, expected) <= TOLERANCE[dtype] * (2 if index and dtype == torch.bfloat16 else 1)
