@@ -46,7 +46,8 @@ def programs():
         for chip, topology in CHIPS.items():
             compile_here = partial(compile_for_tpu, topology=topology, **static)
             yield f"{name}, {chip}, forward", partial(compile_here, forward, *given)
-            yield f"{name}, {chip}, backward", partial(compile_here, backward, *given, *outputs, *outputs)
+            if chip == "v5e":  # plain jax, for which the chips differ little
+                yield f"{name}, {chip}, backward", partial(compile_here, backward, *given, *outputs, *outputs)
 
 
 @pytest.mark.parametrize("name", STATES)
