@@ -97,8 +97,11 @@ def check(arguments: dict[str, Any], dtype: torch.dtype) -> None:
     assert difference <= TOLERANCE[dtype] * scale, f"relative RMS error {float(difference / scale):.2e}"
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+# one split writes the output itself: the interpreter runs what differs there
+WHOLE = ["no keys", "lengths", "mask that hides all", "sinks", "everything"] if INTERPRETED else CASES
+
+
+@pytest.mark.parametrize(("name", "splits"), [*((name, 3) for name in CASES), *((name, 1) for name in WHOLE)])
 def test_float32(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(triton_decode, "splits_of", lambda *_: splits)

@@ -53,7 +53,7 @@ def ring_errors(run_ranks: Any) -> Callable[..., dict[str, float]]:
     """
 
     def relative_rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
-        error, scale = ((x.double().square().mean().sqrt()) for x in (got - want, want))
+        error, scale = (x.detach().double().square().mean().sqrt() for x in (got - want, want))
         return float(error / scale)
 
     def run(

@@ -40,9 +40,18 @@ def one_at_a_time() -> SimpleNamespace:
     return SimpleNamespace(forward=locked(triton_blocks.forward), backward=locked(triton_blocks.backward))
 
 
+def smaller(tensors, features):
+    """The second sequence alone, two query heads of one key head: the interpreter takes a second for a few tiles."""
+    heads = {"query": 2, "key": 1, "value": 1}
+    tensors = {n: x[1:, :, : heads[n]] if n in heads else x[1:, :2] for n, x in tensors.items()}
+    return tensors, {n: x[1:] if isinstance(x, torch.Tensor) else x for n, x in features.items()}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_float32(case, ring_cases, ring_errors):
-    tensors, features = ring_cases[case](20, 44)  # small: the interpreter takes a second for a tile
+    tensors, features = ring_cases[case](20, 44)
+    if INTERPRETED:
+        tensors, features = smaller(tensors, features)
     errors = ring_errors(
         one_at_a_time(), 2, "contiguous" if case == "window" else "zigzag", tensors, features, torch.float32, DEVICE
     )
