@@ -66,8 +66,9 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int, Tens
 def _weights(
     scores: Tensor, seen: Tensor | None, bias: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """(K, G, S), which are overwritten -> (K, G, S); sinks (K * G,). A row that sees nothing has weights of zero."""
+    """(K, G, S), which may be overwritten -> (K, G, S); sinks (K * G,). A row that sees nothing has weights of zero."""
     keys = scores.shape[-1]
+    scores = scores.contiguous()
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
