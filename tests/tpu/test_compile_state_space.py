@@ -43,10 +43,10 @@ def programs():
     }  # fmt: skip
     for name, (forward, backward, static, given) in calls.items():
         outputs = jax.eval_shape(partial(forward, **static), *given)
-        for chip, topology in CHIPS.items():
-            compile_here = partial(compile_for_tpu, topology=topology, **static)
+        for chip in ("v4", "v5e"):  # plain jax, for which the chips differ little
+            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], **static)
             yield f"{name}, {chip}, forward", partial(compile_here, forward, *given)
-            if chip == "v5e":  # plain jax, for which the chips differ little
+            if chip == "v5e":
                 yield f"{name}, {chip}, backward", partial(compile_here, backward, *given, *outputs, *outputs)
 
 
