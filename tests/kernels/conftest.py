@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # a thread's registers: 255 on NVIDIA, 512 vector and accumulation registers on CDNA
 REGISTERS = {"gfx942": 512}
+# fewer is a kernel that was emptied because it cannot run; CDNA has registers of their own for what a wave shares
+FEWEST_REGISTERS = {"gfx942": 4}
 
 Results = dict[str, torch.Tensor]
 
@@ -71,8 +73,8 @@ def compile_ahead() -> Iterator[Callable[..., list[dict[str, Any]]]]:
         kernels = [kernel for row in rows for kernel in row]
         for kernel in kernels:
             architecture = kernel["architecture"]
-            # a kernel that was emptied because it cannot run takes a handful
-            assert 12 <= kernel["registers"] <= REGISTERS.get(architecture, 255), kernel
+            fewest, most = FEWEST_REGISTERS.get(architecture, 12), REGISTERS.get(architecture, 255)
+            assert fewest <= kernel["registers"] <= most, kernel
             assert kernel["shared"] <= SHARED_MEMORY[architecture], kernel
             assert kernel["tensor_memory"] <= 512, kernel
         return kernels

@@ -19,10 +19,15 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
     interpret_cases(Path(__file__).with_name("test_triton_gpu.py"))
 
 
-def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    module = "easytorch.kernels.decode.triton_decode_calls"
-    kernels = compile_ahead(module, "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
-    assert len(kernels) == 6 * 4
+@pytest.mark.parametrize(
+    ("dtype", "architectures"),
+    [("bfloat16", ("sm_80", "sm_90", "sm_100", "gfx942")), ("float32", ("sm_86",))],
+)
+def test_compiles_ahead_of_time(
+    dtype: str, architectures: tuple[str, ...], compile_ahead: Callable[..., list[dict[str, Any]]]
+) -> None:
+    kernels = compile_ahead("easytorch.kernels.decode.triton_decode_calls", dtype, *architectures)
+    assert len(kernels) == 6 * len(architectures)
     # a few registers outside the loop; a loop that spilled would need thousands of bytes
     assert [kernel for kernel in kernels if kernel["stack"] > 128] == []
 
