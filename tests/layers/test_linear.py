@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 def large() -> tuple[nn.Linear, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Linear(1024, 512), torch.randn(2, 64, 1024)
+    return nn.Linear(1024, 1024), torch.randn(2, 64, 1024)
 
 
 def test_large_float32_layers_take_the_operation(calls: list[torch.dtype]) -> None:
@@ -49,7 +49,7 @@ def test_the_others_are_called(calls: list[torch.dtype], monkeypatch: pytest.Mon
     linear(nn.Linear(64, 64), x[..., :64])
     linear(layer.bfloat16(), x.bfloat16())
     with torch.device("meta"):
-        linear(nn.Linear(1024, 512), torch.empty(3, 1024))
+        linear(nn.Linear(1024, 1024), torch.empty(3, 1024))
     monkeypatch.setattr(preference, "VENDOR", "GenuineIntel")
     linear(*large())
     assert not calls
@@ -82,7 +82,7 @@ def test_whatever_watches_or_replaces_a_layer_is_run(calls: list[torch.dtype]) -
         handle.remove()
     assert seen == ["after", "before", "back", "before back", "everywhere"]
     assert not calls
-    weighted = nn.utils.parametrizations.weight_norm(nn.Linear(1024, 512))
+    weighted = nn.utils.parametrizations.weight_norm(nn.Linear(1024, 1024))
     torch.testing.assert_close(linear(weighted, x), weighted(x))
     layer.forward = lambda x: -x  # type: ignore[method-assign]
     assert torch.equal(linear(layer, x), -x)
@@ -92,7 +92,7 @@ def test_whatever_watches_or_replaces_a_layer_is_run(calls: list[torch.dtype]) -
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(1024, 512, bias=False), nn.Linear(512, 1024)
+        self.up, self.down = nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(self.down, linear(self.up, x))
@@ -121,7 +121,7 @@ def test_autocast_substituted_and_tied_weights(calls: list[torch.dtype]) -> None
         assert model(x).dtype == torch.bfloat16
     zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
     assert not torch.func.functional_call(model, zeros, x).any()
-    tied = nn.Linear(1024, 512, bias=False)
+    tied = nn.Linear(1024, 1024, bias=False)
     tied.weight = model.up.weight
     torch.testing.assert_close(linear(tied, x), model.up(x))
     twice = copy.deepcopy(model)
