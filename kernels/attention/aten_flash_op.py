@@ -152,7 +152,7 @@ class _Flash(torch.autograd.Function):
             return aten_flash_forward(*arguments)
 
     setup_context = staticmethod(_keep)
-    backward = staticmethod(torch.autograd.function.once_differentiable(_gradients))
+    backward = staticmethod(torch.autograd.function.once_differentiable(_gradients))  # type: ignore[assignment]
 
 
 def _in_turn(operator: Any) -> Any:

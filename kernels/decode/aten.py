@@ -174,8 +174,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
             scale=scale, keep=None, dropout_prob=0.0, working=working_dtype(query),
         )[0]  # fmt: skip
     attn_mask = _rows(seen, kv_heads)
-    if features.bias is not None:
-        bias = _rows(features.bias, kv_heads)
+    bias = _rows(features.bias, kv_heads)
+    if bias is not None:
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)

@@ -49,7 +49,8 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_call(query_grad, key_grad, *ctx.saved_tensors, ctx.interleaved, back=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return *_call(query_grad, key_grad, cos, sin, ctx.interleaved, back=True), None, None, None
 
 
 def _call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,7 @@ class Scan(torch.autograd.Function):
 
     generate_vmap_rule = True
     setup_context = staticmethod(setup_context)
-    backward = staticmethod(once_differentiable(autograd))
+    backward = staticmethod(once_differentiable(autograd))  # type: ignore[assignment]
 
     @staticmethod
     def forward(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
