@@ -96,7 +96,15 @@ def work(query: Tensor, key: Tensor, causal: bool) -> dict[str, float]:
 
 
 @bench(
-    "attention", "prefill causal", shapes=SPEED, tiny=TINY,
+    "attention", "long prefill causal", shapes=SPEED[1:],
+    reach={("float32", False): 0.60, ("bfloat16", False): 0.55}, devices=("cpu",),
+)  # fmt: skip
+def long_prefill(tensors: Tensors, s: Shape) -> Calls:
+    return prefill(tensors, s)
+
+
+@bench(
+    "attention", "prefill causal", shapes=SPEED[:1], tiny=TINY,
     reach={("float32", False): 0.75, ("bfloat16", False): 0.60}, devices=("cpu",),
 )  # fmt: skip
 def prefill(tensors: Tensors, s: Shape) -> Calls:
