@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.linear import native, onednn
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.base import backend
@@ -36,8 +37,7 @@ class Linear(OperationImpl):
         given = self._cast(*_named(*args, **kwargs))
         reason = onednn.supports(*given)
         if reason is None:
-            training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-            if prefers_onednn(given[0], given[1], training):
+            if prefers_onednn(given[0], given[1], recording(*given)):
                 return Choice(self, "forward_cpu", platform, "onednn", "faster than MKL for this CPU and size")
             reason = "MKL is as fast for this CPU and size"
         return Choice(self, "forward_gpu", platform, "aten", reason)

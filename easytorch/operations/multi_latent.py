@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.multi_latent import absorbed, native, plans
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
 from easytorch.operations.attention import Attention
@@ -168,7 +169,7 @@ class MultiLatentAttention(AttentionImpl):
         self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures
     ) -> str | None:
         given = (*tensors, features.get("sinks"))
-        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+        if recording(*given):
             return "the kernel that attends to latents has no backward, and a gradient is asked for"
         if self.metadata.dropout_prob or features.get("dropout_prob"):
             return "the kernel that attends to latents has no dropout"

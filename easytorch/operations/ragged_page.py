@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.ragged_page import grouped, native, opaque
 from easytorch.operations.base import backend
 from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
@@ -76,10 +77,6 @@ class PagedImpl(OperationImpl):
         return missing("jax")
 
 
-def records_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 @OperationRegistry.register
 class RaggedPageAttention(PagedImpl):
     """`op(query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs=None, **features)`.
@@ -121,7 +118,7 @@ class RaggedPageAttention(PagedImpl):
             return refusal
         if backend == "aten":
             return None
-        if records_gradient(query, key_pages, value_pages, features.get("sinks")):
+        if recording(query, key_pages, value_pages, features.get("sinks")):
             return "its kernel has no backward, and a gradient is asked for"
         if backend == "pallas":
             return self.jax_refusal(query.dtype)

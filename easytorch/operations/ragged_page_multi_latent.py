@@ -7,12 +7,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.multi_latent import paged
 from easytorch.kernels.multi_latent.contract import check_widths
 from easytorch.kernels.multi_latent.paged import Pages
 from easytorch.operations.base import backend
 from easytorch.operations.output import AttentionOutput
-from easytorch.operations.ragged_page import PagedImpl, RaggedPageFeatures, records_gradient
+from easytorch.operations.ragged_page import PagedImpl, RaggedPageFeatures
 from easytorch.operations.registry import OperationRegistry
 
 
@@ -64,7 +65,7 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         if backend == "aten":
             return None
         latent, rope = paged.split_pages(latent_pages, query_rope.shape[-1])
-        if records_gradient(query, query_rope, latent, rope, up_key, up_value, features.get("sinks")):
+        if recording(query, query_rope, latent, rope, up_key, up_value, features.get("sinks")):
             return "its kernel has no backward, and a gradient is asked for"
         if backend == "pallas":
             return self.jax_refusal(query.dtype)

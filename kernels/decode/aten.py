@@ -34,7 +34,8 @@ from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
-from easytorch.kernels.decode.contract import check_decode, wants_gradient
+from easytorch.kernels.decode.contract import check_decode
+from easytorch.kernels.interop.torch_func import recording
 
 _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
 
@@ -115,9 +116,7 @@ def decode(
         _four_dims(mask), _four_dims(bias), query_segment_ids, key_segment_ids, sinks, softcap, left, softmax_scale
     )
     free = not (
-        unreadable
-        or torch.is_autocast_enabled("cpu")
-        or wants_gradient(query, key, value, features.bias, features.sinks)
+        unreadable or torch.is_autocast_enabled("cpu") or recording(query, key, value, features.bias, features.sinks)
     )
     at_once = batch == 0 or features.fused or unreadable or free
     if lengths is None and at_once:

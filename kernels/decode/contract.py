@@ -37,8 +37,3 @@ def check_decode(
         if lengths.shape != (batch,):
             raise ValueError(f"decode: lengths must be {(batch,)}, one a sequence, got {tuple(lengths.shape)}")
     return batch, keys, heads, kv_heads, dim, value_dim
-
-
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    """True where autograd records and one of the tensors asks for a gradient."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import band_of
-from easytorch.kernels.decode.contract import check_decode, wants_gradient
+from easytorch.kernels.decode.contract import check_decode
 from easytorch.kernels.decode.triton_decode_tuning import rows_of_group, splits_of, tiles_of
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
 
 MAX_HEAD_DIM = 256
@@ -31,7 +32,7 @@ def supports(
     """None when `decode` carries this call, else the reason. Takes the arguments of `decode`."""
     if dropout_prob > 0.0:
         return "it has no dropout"
-    if wants_gradient(query, key, value, bias, sinks):
+    if recording(query, key, value, bias, sinks):
         return "it computes no gradients, and one is asked for"
     for name, dim in (("query and key", query.shape[-1]), ("value", value.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, float64, int32
 
 from easytorch.kernels.attention.contract import band_of
-from easytorch.kernels.decode.contract import check_decode, wants_gradient
+from easytorch.kernels.decode.contract import check_decode
 from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.interop.torch_func import recording
 
 
 def supports(
@@ -24,7 +25,7 @@ def supports(
     """None when `decode` carries this call, else the reason. Takes the arguments of `decode`."""
     if dropout_prob > 0.0:
         return "it has no dropout"
-    if wants_gradient(query, key, value, bias, sinks):
+    if recording(query, key, value, bias, sinks):
         return "it computes no gradients, and one is asked for"
     if query.dtype == float64:
         return "it computes in float32, not float64"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.layer_norm.native import check_tensors
 
 # Rows over which ATen's own sums of 16-bit gradients are good enough: 0.35% off in bfloat16, 0.04% in float16.
@@ -26,7 +27,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     check_tensors(x, weight, bias)
     shape = x.shape[-1:]
     same = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
-    if same and (x.dtype.itemsize > 2 or not _learning(weight, bias) or x.numel() <= FEW_ROWS * shape[0]):
+    if same and (x.dtype.itemsize > 2 or not recording(weight, bias) or x.numel() <= FEW_ROWS * shape[0]):
         return torch.layer_norm(x, shape, weight, bias, eps)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight, bias = (None if vector is None else vector.to(wide) for vector in (weight, bias))
@@ -34,10 +35,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     if same and x.numel() > SMALL and not torch.compiler.is_compiling():
         return _HalfLayerNorm.apply(x, weight, bias, eps)[0]
     return torch.layer_norm(x.to(wide), shape, weight, bias, eps).to(x.dtype)
-
-
-def _learning(weight: Tensor | None, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(vector is not None and vector.requires_grad for vector in (weight, bias))
 
 
 class _HalfLayerNorm(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.linear.native import check_tensors
 
 
@@ -54,8 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_tensors(x, weight, bias)
     if (reason := supports(x, weight, bias)) is not None:
         raise NotImplementedError(reason)
-    recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if not recording and not torch.compiler.is_compiling():
+    if not recording(x, weight, bias) and not torch.compiler.is_compiling():
         return _run(x, weight, bias)  # past the custom operator, which takes 10 us more
     rows = _linear(x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias)
     return rows.reshape(*x.shape[:-1], weight.shape[0])

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from easytorch.kernels.attention.contract import band_of, check_features, check_tensors
 from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.ring import native
 from easytorch.kernels.ring.exchange import Alone, ProcessRing, Ring, agree
 from easytorch.kernels.ring.layout import LAYOUTS
@@ -65,11 +66,10 @@ def attention(
     if dropout_prob > 0.0:
         seed_tensor = torch.as_tensor(draw_seed() if seed is None else seed, dtype=torch.int64).to(query.device)
     tensors = (query, key, value, _four(mask), _four(bias), query_segment_ids, key_segment_ids, sinks)
-    recording = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return ring_forward(
         *tensors, seed_tensor, group, kernel, layout, left, right, None if softcap is None else float(softcap),
         query.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale), float(dropout_prob), seed_given,
-        recording,
+        recording(*tensors),
     )[0]  # fmt: skip
 
 
