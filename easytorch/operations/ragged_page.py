@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -58,7 +60,7 @@ class PagedImpl(OperationImpl):
             if given[name] is not None and not (name == "dropout_prob" and given[name] == 0.0):
                 raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
 
-    def settle(self, features: RaggedPageFeatures) -> dict[str, Any]:
+    def settle(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """The kernel's keyword arguments: the call's, the metadata's scale where the call has none."""
         self.refuse(features)
         settled = {name: value for name, value in features.items() if name not in _REFUSED}
@@ -140,74 +142,35 @@ class RaggedPageAttention(PagedImpl):
         **features: Unpack[RaggedPageFeatures],
     ) -> AttentionOutput:
         run = opaque.ragged_page_attention if torch.compiler.is_compiling() else native.ragged_page_attention
-        output = run(
-            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
-            query_start_loc, num_seqs, **self.settle(features), softmax_dtype=self.metadata.runtime_softmax_dtype,
-        )  # fmt: skip
-        return AttentionOutput(attention_outputs=output)
+        definition = functools.partial(run, softmax_dtype=self.metadata.runtime_softmax_dtype)
+        tables = (context_lens, block_tables, query_start_loc, num_seqs)
+        return self._run(definition, query, key_pages, value_pages, *tables, **features)
 
     @backend("aten")
-    def forward_cpu(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        num_seqs: int | Tensor | None = None,
-        **features: Unpack[RaggedPageFeatures],
-    ) -> AttentionOutput:
-        arguments = (
-            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
-            query_start_loc, num_seqs,
-        )  # fmt: skip
-        settled = self.settle(features)
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         if torch.compiler.is_compiling():
-            output = opaque.ragged_page_attention(*arguments, **settled, by_groups=True)
-        else:
-            output = grouped.ragged_page_attention(*arguments, **settled)
-        return AttentionOutput(attention_outputs=output)
+            return self._run(functools.partial(opaque.ragged_page_attention, by_groups=True), *args, **kwargs)
+        return self._run(grouped.ragged_page_attention, *args, **kwargs)
 
     @backend("triton")
-    def forward_gpu(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        num_seqs: int | Tensor | None = None,
-        **features: Unpack[RaggedPageFeatures],
-    ) -> AttentionOutput:
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         from easytorch.kernels.ragged_page import triton_ragged
 
-        output = triton_ragged.ragged_page_attention(
-            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
-            query_start_loc, num_seqs, **self.settle(features),
-        )  # fmt: skip
-        return AttentionOutput(attention_outputs=output)
+        return self._run(triton_ragged.ragged_page_attention, *args, **kwargs)
 
     @backend("pallas")
-    def forward_tpu(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        num_seqs: int | Tensor | None = None,
-        **features: Unpack[RaggedPageFeatures],
-    ) -> AttentionOutput:
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         from easytorch.kernels.ragged_page import xla_ragged_tpu
 
-        output = xla_ragged_tpu.ragged_page_attention(
-            self.cast(query), self.cast(key_pages), self.cast(value_pages), context_lens, block_tables,
-            query_start_loc, num_seqs, **self.settle(features),
-        )  # fmt: skip
-        return AttentionOutput(attention_outputs=output)
+        return self._run(xla_ragged_tpu.ragged_page_attention, *args, **kwargs)
+
+    def _run(
+        self, kernel: Callable[..., Tensor], query: Tensor, key_pages: Tensor, value_pages: Tensor, *tables: Any,
+        **others: Any,
+    ) -> AttentionOutput:  # fmt: skip
+        """The output of `kernel`, whose arguments are those of the operation."""
+        tensors = (self.cast(x) for x in (query, key_pages, value_pages))
+        return AttentionOutput(attention_outputs=kernel(*tensors, *tables, **self.settle(others)))
 
 
 def _dims(query: Tensor, value_pages: Tensor) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -88,59 +90,30 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         **features: Unpack[RaggedPageFeatures],
     ) -> AttentionOutput:
         run = paged.in_graph if torch.compiler.is_compiling() else paged.definition
-        tensors = self._cast_all(query, query_rope, latent_pages)
-        output = run(
-            *tensors, context_lens, block_tables, query_start_loc, num_seqs, *self._cast_all(up_key, up_value),
-            **self.settle(features), softmax_dtype=self.metadata.runtime_softmax_dtype,
-        )  # fmt: skip
-        return AttentionOutput(attention_outputs=output)
+        definition = functools.partial(run, softmax_dtype=self.metadata.runtime_softmax_dtype)
+        tables = (context_lens, block_tables, query_start_loc, num_seqs)
+        return self._run(definition, query, query_rope, latent_pages, *tables, up_key, up_value, **features)
 
     @backend("aten")
-    def forward_cpu(
-        self,
-        query: Tensor,
-        query_rope: Tensor,
-        latent_pages: Pages,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        num_seqs: int | Tensor | None = None,
-        up_key: Tensor | None = None,
-        up_value: Tensor | None = None,
-        **features: Unpack[RaggedPageFeatures],
-    ) -> AttentionOutput:
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         run = paged.in_graph if torch.compiler.is_compiling() else paged.by_plans
-        output = run(
-            *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
-            *self._cast_all(up_key, up_value), **self.settle(features),
-        )  # fmt: skip
-        return AttentionOutput(attention_outputs=output)
+        return self._run(run, *args, **kwargs)
 
     @backend("triton")
-    def forward_gpu(
-        self,
-        query: Tensor,
-        query_rope: Tensor,
-        latent_pages: Pages,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        query_start_loc: Tensor,
-        num_seqs: int | Tensor | None = None,
-        up_key: Tensor | None = None,
-        up_value: Tensor | None = None,
-        **features: Unpack[RaggedPageFeatures],
-    ) -> AttentionOutput:
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         from easytorch.kernels.multi_latent import triton_absorbed
 
-        output = triton_absorbed.ragged_page_multi_latent_attention(
-            *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
-            *self._cast_all(up_key, up_value), **self.settle(features),
-        )  # fmt: skip
-        return AttentionOutput(attention_outputs=output)
+        return self._run(triton_absorbed.ragged_page_multi_latent_attention, *args, **kwargs)
 
     @backend("pallas")
-    def forward_tpu(
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
+        from easytorch.kernels.multi_latent import xla_absorbed_tpu
+
+        return self._run(xla_absorbed_tpu.ragged_page_multi_latent_attention, *args, **kwargs)
+
+    def _run(
         self,
+        kernel: Callable[..., Tensor],
         query: Tensor,
         query_rope: Tensor,
         latent_pages: Pages,
@@ -150,11 +123,10 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         num_seqs: int | Tensor | None = None,
         up_key: Tensor | None = None,
         up_value: Tensor | None = None,
-        **features: Unpack[RaggedPageFeatures],
+        **features: Any,
     ) -> AttentionOutput:
-        from easytorch.kernels.multi_latent import xla_absorbed_tpu
-
-        output = xla_absorbed_tpu.ragged_page_multi_latent_attention(
+        """The output of `kernel`, whose arguments are those of the operation."""
+        output = kernel(
             *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
             *self._cast_all(up_key, up_value), **self.settle(features),
         )  # fmt: skip
