@@ -1,15 +1,22 @@
-"""A folder that is there whole or not at all."""
+"""A destination, a folder or a file, that is there whole or not at all, whatever ends its writer.
+
+It is written in a hidden folder beside the destination (`partial.py`), synced to disk and renamed. An error, Ctrl-C
+included, removes that folder; a killed process leaves it, and the next run to the same destination removes it, or goes
+on from it.
+"""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.journal import Journal, Key, differences, flush, sync
+from easytorch.bridge.partial import Partial, left_behind, make
+from easytorch.bridge.renames import exchange, rename_new
 
 
 def refuse_existing(destination: Path) -> None:
@@ -18,38 +25,122 @@ def refuse_existing(destination: Path) -> None:
         raise CheckpointError("exists already; choose another destination or remove it first", file=destination)
 
 
+@dataclass
+class Staging:
+    """A destination being written: what is put into `folder`. `notes` say what killed runs had left."""
+
+    folder: Path
+    journal: Journal | None
+    notes: list[str] = field(default_factory=list)
+
+
 @contextmanager
 def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `destination`, flushed to disk and renamed to it when the block ends well.
+    """A folder to fill, which becomes `destination` when the block ends well.
 
-    What stands at `destination` is an error, or, to `replace` it, stays until then.
-
-    When the block raises, Ctrl-C included, the temporary folder is removed, and so are the parents that were made for
-    it. A killed process leaves it behind, under a hidden name, and `destination` absent.
+    What stands at `destination` is an error, or, to `replace` a folder, stays until the new one takes its place.
     """
-    if not replace:
+    with staged(destination, replace=replace) as staging:
+        yield staging.folder
+
+
+@contextmanager
+def new_file(destination: Path, name: str, *, replace: bool = False) -> Iterator[Path]:
+    """A folder into which the block writes the file `name`, which becomes `destination`; else as `new_folder`."""
+    with staged(destination, name, replace=replace) as staging:
+        yield staging.folder
+
+
+@contextmanager
+def staged(
+    destination: Path,
+    file: str | None = None,
+    *,
+    replace: bool = False,
+    key: Key | None = None,
+    resume: bool = False,
+) -> Iterator[Staging]:
+    """A folder to fill, which, or whose `file`, becomes `destination` when the block ends well.
+
+    key: which conversion this is: what it finishes can be journalled then. `resume` goes on from what a killed run with
+    the same key has finished, and when this one is interrupted (no error), what it has finished stays.
+    `CheckpointError` for what exists already and for whatever cannot be written; `destination` is as it was then.
+    """
+    notes: list[str] = []
+    found = _sweep(destination, key if resume else None, notes)
+    if not replace and os.path.lexists(destination):
+        if found is not None:
+            found.remove()
         refuse_existing(destination)
     made = [parent for parent in destination.parents if not os.path.lexists(parent)]
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
-        temporary.mkdir()
+        partial = make(destination) if found is None else found
     except OSError as error:
         _remove_empty(made)
         raise CheckpointError(f"cannot be written: {error.strerror}", file=destination) from error
+    keep = False
     try:
-        yield temporary
-        _flush(temporary)
-        if replace and destination.is_dir():
-            shutil.rmtree(destination)
-        refuse_existing(destination)
-        temporary.rename(destination)
-        _sync(destination.parent)
+        journal = None if key is None else Journal(partial.journal, partial.folder, key)
+        yield Staging(partial.folder, journal, notes)
+        whole = partial.folder if file is None else partial.folder / file
+        flush(whole)
+        _publish(whole, partial, destination, replace)
+        sync(destination.parent)
     except OSError as error:
         raise CheckpointError(f"cannot be written: {error.strerror or error}", file=destination) from error
+    except (KeyboardInterrupt, SystemExit):
+        keep = resume
+        raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if keep:
+            partial.release()
+        else:
+            partial.remove()
         _remove_empty(made)
+
+
+def _sweep(destination: Path, key: Key | None, notes: list[str]) -> Partial | None:
+    """Removes what killed runs left, but for the one of this very conversion (`key`), which is returned."""
+    dead, living = left_behind(destination)
+    notes += [f"{root}: another process is writing the same destination" for root in living]
+    found = None
+    for partial in dead:
+        differing = None if key is None else differences(partial.journal, key)
+        if partial.finish_exchange(destination):
+            notes.append(f"{destination}: finished by a killed run; its last step is done now")
+        elif differing == [] and found is None:
+            notes.append(f"{partial.root}: gone on from; a killed run left it")
+            found = partial
+            continue
+        elif differing:
+            other = " and ".join(differing)
+            notes.append(f"{partial.root}: removed; a killed run left it, with another {other}, so this starts anew")
+        else:
+            notes.append(f"{partial.root}: removed; a killed run left it")
+        partial.remove()
+    return found
+
+
+def _publish(whole: Path, partial: Partial, destination: Path, replace: bool) -> None:
+    if not replace or not os.path.lexists(destination):
+        try:
+            rename_new(whole, destination)
+        except FileExistsError:
+            refuse_existing(destination)
+            raise
+        return
+    if whole.is_dir() != destination.is_dir():
+        refuse_existing(destination)
+    if whole.is_file():
+        whole.replace(destination)
+        return
+    # From here on `partial.folder` may be the old one, which no run may go on from.
+    partial.journal.unlink(missing_ok=True)
+    if not exchange(whole, destination):
+        partial.old.parent.mkdir()
+        destination.rename(partial.old)
+        whole.rename(destination)
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -57,18 +148,3 @@ def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
-
-
-def _flush(folder: Path) -> None:
-    for parent, _, files in os.walk(folder):
-        for file in files:
-            _sync(Path(parent, file))
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from easytorch.bridge.atomic import new_folder
+from easytorch.bridge import renames
+from easytorch.bridge.atomic import new_file, new_folder, staged
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 
@@ -71,3 +72,161 @@ def test_parents_are_made_and_permissions_are_ordinary(tmp_path):
         with pytest.raises(CheckpointError, match="cannot be written"), new_folder(nowhere):
             pytest.fail("the block ran")
     assert not (tmp_path / "c").exists()
+
+
+def leftovers(folder):
+    return sorted(file.name for file in folder.iterdir() if file.name.endswith(".partial"))
+
+
+def kill_while(code, destination):
+    """Runs `code`, in which `d` is the destination, in a process that ends there and then, as by SIGKILL."""
+    begin = "import os, sys; from pathlib import Path; from easytorch.bridge.atomic import *; d = Path(sys.argv[1])\n"
+    command = [sys.executable, "-c", begin + code, str(destination)]
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert ended.returncode == 9
+
+
+FINISH_ONE = """
+with staged(d, key={"source": 1, "options": "x"}) as staging:
+    (staging.folder / "one").write_text("1")
+    staging.journal.finish("one")
+    (staging.folder / "nested").mkdir()
+    (staging.folder / "nested" / "two").write_text("2")
+    staging.journal.finish("nested/two")
+    (staging.folder / "nested" / "half").write_text("torn")
+    (staging.folder / "half").write_text("torn")
+    os._exit(9)
+"""
+
+
+def test_a_killed_run_is_swept_at_the_next(tmp_path):
+    destination = tmp_path / "new"
+    kill_while(FINISH_ONE, destination)
+    (tmp_path / ".other.00000000.partial").mkdir()
+    (left,) = set(leftovers(tmp_path)) - {".other.00000000.partial"}
+    with staged(destination) as staging:
+        (staging.folder / "x").write_text("1")
+    assert [left in note for note in staging.notes] == [True]
+    assert leftovers(tmp_path) == [".other.00000000.partial"]
+    assert [file.name for file in destination.iterdir()] == ["x"]
+
+
+def test_a_living_run_is_left_alone(tmp_path):
+    with new_folder(tmp_path / "new") as first:
+        (first / "x").write_text("first")
+        with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "new") as second:
+            assert first.is_dir()
+            assert first != second
+            (tmp_path / "new").mkdir()
+        assert first.is_dir()
+        (tmp_path / "new").rmdir()
+    assert (tmp_path / "new" / "x").read_text() == "first"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_run_goes_on_from_what_a_killed_one_finished(tmp_path):
+    destination = tmp_path / "new"
+    kill_while(FINISH_ONE, destination)
+    (left,) = leftovers(tmp_path)
+    journal = tmp_path / left / "journal"
+    journal.write_text(journal.read_text() + '{"file": "half", "st')
+    with staged(destination, key={"source": 1, "options": "x"}, resume=True) as staging:
+        assert staging.journal.finished == {"one", "nested/two"}
+        assert sorted(str(file.relative_to(staging.folder)) for file in staging.folder.rglob("*")) == [
+            "nested",
+            "nested/two",
+            "one",
+        ]
+        staging.journal.finish("one")
+    assert "gone on from" in staging.notes[0]
+    assert (destination / "nested" / "two").read_text() == "2"
+    assert leftovers(tmp_path) == []
+
+
+def test_what_was_changed_since_is_not_finished(tmp_path):
+    kill_while(FINISH_ONE, tmp_path / "new")
+    (left,) = leftovers(tmp_path)
+    (tmp_path / left / "new" / "new" / "one").write_text("7")
+    with staged(tmp_path / "new", key={"source": 1, "options": "x"}, resume=True) as staging:
+        assert staging.journal.finished == {"nested/two"}
+        assert not (staging.folder / "one").exists()
+
+
+@pytest.mark.parametrize("journal", ["", "null\n", '{"key": 3}\n', '{"file": "one", "state": []}\n', "[" * 9999 + "\n"])
+def test_a_journal_of_something_else_is_not_gone_on_from(tmp_path, journal):
+    for spoil in (False, True):
+        kill_while(FINISH_ONE, tmp_path / "new")
+        (left,) = leftovers(tmp_path)
+        if spoil:
+            (tmp_path / left / "journal").write_text(journal)
+        try:
+            with staged(tmp_path / "new", key={"source": 2, "options": "x"}, resume=True) as staging:
+                assert staging.journal.finished == set()
+                assert list(staging.folder.iterdir()) == []
+                raise KeyError
+        except KeyError:
+            assert leftovers(tmp_path) == []
+        (note,) = staging.notes
+        assert ("another source, so this starts anew" in note) == (not spoil)
+
+
+def test_an_interruption_keeps_what_is_finished_only_for_resume(tmp_path):
+    for resume, interruption, kept in [(True, KeyboardInterrupt, 1), (True, OSError, 0), (False, SystemExit, 0)]:
+        parent = tmp_path / interruption.__name__
+        with (
+            pytest.raises((CheckpointError, KeyboardInterrupt, SystemExit)),
+            staged(parent / "new", key={"source": 1}, resume=resume) as staging,
+        ):
+            (staging.folder / "one").write_text("1")
+            staging.journal.finish("one")
+            raise interruption("stop")
+        assert parent.exists() == kept
+        assert not kept or len(leftovers(parent)) == 1
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"])
+def rename_flags(request, monkeypatch):
+    """With renameat2's flags, and on a file system that has none."""
+    if not request.param:
+        monkeypatch.setattr(renames, "_renamed", lambda *arguments: False)
+
+
+@pytest.mark.usefixtures("rename_flags")
+def test_replacing(tmp_path):
+    for text in ("old", "new"):
+        with new_folder(tmp_path / "folder", replace=True) as folder:
+            (folder / "x").write_text(text)
+        with new_file(tmp_path / "file", "y", replace=True) as folder:
+            (folder / "y").write_text(text)
+    assert (tmp_path / "folder" / "x").read_text() == (tmp_path / "file").read_text() == "new"
+    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "file", replace=True):
+        pass
+    with pytest.raises(CheckpointError, match="exists already"), new_file(tmp_path / "file", "y") as folder:
+        pytest.fail("the block ran")
+    with pytest.raises(CheckpointError, match="exists already"), new_file(tmp_path / "late", "y") as folder:
+        (folder / "y").write_text("mine")
+        (tmp_path / "late").write_text("another writer was faster")
+    assert (tmp_path / "late").read_text() == "another writer was faster"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder", "late"]
+
+
+def test_killed_between_the_two_renames_without_exchange(tmp_path):
+    with new_folder(tmp_path / "new") as folder:
+        (folder / "x").write_text("old")
+    code = """
+from easytorch.bridge import atomic
+def die(one, other):
+    partial = one.parents[1]
+    (partial / "old").mkdir()
+    other.rename(partial / "old" / other.name)
+    os._exit(9)
+atomic.exchange = die
+with new_folder(d, replace=True) as folder:
+    (folder / "x").write_text("new")
+"""
+    kill_while(code, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "new"):
+        pytest.fail("the block ran")
+    assert (tmp_path / "new" / "x").read_text() == "new"
+    assert leftovers(tmp_path) == []

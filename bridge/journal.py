@@ -1,0 +1,121 @@
+"""What of a conversion is on disk for good, so that `--resume` need not write it again.
+
+Lines of JSON beside the unfinished destination: the first says which conversion this is, each further one names a file
+that was written and synced before its line was. A file is the smallest piece: rewriting one costs no more than a shard
+of `max_shard_size`, and half a file that another format's library wrote could not be trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# What identifies a conversion: plain JSON. The names of parts that differ are told to the user.
+Key = Mapping[str, Any]
+
+
+class Journal:
+    """The open journal at `file` about the destination being written at `folder`; `finished` are its whole files."""
+
+    def __init__(self, file: Path, folder: Path, key: Key) -> None:
+        self._file = file
+        self._folder = folder
+        self._lock = threading.Lock()
+        # What a killed writer left unfinished, half a line at the end included, is left out.
+        entries = [entry for entry in _entries(file)[1:] if _state(folder / entry["file"]) == entry["state"]]
+        self.finished = {entry["file"] for entry in entries}
+        folder.mkdir(exist_ok=True)
+        _keep_only(folder, self.finished)
+        fresh = file.with_name(f"{file.name}.new")
+        _append(fresh, [{"key": dict(key)}, *entries])
+        fresh.replace(file)
+        sync(file.parent)
+
+    def finish(self, name: str) -> None:
+        """Syncs the file (or folder) `name` to disk and says so for good; threads may call it."""
+        path = self._folder / name
+        flush(path)
+        with self._lock:
+            _append(self._file, [{"file": name, "state": _state(path)}])
+            self.finished.add(name)
+
+
+def differences(file: Path, key: Key) -> list[str] | None:
+    """The parts of `key` in which the journal at `file` is another conversion's; None where there is no journal."""
+    entries = _entries(file)
+    if not entries:
+        return None
+    theirs, mine = entries[0]["key"], json.loads(json.dumps(dict(key)))
+    return sorted(part for part in {*theirs, *mine} if theirs.get(part) != mine.get(part))
+
+
+def _append(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(entry) + "\n" for entry in entries)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _entries(file: Path) -> list[dict]:
+    """The key and the finished files, up to the first line that is not whole."""
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    entries: list[dict] = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        wanted = {"file": str, "state": list} if entries else {"key": dict}
+        if not isinstance(entry, dict) or {name: type(value) for name, value in entry.items()} != wanted:
+            break
+        entries.append(entry)
+    return entries
+
+
+def _state(path: Path) -> list | None:
+    """Sizes and times of a file, or of every file of a folder by its path; None when there is none."""
+    if not path.exists():
+        return None
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [
+        [str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()
+    ]
+
+
+def _keep_only(folder: Path, names: set[str]) -> None:
+    """Removes everything below `folder` but `names`."""
+    kept = [folder / name for name in names]
+    for path in folder.iterdir():
+        if path in kept:
+            continue
+        if any(path in file.parents for file in kept):
+            _keep_only(path, {str(file.relative_to(path)) for file in kept if path in file.parents})
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or a folder with everything in it, is on disk."""
+    if path.is_dir():
+        for child in path.iterdir():
+            flush(child)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until one file's data, or one folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
