@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -49,15 +53,37 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line on `arguments` (those of the process by default) and exit.
 
-    Exit codes: 0 done, 1 a command that found what it looks for wrong or an unexpected error, 2 wrong usage or input.
+    Exit codes: 0 done, 1 a command that found what it looks for wrong or an unexpected error, 2 wrong usage or input,
+    128 + the signal's number when a signal ended it (130: Ctrl-C).
     """
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="easytorch")
+        with _ended_as_by_ctrl_c():
+            app(args=None if arguments is None else list(arguments), prog_name="easytorch")
     except USER_ERRORS as error:
         if os.environ.get("EASYTORCH_TRACEBACK", "") not in ("", "0"):
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP, which end Python on the spot, run its `finally` blocks: no half-written file stays behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    # Only the main thread may set handlers; one that is set or ignored (nohup) stays as it is.
+    free = [name for name in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(name) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        free = []
+    for name in free:
+        signal.signal(name, leave)
+    try:
+        yield
+    finally:
+        for name in free:
+            signal.signal(name, signal.SIG_DFL)
 
 
 def _one_line(error: BaseException) -> str:
