@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 # Weights of any kind, and what belongs to a training run and not to the model.
@@ -14,17 +15,22 @@ _WEIGHTS = (
 )
 
 
-def copy_companions(source: Path, destination: Path) -> list[Path]:
+def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[Path]:
     """Copies every file of the folder `source` that is not weights, subfolders and all; links are followed to files.
 
-    Hidden names are left out: they are caches and version control.
+    weights: files and folders of the checkpoint itself. Hidden names are left out: they are caches and version control.
     """
-    copied = []
+    copied: list[Path] = []
+    left_out = {path.resolve() for path in weights}
+    if source.resolve() in left_out:
+        return copied
     for parent, folders, files in os.walk(source):
-        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and Path(parent, name).resolve() not in left_out
+        )
         for name in sorted(files):
             file = Path(parent, name)
-            if name.startswith(".") or name.endswith(_WEIGHTS) or not file.is_file():
+            if name.startswith(".") or name.endswith(_WEIGHTS) or not file.is_file() or file.resolve() in left_out:
                 continue
             target = destination / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)

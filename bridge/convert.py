@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from easytorch.bridge.architecture import architecture_of, check
-from easytorch.bridge.atomic import new_folder, refuse_existing
+from easytorch.bridge.atomic import new_file, new_folder, refuse_existing
 from easytorch.bridge.bits import identical
+from easytorch.bridge.callable_module import call_as
+from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
 from easytorch.bridge.companions import copy_companions, set_config_dtype
-from easytorch.bridge.dtypes import FLOATING, floating_dtype
+from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config, read_config, rules_for
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import Reader, TensorInfo, WritableFormat
-from easytorch.bridge.plan import Plan, Step, copy_plan, plan_to_flax, plan_to_torch
-from easytorch.bridge.rules import compile_rules
-from easytorch.bridge.side import read_side_file, write_side_file
+from easytorch.bridge.formats.base import Reader, WritableFormat
+from easytorch.bridge.plan import cast_plan
+from easytorch.bridge.planned import PlannedReader
+from easytorch.bridge.schemes.registry import TORCH
+from easytorch.bridge.side import write_side_file
 from easytorch.bridge.sizes import parse_size
-from easytorch.bridge.transforms import transform_called
-
-# Called with the tensor just written, the bytes written so far and the bytes in all.
-Progress = Callable[[str, int, int], None]
+from easytorch.bridge.source import Progress, ReaderSource
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did. `kept` are torch tensors stored beside the Flax weights, `tied` the repeats left out."""
+    """What a conversion did. `kept` are torch tensors stored beside a tree, `tied` the repeats left out."""
 
     source: str
     destination: str
     source_format: str
+    source_scheme: str
     target_format: str
+    target_scheme: str
     architecture: str | None
     tensors: int
     bytes: int
@@ -62,134 +59,94 @@ def convert(
     dtype: str | None = None,
     max_shard_size: str | int = "5GB",
     verify: bool = False,
+    resume: bool = False,
+    scheme: str | None = None,
+    config: str | PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Writes the checkpoint `src` (a folder or a weight file) as a new folder `dst` in the format `to`: torch or flax.
+    """Writes the checkpoint `src` (a folder or a weight file) as `dst` in the format `to` (`registry.TARGETS`).
 
-    Floating point weights are cast to `dtype` when it is given and bit-exact otherwise. `verify` reads the result back
-    and compares every tensor. Everything beside the weights (config, tokenizer) is copied.
+    `dst` is a new folder, or one file where its name ends as such a file's does (`out.safetensors`). Floating point
+    weights are cast to `dtype` when it is given and bit-exact otherwise. `verify` reads the result back and compares
+    every tensor. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme` names the source's
+    naming scheme where its names do not tell it, `config` is the config.json of a source that has none.
     Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
     thing; `dst` is not there then.
     """
     begun = time.perf_counter()
     source, destination = Path(src), Path(dst)
-    form, shard_size = registry.target(to), parse_size(max_shard_size)
+    target, shard_size = registry.target(to), parse_size(max_shard_size)
     cast = None if dtype is None else floating_dtype(dtype)
     refuse_existing(destination)
-    source_format, file = registry.find(source, prefer="flax" if form.naming == "torch" else "torch")
-    config = read_config(source)
-    with ExitStack() as stack:
-        reader = stack.enter_context(source_format.open(file))
-        job = _Job(reader, config, cast)
-        job.plan_for(source_format.naming, form, stack)
-        with new_folder(destination) as folder:
-            files = job.write(folder, form, shard_size, progress)
+    prefer: registry.Kind = "tree" if to == "torch" else "torch"
+    with open_checkpoint(source, prefer=prefer, scheme=scheme, config=config) as checkpoint:
+        renamed = checkpoint.renamed(target.scheme)
+        if cast is not None:
+            renamed.reader = PlannedReader(renamed.reader, cast_plan(renamed.reader.tensors, cast))
+        tensors = renamed.reader.tensors
+        layout = target.form.layout(list(tensors.values()), shard_size)
+        whole_file = target.form.suffix is not None and destination.suffix == target.form.suffix
+        if whole_file and len(layout) > 1:
+            raise CheckpointError(
+                f"one file is asked for, and the weights fill {len(layout)} of {max_shard_size}; "
+                "give a folder, or a larger max_shard_size",
+                file=destination,
+            )
+        with new_file(destination, next(iter(layout))) if whole_file else new_folder(destination) as folder:
+            data = ReaderSource(renamed.reader, checkpoint.config, progress)
+            for file, infos in layout.items():
+                target.form.write(folder, file, infos, data)
+            target.form.finish(folder, layout, data)
             if verify:
-                job.verify(folder, form)
-            copy_companions(config.file.parent, folder)
-            if cast is not None:
-                set_config_dtype(folder / config.file.name, cast)
-        targets = job.plan.targets.values()
+                _verify(folder, target.form, renamed.reader)
+            if not whole_file:
+                _write_beside(folder, source, checkpoint, renamed, target.scheme, cast)
         return ConversionReport(
             source=str(source),
             destination=str(destination),
-            source_format=source_format.name,
-            target_format=form.name,
-            architecture=config.architecture,
-            tensors=len(targets),
-            bytes=sum(info.nbytes for info in targets),
-            files=tuple(files),
-            kept=tuple(job.plan.kept),
-            tied=tuple(job.plan.tied),
-            notes=tuple(job.plan.notes),
+            source_format=checkpoint.form.name,
+            source_scheme=checkpoint.scheme,
+            target_format=target.form.name,
+            target_scheme=target.scheme,
+            architecture=None if checkpoint.config is None else checkpoint.config.architecture,
+            tensors=len(tensors),
+            bytes=sum(info.nbytes for info in tensors.values()),
+            files=(destination.name,) if whole_file else tuple(layout),
+            kept=tuple(renamed.kept),
+            tied=tuple(renamed.tied),
+            notes=tuple(renamed.notes),
             verified=verify,
             seconds=time.perf_counter() - begun,
         )
 
 
-class _Job:
-    """One conversion: the open source, the plan, and where each source tensor is read."""
-
-    def __init__(self, reader: Reader, config: Config, cast: str | None) -> None:
-        if not reader.tensors:
-            raise CheckpointError("holds no tensors", file=reader.files[0])
-        self._config = config
-        self._cast = cast
-        self._home: dict[str, Reader] = dict.fromkeys(reader.tensors, reader)
-        self._tensors = reader.tensors
-        self.plan = Plan()
-
-    def plan_for(self, naming: str, form: WritableFormat, stack: ExitStack) -> None:
-        """Decides the steps and holds the checkpoint against the architecture of its config."""
-        if naming == form.naming:
-            self.plan = copy_plan(self._tensors)
-        else:
-            table = compile_rules(rules_for(self._config.model_type, self._config.file))
-            architecture = architecture_of(self._config, len(self._tensors))
-            if form.naming == "flax":
-                fill = architecture.shapes if architecture.tie else ()
-                self.plan = plan_to_flax(self._tensors, table, tie=architecture.tie, same=self._same, fill=fill)
-                names = table.torch_names(self._tensors)
-                weights = {name: self._tensors[given] for name, given in names.items() if not table.is_buffer(name)}
-            else:
-                self._plan_to_torch(table, architecture, stack)
-                weights = {name: info for name, info in self.plan.targets.items() if not table.is_buffer(name)}
-            check(weights, architecture, table)
-        if self._cast is not None:
-            self.plan.steps = [_cast(step, self._cast) for step in self.plan.steps]
-
-    def _plan_to_torch(self, table: Any, architecture: Any, stack: ExitStack) -> None:
-        side, tied = read_side_file(self._config.file.parent)
-        kept: Mapping[str, TensorInfo] = {}
-        if side is not None:
-            stack.enter_context(side)
-            kept = side.tensors
-        plan = plan_to_torch(self._tensors, table, tie=architecture.tie, same=self._same, kept=kept, tied=tied)
-        for name, info in kept.items():
-            plan.steps.append(Step((name,), (info,), transform_called("identity"), False))
-            self._home[name] = side
-        self.plan = plan
-
-    def _read(self, step: Step) -> list[np.ndarray]:
-        return step.run([self._home[name].read(name) for name in step.sources])
-
-    def _same(self, one: Step, other: Step) -> bool:
-        if one.targets[0].shape != other.targets[0].shape or one.targets[0].dtype != other.targets[0].dtype:
-            return False
-        return identical(self._read(one)[0], self._read(other)[0])
-
-    def write(self, folder: Path, form: WritableFormat, shard_size: int, progress: Progress | None) -> list[str]:
-        """Writes the weights and the side file; gives the names of the weight files."""
-        layout = form.layout(list(self.plan.targets.values()), shard_size)
-        stream = self._stream([info for infos in layout.values() for info in infos], progress)
-        form.write(folder, layout, stream)
-        # The last tensor is reported when the stream is asked for one more.
-        assert next(stream, None) is None, "the format left tensors unwritten"
-        kept = {name: self._home[given].read(given) for name, given in self.plan.kept.items()}
-        if form.naming == "flax":
-            write_side_file(folder, kept, self.plan.tied)
-        return list(layout)
-
-    def _stream(self, infos: list[TensorInfo], progress: Progress | None) -> Iterator[np.ndarray]:
-        makers = {info.name: (step, place) for step in self.plan.steps for place, info in enumerate(step.targets)}
-        total, done = sum(info.nbytes for info in infos), 0
-        for info in infos:
-            step, place = makers[info.name]
-            yield self._read(step)[place]
-            done += info.nbytes
-            if progress is not None:
-                progress(info.name, done, total)
-
-    def verify(self, folder: Path, form: WritableFormat) -> None:
-        """Reads the written weights back and compares every tensor with what its source gives."""
-        file = form.detect(folder)
-        with form.open(file) as written:
-            for step in self.plan.steps:
-                for info, array in zip(step.targets, self._read(step), strict=True):
-                    if not identical(written.read(info.name), array):
-                        raise CheckpointError("was not written as it was read; check the disk", tensor=info.name)
+def _write_beside(
+    folder: Path, source: Path, checkpoint: Checkpoint, renamed: Renamed, scheme: str, cast: str | None
+) -> None:
+    """Config, tokenizer and the like, and what the scheme has no place for."""
+    if scheme != TORCH:
+        write_side_file(
+            folder, {name: checkpoint.read_torch(given) for name, given in renamed.kept.items()}, renamed.tied
+        )
+    copy_companions(source if source.is_dir() else source.parent, folder, checkpoint.reader.files)
+    config = checkpoint.config
+    if config is None:
+        return
+    file = folder / "config.json"
+    if not file.is_file():
+        file.write_text(json.dumps(config.content, indent=2) + "\n", encoding="utf-8")
+    if cast is not None:
+        set_config_dtype(file, cast)
 
 
-def _cast(step: Step, dtype: str) -> Step:
-    targets = tuple(replace(info, dtype=dtype) if info.dtype in FLOATING else info for info in step.targets)
-    return replace(step, targets=targets)
+def _verify(folder: Path, form: WritableFormat, reader: Reader) -> None:
+    """Reads the written weights back and compares every tensor with what its source gives."""
+    file = form.detect(folder)
+    assert file is not None, f"{form.name} does not find what it has written"
+    with form.open(file) as written:
+        for name, info in reader.tensors.items():
+            if not identical(written.read(name), form.reads_back(info, reader.read(name))):
+                raise CheckpointError("was not written as it was read; check the disk", tensor=name)
+
+
+call_as(convert)

@@ -45,11 +45,18 @@ class Config:
 
 
 def read_config(path: Path) -> Config:
-    """The config of a checkpoint folder, or of the folder a weight file stands in."""
-    file = (path if path.is_dir() else path.parent) / "config.json"
+    """The config of a checkpoint folder, or of the folder of a weight file; a `.json` file is the config itself."""
+    own = path.suffix == ".json" and path.is_file()
+    file = path if own else (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         raise CheckpointError("there is no config.json beside the weights; copy the model's there", file=file.parent)
     return Config(file, read_json(file, limit=_CONFIG_LIMIT))
+
+
+def find_config(path: Path) -> Config | None:
+    """`read_config`, or None where there is no config.json."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    return read_config(path) if file.is_file() else None
 
 
 def rules_for(model_type: str, file: Path | None = None) -> Rules:
@@ -70,6 +77,12 @@ def rules_for(model_type: str, file: Path | None = None) -> Rules:
     if not hasattr(module, "RULES"):
         raise CheckpointError(f"the family {model_type!r} has no RULES in {module.__name__}; add its table")
     return module.RULES
+
+
+def native_rules(model_type: str) -> Rules | None:
+    """`RULES` of `easytorch.models.<model_type>`, None for a family that is not native or leaves it to the convention."""
+    name = model_type.replace("-", "_")
+    return getattr(importlib.import_module(f"easytorch.models.{name}"), "RULES", None) if name in families() else None
 
 
 def families() -> list[str]:

@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from easytorch.bridge.families import read_config
-from easytorch.bridge.formats import registry
+from easytorch.bridge.callable_module import call_as
+from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.formats.base import TensorInfo
 
 
@@ -19,7 +19,7 @@ class CheckpointInfo:
 
     path: str
     format: str
-    naming: str
+    scheme: str
     model_type: str | None
     architecture: str | None
     files: tuple[str, ...]
@@ -36,7 +36,7 @@ class CheckpointInfo:
         return {
             "path": self.path,
             "format": self.format,
-            "naming": self.naming,
+            "scheme": self.scheme,
             "model_type": self.model_type,
             "architecture": self.architecture,
             "files": list(self.files),
@@ -50,29 +50,22 @@ class CheckpointInfo:
 
 
 def inspect(path: str | PathLike[str]) -> CheckpointInfo:
-    """Format, architecture and tensors of the checkpoint at `path`, a folder or a weight file.
+    """Format, naming scheme, architecture and tensors of the checkpoint at `path`, a folder or a weight file.
 
     Only headers are read. `CheckpointError` for anything that is not a whole checkpoint.
     """
-    path = Path(path)
-    form, reader = registry.open_checkpoint(path)
-    with reader:
-        model_type, architecture = _family(path)
+    with open_checkpoint(Path(path)) as checkpoint:
+        reader, config = checkpoint.reader, checkpoint.config
         return CheckpointInfo(
             path=str(path),
-            format=form.name,
-            naming=form.naming,
-            model_type=model_type,
-            architecture=architecture,
+            format=checkpoint.form.name,
+            scheme=checkpoint.scheme,
+            model_type=None if config is None else config.content.get("model_type"),
+            architecture=None if config is None else config.architecture,
             files=tuple(file.name for file in reader.files),
             metadata=dict(reader.metadata),
             tensors=tuple(reader.tensors.values()),
         )
 
 
-def _family(path: Path) -> tuple[str | None, str | None]:
-    folder = path if path.is_dir() else path.parent
-    if not (folder / "config.json").is_file():
-        return None, None
-    config = read_config(folder)
-    return config.content.get("model_type"), config.architecture
+call_as(inspect)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules import TIED, TIED_IN_TORCH, Bindings, CompiledRule, RuleTable
@@ -52,20 +53,25 @@ class Plan:
         """Every target by name."""
         return {info.name: info for step in self.steps for info in step.targets}
 
+    def keep(self, tensors: Iterable[TensorInfo]) -> None:
+        """Adds `tensors`, to be taken as they are."""
+        self.steps += [_as_it_is(info) for info in tensors]
 
-def copy_plan(tensors: Mapping[str, TensorInfo]) -> Plan:
-    """Every tensor as it is: for conversions that change the file format only."""
-    return Plan([Step((name,), (info,), transform_called("identity"), False) for name, info in tensors.items()])
+
+def cast_plan(tensors: Mapping[str, TensorInfo], dtype: str) -> Plan:
+    """Every tensor as it is, floating point ones in `dtype`."""
+    cast = {name: replace(info, dtype=dtype) if info.dtype in FLOATING else info for name, info in tensors.items()}
+    return Plan([Step((name,), (info,), transform_called("identity"), False) for name, info in cast.items()])
 
 
-def plan_to_flax(
+def plan_from_torch(
     tensors: Mapping[str, TensorInfo], table: RuleTable, *, tie: bool, same: Same, fill: Collection[str] = ()
 ) -> Plan:
-    """torch -> Flax. `tie` is the config's `tie_word_embeddings`.
+    """torch -> a tree. `tie` is the config's `tie_word_embeddings`.
 
-    `fill` are torch names that torch may leave out as repeats and Flax must have (`tied_in_torch`).
+    `fill` are torch names that torch may leave out as repeats and the tree must have (`tied_in_torch`).
     """
-    return _ToFlax(tensors, table, tie, same).plan(fill)
+    return _FromTorch(tensors, table, tie, same).plan(fill)
 
 
 def plan_to_torch(
@@ -77,7 +83,7 @@ def plan_to_torch(
     kept: Iterable[str] = (),
     tied: Iterable[str] = (),
 ) -> Plan:
-    """Flax -> torch. `kept` and `tied` are torch names: tensors to be merged in, and repeats to be written again."""
+    """A tree -> torch. `kept` and `tied` are torch names: tensors to be merged in, and repeats to be written again."""
     plan = Plan()
     kept = frozenset(kept)
     tied = frozenset(tied)
@@ -105,7 +111,7 @@ def plan_to_torch(
     return plan
 
 
-class _ToFlax:
+class _FromTorch:
     def __init__(self, tensors: Mapping[str, TensorInfo], table: RuleTable, tie: bool, same: Same) -> None:
         self._tensors = tensors
         self._table = table

@@ -8,13 +8,16 @@ Flax modules hold their parameters.
   stands on both sides.
 - `[prefix.]` at the start of a torch pattern and `[prefix/]` at the start of its Flax pattern are there on both sides
   or on neither: a checkpoint of the base model alone has no prefix.
-- A transform is a name of `bridge.transforms`. A torch pattern may be a tuple of patterns for a transform that fuses.
+- A transform is a name of `bridge.transforms`, or a `Transform` itself where the layout has numbers in it (heads,
+  stacked layers). A torch pattern may be a tuple of patterns for a transform that fuses.
+- Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
 
-Three names in the transform's place say what is not a change of layout:
+Four names in the transform's place say what is not a change of layout:
 
 - `buffer` (Flax pattern None): Flax has no such leaf; conversion keeps the tensor beside the Flax weights.
 - `tied`: this torch tensor repeats what Flax holds once at the path.
 - `tied_in_torch`: torch may leave this tensor out because it repeats the one at the path; Flax holds both.
+- `alias`: another spelling that torch checkpoints have; the second name, literal too, is the torch one it stands for.
 """
 
 from __future__ import annotations
@@ -28,12 +31,13 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.patterns import Bindings, Pattern, choices_in, has_prefix, parse
 from easytorch.bridge.transforms import Transform, transform_called
 
-Rule = tuple[str | tuple[str, ...], str | None, str]
+Rule = tuple[str | tuple[str, ...], str | None, str | Transform]
 Rules = tuple[Rule, ...]
 
 BUFFER = "buffer"
 TIED = "tied"
 TIED_IN_TORCH = "tied_in_torch"
+ALIAS = "alias"
 
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -68,50 +72,81 @@ class CompiledRule:
         return (0, int(value), value) if value.isdecimal() and len(value) < 10 else (1, 0, value)
 
 
+Match = tuple[CompiledRule, int, Bindings]
+
+
+class _Side:
+    """One side of some rules, by name: literal patterns in a dict, the others in a list."""
+
+    def __init__(self, entries: Iterable[tuple[CompiledRule, int, Pattern]], rules: Rules, *, unique: bool) -> None:
+        self._literal: dict[str, list[tuple[CompiledRule, int]]] = {}
+        self._patterns: list[tuple[CompiledRule, int, Pattern]] = []
+        for rule, part, pattern in entries:
+            if pattern.variables:
+                self._patterns.append((rule, part, pattern))
+            else:
+                self._literal.setdefault(pattern.fill(()), []).append((rule, part))
+        if unique:
+            self._refuse_overlaps(rules)
+
+    def _refuse_overlaps(self, rules: Rules) -> None:
+        twice = [(found[0][0].number, found[1][0].number) for found in self._literal.values() if len(found) > 1]
+        for name, ((rule, _), *_) in self._literal.items():
+            twice += [
+                (rule.number, other.number) for other, _, pattern in self._patterns if pattern.match(name) is not None
+            ]
+        for (rule, _, first), (other, _, second) in combinations(self._patterns, 2):
+            if first.overlaps(second):
+                twice.append((rule.number, other.number))
+        if twice:
+            one, another = twice[0]
+            raise ValueError(f"ambiguous table: rules {rules[one]!r} and {rules[another]!r} match the same names")
+
+    def matches(self, name: str) -> Iterator[Match]:
+        """Every rule whose pattern fits `name`, which of its parts that is, and the bindings."""
+        for rule, part in self._literal.get(name, ()):
+            yield rule, part, ()
+        for rule, part, pattern in self._patterns:
+            if (bindings := pattern.match(name)) is not None:
+                yield rule, part, bindings
+
+
 class RuleTable:
     """A compiled table. `weights` are the rules that move data; ties and buffers stand apart."""
 
     def __init__(self, rules: Rules) -> None:
-        compiled = [one for number, rule in enumerate(rules) for one in _compile(number, rule)]
+        self._aliases = {rule[0]: rule[1] for rule in rules if rule[2:] == (ALIAS,)}
+        rows = [(number, rule) for number, rule in enumerate(rules) if rule[2:] != (ALIAS,)]
+        compiled = [one for number, rule in rows for one in _compile(number, rule)]
         self.weights = [rule for rule in compiled if rule.transform is not None]
         self.buffers = [rule for rule in compiled if rule.kind == BUFFER]
-        self.ties = [rule for rule in compiled if rule.kind in (TIED, TIED_IN_TORCH)]
-        _refuse_overlaps([(rule.number, pattern) for rule in self.weights for pattern in rule.torch], rules)
-        _refuse_overlaps([(rule.number, rule.flax) for rule in self.weights], rules)
-        _refuse_overlaps([(rule.number, pattern) for rule in self.ties for pattern in rule.torch], rules)
-        _refuse_overlaps([(rule.number, pattern) for rule in self.buffers for pattern in rule.torch], rules)
+        ties = [rule for rule in compiled if rule.kind in (TIED, TIED_IN_TORCH)]
+        self._torch = _Side(_torch_side(self.weights), rules, unique=True)
+        self._flax = _Side(((rule, 0, rule.flax) for rule in self.weights), rules, unique=True)
+        self._ties = _Side(_torch_side(ties), rules, unique=True)
+        self._tied_to = _Side(((rule, 0, rule.flax) for rule in ties), rules, unique=False)
+        self._buffers = _Side(_torch_side(self.buffers), rules, unique=True)
 
-    def torch_rule(self, name: str) -> tuple[CompiledRule, int, Bindings] | None:
+    def torch_rule(self, name: str) -> Match | None:
         """The rule that moves torch tensor `name`, which of its parts the tensor is, and the bindings."""
-        for rule in self.weights:
-            for part, pattern in enumerate(rule.torch):
-                if (bindings := pattern.match(name)) is not None:
-                    return rule, part, bindings
-        return None
+        return next(self._torch.matches(name), None)
 
     def flax_rule(self, path: str) -> tuple[CompiledRule, Bindings] | None:
-        """The rule that moves Flax leaf `path`, and the bindings."""
-        for rule in self.weights:
-            if (bindings := rule.flax.match(path)) is not None:
-                return rule, bindings
-        return None
+        """The rule that moves leaf `path`, and the bindings."""
+        return next(((rule, bindings) for rule, _, bindings in self._flax.matches(path)), None)
 
     def tie(self, name: str) -> tuple[CompiledRule, str] | None:
-        """The tie of torch tensor `name` and the Flax path it repeats."""
-        for rule in self.ties:
-            if (bindings := rule.torch[0].match(name)) is not None:
-                return rule, rule.flax.fill(bindings)
-        return None
+        """The tie of torch tensor `name` and the path it repeats."""
+        return next(((rule, rule.flax.fill(bindings)) for rule, _, bindings in self._ties.matches(name)), None)
 
     def tied_to(self, path: str) -> Iterator[tuple[CompiledRule, str]]:
-        """Every tie whose data stands at Flax leaf `path`, with the torch name that repeats it."""
-        for rule in self.ties:
-            if (bindings := rule.flax.match(path)) is not None:
-                yield rule, rule.torch[0].fill(bindings)
+        """Every tie whose data stands at leaf `path`, with the torch name that repeats it."""
+        for rule, _, bindings in self._tied_to.matches(path):
+            yield rule, rule.torch[0].fill(bindings)
 
     def is_buffer(self, name: str) -> bool:
-        """Whether `name` is a torch tensor that Flax has no place for."""
-        return any(rule.torch[0].match(name) is not None for rule in self.buffers)
+        """Whether `name` is a torch tensor that the tree has no place for."""
+        return next(self._buffers.matches(name), None) is not None
 
     def torch_names(self, names: Iterable[str]) -> dict[str, str]:
         """Each name as the table knows it -> as given: the same but for legacy names, which are read as aliases."""
@@ -124,6 +159,7 @@ class RuleTable:
         return known
 
     def _modern(self, name: str) -> str:
+        name = self._aliases.get(name, name)
         for old, new in _LEGACY_ENDINGS.items():
             if name.endswith(old):
                 return name.removesuffix(old) + new
@@ -146,14 +182,24 @@ def compile_rules(rules: Rules) -> RuleTable:
     return RuleTable(rules)
 
 
+def _torch_side(rules: Iterable[CompiledRule]) -> Iterator[tuple[CompiledRule, int, Pattern]]:
+    return ((rule, part, pattern) for rule in rules for part, pattern in enumerate(rule.torch))
+
+
 def _compile(number: int, rule: Rule) -> list[CompiledRule]:
     """The one or two readings of a rule: without and with its optional prefix."""
     if not isinstance(rule, tuple) or len(rule) != 3:
         raise ValueError(f"rule {number} is {rule!r}; a rule is (torch pattern, flax pattern, transform)")
-    torch_side, flax_side, kind = rule
+    torch_side, flax_side, change = rule
     torch_patterns = (torch_side,) if isinstance(torch_side, str) else tuple(torch_side)
-    special = kind in (BUFFER, TIED, TIED_IN_TORCH)
-    transform = None if special else transform_called(kind)
+    transform: Transform | None = None
+    kind: str
+    if isinstance(change, Transform):
+        transform, kind = change, change.name
+    else:
+        kind = change
+        if kind not in (BUFFER, TIED, TIED_IN_TORCH):
+            transform = transform_called(kind)
     if transform is not None and transform.to_torch is None:
         raise ValueError(
             f"rule {number} {rule!r}: the transform {kind!r} has no inverse, so the table reads only one way"
@@ -174,9 +220,3 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
             raise ValueError(f"rule {number} {rule!r}: a variable stands on one side only")
         readings.append(CompiledRule(number, kind, torch, flax, transform))
     return readings
-
-
-def _refuse_overlaps(patterns: list[tuple[int, Pattern]], rules: Rules) -> None:
-    for (first, one), (second, other) in combinations(patterns, 2):
-        if one.overlaps(other):
-            raise ValueError(f"ambiguous table: rules {rules[first]!r} and {rules[second]!r} match the same names")

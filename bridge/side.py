@@ -1,13 +1,13 @@
-"""What a torch checkpoint holds and Flax has no place for, kept in a small file in the Flax folder.
+"""What a torch checkpoint holds and a tree has no place for, kept in a small file in the tree's folder.
 
 `torch_buffers.safetensors` holds the tensors; its metadata lists the repeats of tied weights that the torch file had,
-so that the way back gives the same file again. Flax itself never reads it.
+so that the way back gives the same file again. The tree's own programs never read it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,30 @@ import numpy as np
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, storage_order, write_file
+from easytorch.bridge.source import ArraySource
 
 FILE_NAME = "torch_buffers.safetensors"
+
+
+class SideFile(SafetensorsFile):
+    """The open file. `tied` are the torch names of the repeats."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            tied = json.loads(self.metadata.get("tied", "[]"))
+        except (ValueError, RecursionError):
+            tied = None
+        if not isinstance(tied, list) or not all(isinstance(name, str) for name in tied):
+            self.close()
+            raise CheckpointError("its metadata `tied` is not a list of names; remove the file", file=path)
+        self.tied: list[str] = tied
+
+    @classmethod
+    def beside(cls, path: Path) -> SideFile | None:
+        """The one of the checkpoint at `path`, a folder or a file in it, or None."""
+        file = (path if path.is_dir() else path.parent) / FILE_NAME
+        return cls(file) if file.is_file() else None
 
 
 def write_side_file(folder: Path, arrays: Mapping[str, np.ndarray], tied: Iterable[str]) -> None:
@@ -25,21 +47,4 @@ def write_side_file(folder: Path, arrays: Mapping[str, np.ndarray], tied: Iterab
     if not arrays and not names:
         return
     infos = storage_order([TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()])
-    data: Iterator[np.ndarray] = (arrays[info.name] for info in infos)
-    write_file(folder / FILE_NAME, infos, data, {"format": "pt", "tied": json.dumps(names)})
-
-
-def read_side_file(folder: Path) -> tuple[SafetensorsFile | None, list[str]]:
-    """The open file and the tied names in it, or None and no names when there is none."""
-    file = folder / FILE_NAME
-    if not file.is_file():
-        return None, []
-    reader = SafetensorsFile(file)
-    try:
-        tied = json.loads(reader.metadata.get("tied", "[]"))
-    except (ValueError, RecursionError):
-        tied = None
-    if not isinstance(tied, list) or not all(isinstance(name, str) for name in tied):
-        reader.close()
-        raise CheckpointError("its metadata `tied` is not a list of names; remove the file", file=file)
-    return reader, tied
+    write_file(folder / FILE_NAME, infos, ArraySource(arrays), {"format": "pt", "tied": json.dumps(names)})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype
 
-Naming = Literal["torch", "flax"]
+if TYPE_CHECKING:
+    from easytorch.bridge.families import Config
+
 # numpy 1 has no more dimensions; a longer shape is never a weight.
 MAX_RANK = 32
 
@@ -52,7 +54,7 @@ class Reader(Protocol):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that make up the checkpoint, index included."""
+        """The files, or whole folders, that make up the checkpoint, the one that was opened first, index included."""
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor, a view of the mapped file where the format allows."""
@@ -66,14 +68,27 @@ class Reader(Protocol):
     ) -> None: ...
 
 
+class Source(Protocol):
+    """What a writer takes its data from."""
+
+    config: Config | None
+
+    def read(self, name: str) -> np.ndarray:
+        """The elements of one tensor, perhaps a strided view; may be called from several threads at once."""
+
+    def wrote(self, info: TensorInfo) -> None:
+        """To be called when a tensor has been written: progress is counted here."""
+
+
 class Format(Protocol):
-    """A checkpoint format. `naming` says whose names its tensors carry."""
+    """A checkpoint format: a container of named tensors, of whatever family."""
 
     name: str
-    naming: Naming
+    # The naming scheme its tensors always carry; None for a tree of arrays ("/" in the names), whose names tell it.
+    scheme: str | None
 
     def detect(self, path: Path) -> Path | None:
-        """The file to open for `path`, a folder or a file: an index, a single file, or None when there is none."""
+        """What to open for `path`, a folder or a file: an index, a file, a folder, or None when it is not this."""
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """Opens what `detect` returned; `CheckpointError` for anything malformed.
@@ -83,10 +98,19 @@ class Format(Protocol):
 
 
 class WritableFormat(Format, Protocol):
-    """A format that can also be written."""
+    """A format that can also be written, a file at a time: files can be resumed, and written side by side."""
+
+    # How the name of a single file of this format ends; None for a format that is always a folder.
+    suffix: str | None
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """The files to write and what each holds, in stored order; `CheckpointError` for what it cannot hold."""
 
-    def write(self, folder: Path, layout: Layout, data: Iterator[np.ndarray]) -> None:
-        """Writes `layout` into `folder`; `data` gives the elements of every tensor in the layout's order."""
+    def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
+        """Writes one file of the layout into `folder`."""
+
+    def finish(self, folder: Path, layout: Layout, source: Source) -> None:
+        """Writes what stands beside the files of `layout`: their index, for most."""
+
+    def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
+        """What reading `array` back must give: itself, unless the format rounds."""

@@ -5,7 +5,7 @@ Source: `FlaxPreTrainedModel.save_pretrained` of transformers 4.57 and flax.seri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Naming, Reader, TensorInfo
+from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, write_tree
 from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
@@ -113,7 +113,8 @@ class FlaxMsgpack:
     """The format HF Flax models are saved in."""
 
     name = "Flax msgpack"
-    naming: Naming = "flax"
+    scheme = None
+    suffix = ".msgpack"
     file_name = "flax_model.msgpack"
 
     def detect(self, path: Path) -> Path | None:
@@ -130,13 +131,19 @@ class FlaxMsgpack:
         files = shard_names(self.file_name, len(groups))
         return {file: list(flat(_tree(group)).values()) for file, group in zip(files, groups, strict=True)}
 
-    def write(self, folder: Path, layout: Layout, data: Iterator[np.ndarray]) -> None:
-        """The files of `layout`, and their index when there are several."""
-        for file, tensors in layout.items():
-            with (folder / file).open("wb") as stream:
-                write_tree(stream, _tree(tensors), data)
+    def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
+        """One file of the layout."""
+        with (folder / file).open("wb") as stream:
+            write_tree(stream, _tree(tensors), source)
+
+    def finish(self, folder: Path, layout: Layout, source: Source) -> None:
+        """The index, when there are several files."""
         if len(layout) > 1:
             write_index(folder / f"{self.file_name}.index.json", layout)
+
+    def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
+        """The same bits."""
+        return array
 
 
 def _tree(tensors: Sequence[TensorInfo]) -> dict:

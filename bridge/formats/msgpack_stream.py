@@ -6,7 +6,7 @@ is written, then its elements. Source: flax.serialization, flax 0.12.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import BinaryIO
 
 import msgpack
@@ -14,7 +14,7 @@ import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.formats.base import Source, TensorInfo
 from easytorch.bridge.formats.mapped import byte_blocks, check_announced
 
 # Flax cuts larger arrays, because msgpack holds no object of 2**32 bytes and its readers stop at 2**31.
@@ -24,15 +24,16 @@ CHUNK_MARK = "__msgpack_chunked_array__"
 InfoTree = Mapping[str, "InfoTree | TensorInfo"]
 
 
-def write_tree(stream: BinaryIO, tree: InfoTree, data: Iterator[np.ndarray]) -> None:
-    """Writes `tree`; `data` gives the elements of its leaves in order."""
+def write_tree(stream: BinaryIO, tree: InfoTree, source: Source) -> None:
+    """Writes `tree` with the elements `source` gives, in the order of its leaves."""
     stream.write(msgpack.Packer().pack_map_header(len(tree)))
     for key, child in tree.items():
         stream.write(msgpack.packb(key))
         if isinstance(child, TensorInfo):
-            _write_leaf(stream, child, next(data))
+            _write_leaf(stream, child, source.read(child.name))
+            source.wrote(child)
         else:
-            write_tree(stream, child, data)
+            write_tree(stream, child, source)
 
 
 def _write_leaf(stream: BinaryIO, info: TensorInfo, array: np.ndarray) -> None:

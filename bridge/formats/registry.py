@@ -1,19 +1,36 @@
-"""The formats there are, and which of them a path is in."""
+"""The formats there are, which of them a path is in, and what each `--to` writes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Format, Naming, Reader, WritableFormat
+from easytorch.bridge.formats.base import Format, Reader, WritableFormat
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
 
-# In order of preference where a folder holds several with the same names.
+# Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
+Kind = Literal["torch", "gguf", "tree"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a `--to` writes: a container, and the naming scheme of what it holds."""
+
+    form: WritableFormat
+    scheme: str
+
+
+# In order of preference where a folder holds several of one kind.
 _FORMATS: dict[str, Format] = {}
-# What `--to` accepts, and the format it writes.
-TARGETS: dict[str, WritableFormat] = {"torch": TorchSafetensors(), "flax": FlaxMsgpack()}
+# What `--to` accepts.
+TARGETS: dict[str, Target] = {
+    "torch": Target(TorchSafetensors(), "torch"),
+    "flax": Target(FlaxMsgpack(), "flax"),
+}
 
 
 def register(form: Format) -> None:
@@ -23,29 +40,39 @@ def register(form: Format) -> None:
     _FORMATS[form.name] = form
 
 
-for _format in (TARGETS["torch"], TorchBin(), TARGETS["flax"]):
+for _format in (TARGETS["torch"].form, TorchBin(), TARGETS["flax"].form):
     register(_format)
 
 
-def target(name: str) -> WritableFormat:
-    """The format written for `--to name`; `ValueError` listing the known names otherwise."""
+def formats() -> list[Format]:
+    """Every format that is read here."""
+    return list(_FORMATS.values())
+
+
+def target(name: str) -> Target:
+    """What `--to name` writes; `ValueError` listing the known names otherwise."""
     if name not in TARGETS:
         raise ValueError(f"cannot write {name!r}; known targets: {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
-def find(path: Path, *, prefer: Naming | None = None) -> tuple[Format, Path]:
+def kind_of(form: Format) -> Kind:
+    """Whose names the tensors of a format carry."""
+    return "tree" if form.scheme is None else "gguf" if form.scheme == "gguf" else "torch"
+
+
+def find(path: Path, *, prefer: Kind | None = None) -> tuple[Format, Path]:
     """The format `path` (a folder or a file) is in, and the file to open.
 
-    Where a folder holds several, the one with the names of `prefer` is taken; without it those are an error. Of the
-    same weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
+    Where a folder holds several, that of the kind `prefer` is taken; without it those are an error. Of the same
+    weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
     """
     if not path.exists():
         raise CheckpointError("does not exist; give a checkpoint folder or a weight file", file=path)
-    found: dict[Naming, tuple[Format, Path]] = {}
+    found: dict[Kind, tuple[Format, Path]] = {}
     for form in _FORMATS.values():
         if (file := form.detect(path)) is not None:
-            found.setdefault(form.naming, (form, file))
+            found.setdefault(kind_of(form), (form, file))
     if not found:
         raise CheckpointError(f"no weights found; read here: {', '.join(_FORMATS)}", file=path)
     if prefer in found:
@@ -56,7 +83,7 @@ def find(path: Path, *, prefer: Naming | None = None) -> tuple[Format, Path]:
     return next(iter(found.values()))
 
 
-def open_checkpoint(path: Path, *, prefer: Naming | None = None, writable: bool = False) -> tuple[Format, Reader]:
+def open_checkpoint(path: Path, *, prefer: Kind | None = None, writable: bool = False) -> tuple[Format, Reader]:
     """`find`, opened."""
     form, file = find(path, prefer=prefer)
     return form, form.open(file, writable=writable)

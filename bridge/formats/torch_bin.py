@@ -19,7 +19,7 @@ import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Naming, Reader, TensorInfo
+from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.formats.sharding import find, open_files
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TorchBin:
     """What transformers saved torch models in before safetensors."""
 
     name = "torch pickle"
-    naming: Naming = "torch"
+    scheme = "torch"
 
     def detect(self, path: Path) -> Path | None:
         """`pytorch_model.bin.index.json`, else `pytorch_model.bin`, in a folder; `.bin`, `.pt`, `.pth` as a file."""

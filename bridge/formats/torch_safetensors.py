@@ -7,7 +7,7 @@ Layout (huggingface/safetensors, "Format"): eight bytes with the header's length
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ import numpy as np
 
 from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import MAX_RANK, Layout, Naming, Reader, TensorInfo
+from easytorch.bridge.formats.base import MAX_RANK, Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile, byte_blocks, check_announced
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 
@@ -140,10 +140,8 @@ def storage_order(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
     return sorted(tensors, key=lambda info: (rank[info.dtype], info.name))
 
 
-def write_file(
-    path: Path, tensors: Sequence[TensorInfo], data: Iterator[np.ndarray], metadata: Mapping[str, str]
-) -> None:
-    """One file of `tensors`, in `storage_order`; `data` gives their elements one tensor at a time."""
+def write_file(path: Path, tensors: Sequence[TensorInfo], source: Source, metadata: Mapping[str, str]) -> None:
+    """One file of `tensors`, in `storage_order`, with the elements `source` gives."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for info in tensors:
@@ -155,17 +153,19 @@ def write_file(
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for info in tensors:
-            array = next(data)
+            array = source.read(info.name)
             check_announced(info, array)
             for block in byte_blocks(array):
                 stream.write(block)
+            source.wrote(info)
 
 
 class TorchSafetensors:
     """The format torch models are saved in by transformers."""
 
     name = "torch safetensors"
-    naming: Naming = "torch"
+    scheme = "torch"
+    suffix = ".safetensors"
     file_name = "model.safetensors"
 
     def detect(self, path: Path) -> Path | None:
@@ -188,9 +188,15 @@ class TorchSafetensors:
         files = shard_names(self.file_name, len(groups))
         return {file: storage_order(group) for file, group in zip(files, groups, strict=True)}
 
-    def write(self, folder: Path, layout: Layout, data: Iterator[np.ndarray]) -> None:
-        """The files of `layout`, and their index when there are several."""
-        for file, tensors in layout.items():
-            write_file(folder / file, tensors, data, {"format": "pt"})
+    def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
+        """One file of the layout."""
+        write_file(folder / file, tensors, source, {"format": "pt"})
+
+    def finish(self, folder: Path, layout: Layout, source: Source) -> None:
+        """The index, when there are several files."""
         if len(layout) > 1:
             write_index(folder / f"{self.file_name}.index.json", layout)
+
+    def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
+        """The same bits."""
+        return array

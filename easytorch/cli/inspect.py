@@ -49,7 +49,7 @@ def _tree(info: CheckpointInfo) -> Tree:
     from easytorch.bridge.trees import nested
 
     root = Tree("", hide_root=True)
-    separator = "." if info.naming == "torch" else "/"
+    separator = "." if info.scheme == "torch" else "/"
     _grow(root, nested({tensor.name.replace(separator, "/"): tensor for tensor in info.tensors}))
     return root
 

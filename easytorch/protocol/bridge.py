@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import rules_for
-from easytorch.bridge.load import state_dict_to_tree, tree_to_state_dict
+from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.layers.attention import INTERFACES
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import rules_for
-from easytorch.bridge.load import load_torch_state_dict
+from easytorch.bridge.families import Config
+from easytorch.bridge.state import load_torch_state_dict
 
 _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -35,8 +35,7 @@ def load_flax(
         config, kwargs = config_class.from_pretrained(
             name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
         )
-    tie = bool(getattr(config, "tie_word_embeddings", False))  # vision and audio configs do not say
-    state_dict = load_torch_state_dict(file, rules_for(config.model_type), tie_word_embeddings=tie)
+    state_dict = load_torch_state_dict(file, config=Config(file.parent / "config.json", config.to_dict()))
     if not state_dict:
         raise CheckpointError("holds no weights; save it again", file=file)
     model, info = load(None, *model_args, config=config, state_dict=state_dict, **dtype, **kwargs)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from easytorch.bridge.load import save_tree
+from easytorch.bridge.save_tree import save_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -86,7 +86,7 @@ def tiny_torch(tiny_leaves: dict[str, np.ndarray], tmp_path: Path) -> Path:
     """The tiny classifier as a torch checkpoint folder, written by safetensors itself."""
     from safetensors.torch import save_file
 
-    from easytorch.bridge.load import tree_to_state_dict
+    from easytorch.bridge.state import tree_to_state_dict
     from easytorch.models.bert import RULES
 
     folder = tmp_path / "torch"

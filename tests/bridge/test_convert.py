@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.inspect import inspect
-from easytorch.bridge.load import load_torch_state_dict, load_tree, save_tree
+from easytorch.bridge.load_tree import load_tree
+from easytorch.bridge.save_tree import save_tree
+from easytorch.bridge.state import load_torch_state_dict
 from easytorch.bridge.trees import flat
 
 FAMILIES = pytest.mark.parametrize("family", ["bert", "llama"])
@@ -228,7 +230,7 @@ BAD_CHECKPOINTS = {
     "path as model_type": (lambda folder: edit_config(folder, model_type="../bert"), "`model_type` is '../bert'"),
     "unknown family": (
         lambda folder: edit_config(folder, model_type="bret"),
-        "config.json: .*'bret' .nearest known name: 'bert'.*llama.*add-a-model",
+        "config.json: .*'bret' .nearest known name: 'bert'",
     ),
     "unknown class": (
         lambda folder: edit_config(folder, architectures=["BertForSequenceClass"]),

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.load import save_tree
+from easytorch.bridge.save_tree import save_tree
 
 STATE = {
     "a.weight": torch.arange(12.0).reshape(3, 4),

@@ -9,7 +9,8 @@ import pytest
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import msgpack_stream
-from easytorch.bridge.load import load_tree, save_tree
+from easytorch.bridge.load_tree import load_tree
+from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.trees import flat, nested
 
 # flax 0.12.8, flax.serialization.msgpack_serialize(TREE) with MAX_CHUNK_SIZE = 64, so that `table` is chunked.

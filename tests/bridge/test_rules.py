@@ -5,8 +5,8 @@ import pytest
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.load import state_dict_to_tree, tree_to_state_dict
-from easytorch.bridge.plan import plan_to_flax, plan_to_torch
+from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
+from easytorch.bridge.plan import plan_from_torch, plan_to_torch
 from easytorch.bridge.rules import compile_rules
 from easytorch.bridge.transforms import Transform, register_transform, transform_called
 from easytorch.bridge.trees import flat
@@ -141,19 +141,23 @@ def test_unknown_names_tell_the_nearest_known():
     with pytest.raises(
         CheckpointError, match=r"attention\.self\.qurey\.weight.*nearest.*attention\.self\.query\.weight"
     ):
-        plan_to_flax(_infos("bert.encoder.layer.3.attention.self.qurey.weight"), table, tie=True, same=_never)
+        plan_from_torch(_infos("bert.encoder.layer.3.attention.self.qurey.weight"), table, tie=True, same=_never)
     with pytest.raises(CheckpointError, match=r"pooler/dens/kernel.*nearest known name: 'bert/pooler/dense/kernel'"):
         plan_to_torch(_infos("bert/pooler/dens/kernel"), table, tie=True, same=_never)
     with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight.*shape \(2,\).*2 dimensions"):
-        plan_to_flax(_infos("pooler.dense.weight", shape=(2,)), table, tie=True, same=_never)
+        plan_from_torch(_infos("pooler.dense.weight", shape=(2,)), table, tie=True, same=_never)
 
 
 def test_legacy_names_are_aliases():
     table = compile_rules(BERT)
-    plan = plan_to_flax(_infos("embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"), table, tie=True, same=_never)
+    plan = plan_from_torch(
+        _infos("embeddings.LayerNorm.gamma", "embeddings.LayerNorm.beta"), table, tie=True, same=_never
+    )
     assert {step.sources[0]: step.targets[0].name for step in plan.steps} == {
         "embeddings.LayerNorm.gamma": "embeddings/LayerNorm/scale",
         "embeddings.LayerNorm.beta": "embeddings/LayerNorm/bias",
     }
     with pytest.raises(CheckpointError, match="stands twice"):
-        plan_to_flax(_infos("embeddings.LayerNorm.gamma", "embeddings.LayerNorm.weight"), table, tie=True, same=_never)
+        plan_from_torch(
+            _infos("embeddings.LayerNorm.gamma", "embeddings.LayerNorm.weight"), table, tie=True, same=_never
+        )

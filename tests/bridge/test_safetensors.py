@@ -12,7 +12,8 @@ from easytorch.bridge.dtypes import SAFETENSORS_CODES, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
-from easytorch.bridge.load import save_tree
+from easytorch.bridge.save_tree import save_tree
+from easytorch.bridge.source import ReaderSource
 
 
 def every_dtype():
@@ -30,7 +31,10 @@ def rewrite(source, folder, **options):
     form = TorchSafetensors()
     with form.open(form.detect(source)) as reader:
         layout = form.layout(list(reader.tensors.values()), options.get("max_shard_size", 10**9))
-        form.write(folder, layout, (reader.read(info.name) for infos in layout.values() for info in infos))
+        source = ReaderSource(reader, None)
+        for file, infos in layout.items():
+            form.write(folder, file, infos, source)
+        form.finish(folder, layout, source)
 
 
 def test_every_dtype_and_the_librarys_own_bytes(tmp_path):
@@ -178,7 +182,7 @@ def test_several_formats_must_be_told_apart(tmp_path):
     with pytest.raises(CheckpointError, match=r"several checkpoints \(model.safetensors, flax_model.msgpack\)"):
         registry.open_checkpoint(tmp_path)
     assert registry.find(tmp_path, prefer="torch")[1].name == "model.safetensors"
-    assert registry.find(tmp_path, prefer="flax")[1].name == "flax_model.msgpack"
+    assert registry.find(tmp_path, prefer="tree")[1].name == "flax_model.msgpack"
     with registry.open_checkpoint(tmp_path / "pytorch_model.bin")[1] as reader:
         assert list(reader.tensors) == ["a"]
     with pytest.raises(CheckpointError, match="no weights found"):

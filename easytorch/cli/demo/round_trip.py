@@ -61,7 +61,7 @@ def run_in_jax(folder: Path, encoded: Encoded) -> torch.Tensor:
     """The last hidden state (B, T, D) that a jax function computes from the converted parameters."""
     import jax
 
-    from easytorch.bridge.load import load_tree
+    from easytorch.bridge.load_tree import load_tree
     from easytorch.cli.demo.jax_bert import bert
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

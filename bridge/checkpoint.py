@@ -1,0 +1,174 @@
+"""An open checkpoint with what is known of it, and its weights under other names: source -> torch -> target."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from easytorch.bridge.architecture import Architecture, architecture_of, check
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config, find_config, read_config
+from easytorch.bridge.formats import registry
+from easytorch.bridge.formats.base import Format, Reader
+from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
+from easytorch.bridge.planned import PlannedReader, same_data
+from easytorch.bridge.rules import RuleTable, compile_rules
+from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
+from easytorch.bridge.side import SideFile
+
+
+@dataclass
+class Renamed:
+    """Weights under a scheme's names. `kept` are torch tensors the scheme has no place for, `tied` repeats left out."""
+
+    reader: Reader
+    kept: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Checkpoint:
+    """An open checkpoint. `scheme` is the name of its tensors' scheme; `config` is None where there is none."""
+
+    def __init__(self, form: Format, reader: Reader, scheme: str, config: Config | None) -> None:
+        self.form = form
+        self.reader = reader
+        self.scheme = scheme
+        self._config = config
+        self._side: SideFile | None = None
+        self._torch = reader
+
+    @property
+    def config(self) -> Config | None:
+        """Its config.json, given, found beside it or read off its names and shapes; None where that says nothing."""
+        return self._config
+
+    @property
+    def needed_config(self) -> Config:
+        """The config; `CheckpointError` where there is none."""
+        if self._config is None:
+            raise CheckpointError(
+                "there is no config.json beside the weights; copy the model's there, or give it by `config`",
+                file=_folder(self.reader.files[0]),
+            )
+        return self._config
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The parameters the config describes."""
+        return architecture_of(self.needed_config, len(self.reader.tensors))
+
+    def renamed(self, scheme: str, *, strict: bool = True) -> Renamed:
+        """The weights under the names of `scheme`.
+
+        strict: where names change, the weights are held against the architecture, and a tied repeat is left out only
+        if its bits are those it repeats. What loads a model in memory does the one itself and needs not the other.
+        """
+        if not self.reader.tensors:
+            raise CheckpointError("holds no tensors", file=self.reader.files[0])
+        if scheme == self.scheme:
+            return Renamed(self.reader)
+        if self.scheme == TORCH:
+            return self._from_torch(Renamed(self.reader), scheme, checked=not strict)
+        torch = self._to_torch(strict)
+        return torch if scheme == TORCH else self._from_torch(torch, scheme, checked=True)
+
+    def _to_torch(self, strict: bool) -> Renamed:
+        rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self.reader.tensors)
+        table = compile_rules(rules)
+        side = self._side = SideFile.beside(self.reader.files[0])
+        kept, tied = ({}, []) if side is None else (side.tensors, side.tied)
+        same = same_data(self.reader) if strict else _never
+        plan = plan_to_torch(self.reader.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
+        plan.keep(kept.values())
+        if strict:
+            self._check(plan.targets, table)
+        self._torch = PlannedReader(self.reader, plan, side)
+        return _renamed(self._torch, plan)
+
+    def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
+        table = compile_rules(scheme_called(scheme).rules(self.needed_config, self.architecture, None))
+        fill: Collection[str] = self.architecture.shapes if self.architecture.tie else ()
+        reader = torch.reader
+        plan = plan_from_torch(reader.tensors, table, tie=self.architecture.tie, same=same_data(reader), fill=fill)
+        if not checked:
+            self._check(
+                {name: reader.tensors[given] for name, given in table.torch_names(reader.tensors).items()}, table
+            )
+        plan.notes[:0] = torch.notes
+        return _renamed(PlannedReader(reader, plan), plan)
+
+    def read_torch(self, name: str) -> np.ndarray:
+        """The data of a torch tensor that `Renamed.kept` names."""
+        return self._torch.read(name)
+
+    def _check(self, tensors: dict, table: RuleTable) -> None:
+        weights = {name: info for name, info in tensors.items() if not table.is_buffer(name)}
+        check(weights, self.architecture, table)
+
+    def close(self) -> None:
+        """Closes every file."""
+        self.reader.close()
+        if self._side is not None:
+            self._side.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_checkpoint(
+    path: Path,
+    *,
+    prefer: registry.Kind | None = None,
+    scheme: str | None = None,
+    config: str | PathLike[str] | Config | None = None,
+    writable: bool = False,
+) -> Checkpoint:
+    """The checkpoint at `path`, a folder or a weight file.
+
+    scheme: whose names it carries, where they do not say it themselves. config: a config.json, the folder of one, or
+    what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`.
+    """
+    form, file = registry.find(path, prefer=prefer)
+    found = config if isinstance(config, Config) else find_config(path) if config is None else read_config(Path(config))
+    reader = form.open(file, writable=writable)
+    try:
+        if form.scheme is not None:
+            return Checkpoint(form, reader, _given(scheme, form, file), found)
+        chosen = recognise(reader.tensors, found) if scheme is None else scheme_called(scheme)
+        if found is None and (content := chosen.infer_config(reader.tensors)) is not None:
+            found = Config(_folder(path) / "config.json", content)
+        return Checkpoint(form, reader, chosen.name, found)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _given(scheme: str | None, form: Format, file: Path) -> str:
+    assert form.scheme is not None
+    if scheme not in (None, form.scheme):
+        raise CheckpointError(f"is {form.name}, whose names are {form.scheme!r} and not {scheme!r}", file=file)
+    return form.scheme
+
+
+def _never(one: Step, other: Step) -> bool:
+    return False
+
+
+def _renamed(reader: Reader, plan: Plan) -> Renamed:
+    return Renamed(reader, plan.kept, plan.tied, plan.notes)
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent

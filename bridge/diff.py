@@ -1,0 +1,135 @@
+"""`diff`: what two checkpoints hold differently, across formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from easytorch.bridge.bits import identical
+from easytorch.bridge.callable_module import call_as
+from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
+from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.schemes.registry import TORCH
+
+# Compared a piece at a time, so that memory does not grow with the tensor.
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor both hold. `max_abs` and `max_rel` (of the first's value) are None where shapes differ."""
+
+    name: str
+    first: TensorInfo
+    second: TensorInfo
+    max_abs: float | None
+    max_rel: float | None
+
+    @property
+    def same(self) -> bool:
+        """Whether dtype, shape and every bit agree."""
+        return self.max_abs == 0.0 and self.first.dtype == self.second.dtype
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two checkpoints compared under the names of `scheme`: tensors only one has, and those that differ."""
+
+    first: str
+    second: str
+    scheme: str
+    compared: int
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    differing: tuple[TensorDifference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether the checkpoints hold the same tensors, bit for bit."""
+        return not (self.only_first or self.only_second or self.differing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**asdict(self), "same": self.same}
+
+
+def diff(
+    first: str | PathLike[str],
+    second: str | PathLike[str],
+    *,
+    config: str | PathLike[str] | None = None,
+    tolerance: float = 0.0,
+) -> Difference:
+    """Compares two checkpoints of any formats, names as torch's where their schemes differ.
+
+    A tensor differs when its shape does, when its dtype does, or when some value is further than `tolerance` from the
+    first's (0: when some bit differs). `config` is the config.json of those that have none.
+    """
+    with open_checkpoint(Path(first), config=config) as one, open_checkpoint(Path(second), config=config) as other:
+        scheme = one.scheme if one.scheme == other.scheme else TORCH
+        left, right = (_reader(checkpoint, scheme) for checkpoint in (one, other))
+        shared = [name for name in left.tensors if name in right.tensors]
+        found = (_compare(left, right, name, tolerance) for name in shared)
+        return Difference(
+            first=str(first),
+            second=str(second),
+            scheme=scheme,
+            compared=len(shared),
+            only_first=tuple(name for name in left.tensors if name not in right.tensors),
+            only_second=tuple(name for name in right.tensors if name not in left.tensors),
+            differing=tuple(difference for difference in found if difference is not None),
+        )
+
+
+def _reader(checkpoint: Checkpoint, scheme: str) -> Reader:
+    return checkpoint.renamed(scheme).reader
+
+
+def _compare(left: Reader, right: Reader, name: str, tolerance: float) -> TensorDifference | None:
+    one, other = left.tensors[name], right.tensors[name]
+    if one.shape != other.shape:
+        return TensorDifference(name, one, other, None, None)
+    first, second = left.read(name), right.read(name)
+    if identical(first, second):
+        return None
+    absolute, relative = _distance(first, second)
+    if one.dtype == other.dtype and 0.0 < absolute <= tolerance:
+        return None
+    return TensorDifference(name, one, other, absolute, relative)
+
+
+def _distance(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """The largest absolute and relative difference; NaN in one place of only one of them counts as infinite."""
+    absolute = relative = 0.0
+    for one, other in _pieces(first, second):
+        gap = np.abs(one - other)
+        gap[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+        gap[np.isnan(gap)] = np.inf
+        if gap.size:
+            absolute = max(absolute, float(gap.max()))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = np.where(gap == 0, 0.0, gap / np.abs(one))
+            relative = max(relative, float(ratio.max()))
+    return absolute, relative
+
+
+def _pieces(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    if first.size <= _PIECE or first.ndim == 0:
+        wide = np.complex128 if "complex" in first.dtype.name or "complex" in second.dtype.name else np.float64
+        yield np.atleast_1d(first.astype(wide)), np.atleast_1d(second.astype(wide))
+        return
+    rows = _PIECE * len(first) // first.size
+    if rows == 0:
+        for one, other in zip(first, second, strict=True):
+            yield from _pieces(one, other)
+    else:
+        for start in range(0, len(first), rows):
+            yield from _pieces(first[start : start + rows], second[start : start + rows])
+
+
+call_as(diff)

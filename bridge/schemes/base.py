@@ -1,0 +1,29 @@
+"""What a naming scheme is: it recognises its names, and says for one model which torch tensor is which leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from easytorch.bridge.architecture import Architecture
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.rules import Rules
+
+
+class Scheme(Protocol):
+    """The names and layouts of one program's checkpoints, whatever file they stand in."""
+
+    name: str
+
+    def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
+        """Whether `tensors` (by path, with "/") carry this scheme's names."""
+
+    def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
+        """torch <-> leaf for the model `config` describes.
+
+        tensors: the leaves of the checkpoint that is read, None when the scheme is to be written.
+        """
+
+    def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
+        """config.json's content as far as names and shapes tell it, None where they do not."""

@@ -1,0 +1,29 @@
+"""HF Flax: the names of the Flax classes transformers had up to 4.57, and what they would be for every other model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from easytorch.bridge.architecture import Architecture
+from easytorch.bridge.families import Config, rules_for
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.rules import Rules
+
+
+class FlaxTree:
+    """The scheme of every tree that is no other's."""
+
+    name = "flax"
+
+    def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
+        """Always: it is asked last."""
+        return True
+
+    def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
+        """The table of the family."""
+        return rules_for(config.model_type, config.file)
+
+    def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
+        """None: HF writes config.json beside every checkpoint."""
+        return None

@@ -1,0 +1,34 @@
+"""The naming schemes there are, and which of them a checkpoint's names follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.schemes.base import Scheme
+from easytorch.bridge.schemes.flax_tree import FlaxTree
+
+# Torch's own names, the hub through which every other scheme is converted.
+TORCH = "torch"
+
+# The most particular first; the last one takes every tree.
+_SCHEMES: tuple[Scheme, ...] = (FlaxTree(),)
+
+
+def names() -> list[str]:
+    """Every scheme, torch's own included."""
+    return [TORCH, *(scheme.name for scheme in _SCHEMES)]
+
+
+def scheme_called(name: str) -> Scheme:
+    """The scheme `name`, which is not torch's; `ValueError` listing the known ones otherwise."""
+    for scheme in _SCHEMES:
+        if scheme.name == name:
+            return scheme
+    raise ValueError(f"no naming scheme is called {name!r}; known: {', '.join(names())}")
+
+
+def recognise(tensors: Mapping[str, TensorInfo], config: Config | None) -> Scheme:
+    """The first scheme whose names `tensors` carry."""
+    return next(scheme for scheme in _SCHEMES if scheme.recognises(tensors, config))

@@ -1,0 +1,52 @@
+"""What writers take their data from: an open checkpoint, or arrays in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import Reader, TensorInfo
+
+# Called with the tensor just written, the bytes written so far and the bytes in all.
+Progress = Callable[[str, int, int], None]
+
+
+class ReaderSource:
+    """The tensors of an open checkpoint, with progress over their bytes."""
+
+    def __init__(self, reader: Reader, config: Config | None, progress: Progress | None = None) -> None:
+        self.config = config
+        self._reader = reader
+        self._progress = progress
+        self._total = sum(info.nbytes for info in reader.tensors.values())
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def read(self, name: str) -> np.ndarray:
+        """The elements of one tensor."""
+        return self._reader.read(name)
+
+    def wrote(self, info: TensorInfo) -> None:
+        """Counts the tensor and reports it; one call at a time, whichever threads write."""
+        with self._lock:
+            self._done += info.nbytes
+            if self._progress is not None:
+                self._progress(info.name, self._done, self._total)
+
+
+class ArraySource:
+    """Arrays by name."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], config: Config | None = None) -> None:
+        self.config = config
+        self._arrays = arrays
+
+    def read(self, name: str) -> np.ndarray:
+        """The array itself."""
+        return self._arrays[name]
+
+    def wrote(self, info: TensorInfo) -> None:
+        """Nothing: nobody waits for arrays in memory."""

@@ -1,0 +1,89 @@
+"""torch state dicts: from checkpoints in any format, and to and from Flax trees in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from easytorch.bridge.bits import identical
+from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.plan import Plan, Same, Step, plan_from_torch, plan_to_torch
+from easytorch.bridge.rules import Rules, compile_rules
+from easytorch.bridge.schemes.registry import TORCH
+from easytorch.bridge.trees import flat, nested
+
+if TYPE_CHECKING:
+    import torch
+
+Tree = dict[str, Any]
+Read = Callable[[str], np.ndarray]
+
+
+def load_torch_state_dict(
+    path: str | PathLike[str], *, config: str | PathLike[str] | Config | None = None
+) -> dict[str, torch.Tensor]:
+    """The weights at `path`, a folder or a file in any format, as torch tensors by their torch names.
+
+    Of several formats in one folder the tree is taken. torch tensors kept beside a tree are merged back, a tied repeat
+    is left out. `config` is the config.json of a checkpoint that has none, or another than its own.
+    The tensors may be changed: untransposed ones are a private map of the file, others their own memory.
+    """
+    with open_checkpoint(Path(path), prefer="tree", config=config, writable=True) as checkpoint:
+        reader = checkpoint.renamed(TORCH, strict=False).reader
+        return {name: to_torch(reader.read(name)) for name in reader.tensors}
+
+
+def tree_to_state_dict(
+    tree: Mapping[str, Any], rules: Rules, *, tie_word_embeddings: bool = True
+) -> dict[str, torch.Tensor]:
+    """A nested dict of numpy or jax arrays in Flax naming as torch tensors; untransposed writable ones share memory."""
+    leaves = {path: np.asarray(leaf) for path, leaf in flat(tree).items()}
+    plan = plan_to_torch(infos_of(leaves), compile_rules(rules), tie=tie_word_embeddings, same=_never)
+    return {name: to_torch(array) for name, array in _run(plan, leaves.__getitem__).items()}
+
+
+def state_dict_to_tree(
+    state_dict: Mapping[str, torch.Tensor], rules: Rules, *, tie_word_embeddings: bool = True
+) -> Tree:
+    """torch tensors as a nested dict of numpy arrays in Flax naming, views of the tensors; buffers are left out."""
+    arrays = {name: to_numpy(tensor) for name, tensor in state_dict.items()}
+    read = arrays.__getitem__
+    plan = plan_from_torch(infos_of(arrays), compile_rules(rules), tie=tie_word_embeddings, same=_same(read))
+    return nested(_run(plan, read))
+
+
+def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
+    """What a writer is told of arrays; `CheckpointError` for what is no array of numbers."""
+    for name, array in arrays.items():
+        if numpy_dtype(array.dtype.name) is None:
+            raise CheckpointError(f"is of dtype {array.dtype}, not an array of numbers", tensor=name)
+    return {name: TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()}
+
+
+def _run(plan: Plan, read: Read) -> dict[str, np.ndarray]:
+    made: dict[str, np.ndarray] = {}
+    for step in plan.steps:
+        arrays = step.run([read(name) for name in step.sources])
+        made.update((info.name, array) for info, array in zip(step.targets, arrays, strict=True))
+    return made
+
+
+def _same(read: Read) -> Same:
+    def same(one: Step, other: Step) -> bool:
+        first, second = (step.run([read(name) for name in step.sources])[0] for step in (one, other))
+        return identical(first, second)
+
+    return same
+
+
+def _never(one: Step, other: Step) -> bool:
+    """A model in memory takes a tied tensor and its repeat alike, so they need not be compared."""
+    return False
