@@ -17,16 +17,11 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "setup.py").is_file():
     __path__.append(str(_root))
 
+# After __path__: this is the first import of the package itself. It is as light as this file.
+from easytorch import auto as _auto  # noqa: E402
+
 _EXPORTS = {
-    "easytorch.auto": (
-        "AutoConfig",
-        "AutoModel",
-        "AutoModelForCausalLM",
-        "AutoModelForMaskedLM",
-        "AutoModelForQuestionAnswering",
-        "AutoModelForSequenceClassification",
-        "AutoModelForTokenClassification",
-    ),
+    "easytorch.auto": (*_auto.MODELS, *_auto.PASSED_ON),
     "easytorch.operations": (
         "AttentionOutput",
         "BaseOperation",
@@ -41,13 +36,7 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:  # what type checkers see; tests/packaging/test_import.py holds it to _EXPORTS
-    from easytorch.auto import AutoConfig as AutoConfig
-    from easytorch.auto import AutoModel as AutoModel
-    from easytorch.auto import AutoModelForCausalLM as AutoModelForCausalLM
-    from easytorch.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
-    from easytorch.auto import AutoModelForQuestionAnswering as AutoModelForQuestionAnswering
-    from easytorch.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
-    from easytorch.auto import AutoModelForTokenClassification as AutoModelForTokenClassification
+    from easytorch.auto.declared import *  # noqa: F403
     from easytorch.operations import AttentionOutput as AttentionOutput
     from easytorch.operations import BaseOperation as BaseOperation
     from easytorch.operations import OperationImpl as OperationImpl
@@ -57,9 +46,10 @@ if TYPE_CHECKING:  # what type checkers see; tests/packaging/test_import.py hold
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    home = _HOME.get(name, "easytorch.auto" if name.startswith("AutoModel") else None)
+    if home is None:
         raise AttributeError(f"module 'easytorch' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -19,6 +19,9 @@ FIXTURES = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "flax"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {"bert": BertConfig(**SIZES, max_position_embeddings=40), "llama": LlamaConfig(**SIZES, pad_token_id=0)}
 HEADS = {
+    "AutoModelForMultipleChoice": ("BertForMultipleChoice",),
+    "AutoModelForNextSentencePrediction": ("BertForNextSentencePrediction",),
+    "AutoModelForPreTraining": ("BertForPreTraining",),
     "AutoModel": ("BertModel", "LlamaModel"),
     "AutoModelForCausalLM": ("BertLMHeadModel", "LlamaForCausalLM"),
     "AutoModelForMaskedLM": ("BertForMaskedLM",),
@@ -43,8 +46,9 @@ def test_every_head_is_native_and_equals_transformers(auto, name, tmp_path) -> N
     )
     assert isinstance(ours, transformers.PreTrainedModel)
     assert ours.easytorch_report.native and not ours.training
+    ids = IDS[None] if "MultipleChoice" in auto else IDS
     with torch.no_grad():
-        torch.testing.assert_close(ours(IDS)[0], theirs(IDS)[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(ids)[0], theirs(ids)[0], rtol=1e-5, atol=1e-5)
     assert ours.easytorch_report.called == ours.easytorch_report.layers and len(ours.easytorch_report.layers) == 2
     assert type(getattr(easytorch, auto).from_config(config_of(name))) is type(ours)
 
@@ -99,6 +103,20 @@ def test_another_head_warns_as_transformers_does(tmp_path, caplog) -> None:
     assert torch.isfinite(model(IDS).logits).all()
     model = easytorch.AutoModel.from_pretrained(tmp_path)
     assert torch.isfinite(model(IDS).pooler_output).all()
+
+
+def test_a_backbone_loads_from_a_folder(tmp_path) -> None:
+    """transformers' own AutoBackbone takes every folder for a name of timm's."""
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1] * 4, out_features=["stage2", "stage4"]
+    )
+    model = easytorch.AutoBackbone.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    again, pixels = easytorch.AutoBackbone.from_pretrained(tmp_path), torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        one, two = model(pixels).feature_maps, again(pixels).feature_maps
+    assert len(two) == 2
+    torch.testing.assert_close(one, two)
 
 
 def test_registered_classes_come_first() -> None:

@@ -1,29 +1,100 @@
-"""`AutoModel*` and `AutoConfig`: drop-ins for transformers' own.
+"""The auto classes: drop-ins for transformers' own.
 
 A family in `easytorch/models` loads as our native class, any other architecture as transformers' own class with our
 attention plugged in wherever that class calls one. `model.easytorch_report` says which, and after the first forward
-how many of its attention layers really called it.
+how many of its attention layers really called it. Names load on first use: transformers only with the first of them.
 """
 
-from transformers import AutoConfig
+from __future__ import annotations
 
-from easytorch.auto.classes import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-from easytorch.auto.report import Report
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AutoConfig",
+# Every auto class transformers 5 makes models with; `classes.py` makes ours of it.
+MODELS = (
+    "AutoBackbone",
     "AutoModel",
+    "AutoModelForAudioClassification",
+    "AutoModelForAudioFrameClassification",
+    "AutoModelForAudioTokenization",
+    "AutoModelForAudioXVector",
+    "AutoModelForCTC",
     "AutoModelForCausalLM",
+    "AutoModelForDecision",
+    "AutoModelForDepthEstimation",
+    "AutoModelForDocumentQuestionAnswering",
+    "AutoModelForImageClassification",
+    "AutoModelForImageMatting",
+    "AutoModelForImageSegmentation",
+    "AutoModelForImageTextToText",
+    "AutoModelForImageToImage",
+    "AutoModelForInstanceSegmentation",
+    "AutoModelForKeypointDetection",
+    "AutoModelForKeypointMatching",
+    "AutoModelForMaskGeneration",
+    "AutoModelForMaskedImageModeling",
     "AutoModelForMaskedLM",
+    "AutoModelForMultimodalLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForNextSentencePrediction",
+    "AutoModelForNormalEstimation",
+    "AutoModelForObjectDetection",
+    "AutoModelForPointmapEstimation",
+    "AutoModelForPoseEstimation",
+    "AutoModelForPreTraining",
     "AutoModelForQuestionAnswering",
+    "AutoModelForRNNT",
+    "AutoModelForSemanticSegmentation",
+    "AutoModelForSeq2SeqLM",
     "AutoModelForSequenceClassification",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForTDT",
+    "AutoModelForTableQuestionAnswering",
+    "AutoModelForTableRecognition",
+    "AutoModelForTextEncoding",
+    "AutoModelForTextRecognition",
+    "AutoModelForTextToSpectrogram",
+    "AutoModelForTextToWaveform",
+    "AutoModelForTimeSeriesPrediction",
     "AutoModelForTokenClassification",
-    "Report",
-]
+    "AutoModelForUniversalSegmentation",
+    "AutoModelForVideoClassification",
+    "AutoModelForVisualQuestionAnswering",
+    "AutoModelForZeroShotImageClassification",
+    "AutoModelForZeroShotObjectDetection",
+)
+# The same object as in transformers, so that a script needs one import.
+PASSED_ON = (
+    "AutoConfig",
+    "AutoFeatureExtractor",
+    "AutoImageProcessor",
+    "AutoProcessor",
+    "AutoTokenizer",
+    "AutoVideoProcessor",
+)
+
+_NAMES = (*MODELS, *PASSED_ON, "Report")
+
+__all__ = list(_NAMES)
+
+if TYPE_CHECKING:
+    from easytorch.auto.declared import *  # noqa: F403
+    from easytorch.auto.report import Report as Report
+
+
+def __getattr__(name: str) -> Any:
+    if name in PASSED_ON:
+        home = "transformers"
+    elif name == "Report":
+        home = "easytorch.auto.report"
+    elif name.startswith("Auto"):  # one that a newer transformers has is found too
+        home = "easytorch.auto.classes"
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

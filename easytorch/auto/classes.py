@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
 from easytorch.auto.plugging import attention_for, native_class
 from easytorch.auto.report import report_on
@@ -88,13 +90,35 @@ class EasyTorchAuto(_Base):
         model_class = _model_class(cls, config)
         reason = _choose_attention(model_class, config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        load = super().from_pretrained
         if issubclass(model_class, NativeModel):
-            model, info = load(path, *model_args, output_loading_info=True, **kwargs)
+            model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
         else:
-            model, info = _load_foreign(load, model_class, path, model_args, kwargs)
+            model, info = _load_foreign(cls._load, model_class, path, model_args, kwargs)
         report_on(model, reason)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _load(cls, path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        return super().from_pretrained(path, *model_args, **kwargs)
+
+
+class EasyTorchBackbone(EasyTorchAuto):
+    """`AutoBackbone`: the same, and timm's backbones under their own names, which have no "/"."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
+    ) -> Any:
+        """As `EasyTorchAuto.from_pretrained`; with `use_timm_backbone`, or a name of timm's, as transformers' own."""
+        path = pretrained_model_name_or_path
+        if kwargs.pop("use_timm_backbone", False) or not (_is_local(path) or "/" in os.fspath(path)):
+            return _theirs(cls).from_pretrained(path, *model_args, **kwargs)
+        return super().from_pretrained(path, *model_args, **kwargs)
+
+    @classmethod
+    def _load(cls, path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        # AutoBackbone's own asks the Hub even about a folder, and takes it for a name of timm's.
+        return super(_BaseAutoBackboneClass, cls).from_pretrained(path, *model_args, **kwargs)  # type: ignore[misc]
 
 
 def _theirs(auto: type) -> Any:
@@ -180,29 +204,15 @@ def _wants_remote_code(auto: Any, config: PreTrainedConfig, kwargs: dict[str, An
     return bool(kwargs.get("trust_remote_code")) and auto.__name__ in getattr(config, "auto_map", {})
 
 
-def _native_first(auto: Any) -> Any:
-    return NativeFirst(auto._model_mapping)
+def __getattr__(name: str) -> Any:
+    """transformers' auto class `name` with ours in front; made when it is first asked for, and then kept."""
+    theirs = getattr(transformers, name, None) if _IS_AUTO(name) else None
+    if theirs is None:
+        of = f"transformers {transformers.__version__}" if _IS_AUTO(name) else f"module {__name__!r}"
+        raise AttributeError(f"{of} has no {name!r}")
+    ours = EasyTorchBackbone if name == "AutoBackbone" else EasyTorchAuto
+    body = {"__module__": __name__, "__doc__": ours.__doc__, "_model_mapping": NativeFirst(theirs._model_mapping)}
+    return globals().setdefault(name, type(name, (ours, theirs), body))
 
 
-class AutoModel(EasyTorchAuto, transformers.AutoModel):
-    _model_mapping = _native_first(transformers.AutoModel)
-
-
-class AutoModelForCausalLM(EasyTorchAuto, transformers.AutoModelForCausalLM):
-    _model_mapping = _native_first(transformers.AutoModelForCausalLM)
-
-
-class AutoModelForMaskedLM(EasyTorchAuto, transformers.AutoModelForMaskedLM):
-    _model_mapping = _native_first(transformers.AutoModelForMaskedLM)
-
-
-class AutoModelForSequenceClassification(EasyTorchAuto, transformers.AutoModelForSequenceClassification):
-    _model_mapping = _native_first(transformers.AutoModelForSequenceClassification)
-
-
-class AutoModelForTokenClassification(EasyTorchAuto, transformers.AutoModelForTokenClassification):
-    _model_mapping = _native_first(transformers.AutoModelForTokenClassification)
-
-
-class AutoModelForQuestionAnswering(EasyTorchAuto, transformers.AutoModelForQuestionAnswering):
-    _model_mapping = _native_first(transformers.AutoModelForQuestionAnswering)
+_IS_AUTO = re.compile(r"AutoModel(For\w+)?|AutoBackbone").fullmatch

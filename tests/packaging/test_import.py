@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +36,46 @@ def test_every_public_name_loads() -> None:
         assert name in dir(easytorch)
 
 
+def checked_names(file: Path) -> list[str]:
+    """What type checkers see: the names that the TYPE_CHECKING block of `file` declares or imports."""
+    blocks = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.If))
+    block = next(node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
+    classes = [node.name for node in block.body if isinstance(node, ast.ClassDef)]
+    imported = [alias for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [*classes, *(alias.asname or alias.name for alias in imported)]
+
+
 def test_type_checkers_see_the_same_names() -> None:
     import easytorch
+    from easytorch import auto
 
-    tree = ast.parse(Path(easytorch.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = [alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert seen == easytorch.__all__
+    declared = checked_names(Path(auto.__file__).with_name("declared.py"))
+    assert {*declared} - {"hf", "EasyTorchAuto", "EasyTorchBackbone"} == {*auto.MODELS, *auto.PASSED_ON}
+    assert checked_names(Path(auto.__file__)) == ["*", "Report"]
+    own = [name for name in easytorch.__all__ if name not in auto.__all__]
+    assert checked_names(Path(easytorch.__file__)) == ["*", *own]
+
+
+def test_every_auto_class_of_transformers_is_there() -> None:
+    import transformers
+
+    from easytorch import auto
+
+    theirs = {name for name in dir(transformers) if re.fullmatch(r"AutoModel(For\w+)?|AutoBackbone", name)}
+    assert set(auto.MODELS) == theirs
+    assert all(getattr(auto, name) is getattr(transformers, name) for name in auto.PASSED_ON)
+
+
+def test_auto_classes_are_classes_like_others() -> None:
+    """Made on first use: one object under every name, with its own name and place, and picklable."""
+    import easytorch
+    import easytorch.auto.classes as classes
+
+    for name in easytorch.auto.MODELS:
+        made = getattr(easytorch, name)
+        assert made is getattr(easytorch.auto, name) is getattr(classes, name)
+        assert pickle.loads(pickle.dumps(made)) is made
+        assert made.__qualname__ == name and made.__module__ == classes.__name__ and made.__doc__
 
 
 def test_an_unknown_public_name_says_what_there_is() -> None:
