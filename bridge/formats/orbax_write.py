@@ -1,0 +1,189 @@
+"""Writing Orbax checkpoints with tensorstore, array by array, as orbax's own handlers would have left them.
+
+Source: orbax-checkpoint 0.12, `serialization/tensorstore_utils.py` (array metadata), `serialization/ocdbt_utils.py`
+(the part stores of the processes are merged by reference) and `metadata/tree.py`. Values are marked `np.ndarray`, so
+that they restore on any set of devices: orbax ties `jax.Array`s to those they were saved from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import Layout, Source, TensorInfo
+from easytorch.bridge.formats.mapped import check_announced
+from easytorch.bridge.formats.orbax_index import CHECKPOINT_METADATA, MANIFEST, METADATA
+from easytorch.bridge.formats.orbax_store import array_spec, load_tensorstore, new_context, store_spec
+from easytorch.bridge.formats.sharding import split
+from easytorch.bridge.trees import nested
+
+# A chunk is compressed and read whole.
+_CHUNK_BYTES = 16 << 20
+# Copies of chunks that may wait to be written.
+_PENDING_BYTES = 64 << 20
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+_DICT_KEY = 2
+# What tensorstore has no element type for.
+_NOT_HELD = ("float8_e4m3", "uint4")
+
+
+def part_layout(tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
+    """Part store -> its tensors, in the order given."""
+    _check_names(tensors)
+    groups = split(list(tensors), max_shard_size)
+    return {f"ocdbt.process_{number}": group for number, group in enumerate(groups)}
+
+
+def array_layout(tensors: Sequence[TensorInfo]) -> Layout:
+    """Folder -> its one tensor."""
+    _check_names(tensors)
+    return {_key(info.name): [info] for info in tensors}
+
+
+def _key(name: str) -> str:
+    return name.replace("/", ".")
+
+
+def _check_names(tensors: Sequence[TensorInfo]) -> None:
+    nested({info.name: info for info in tensors})
+    keys: dict[str, str] = {}
+    for info in tensors:
+        if any(not part or part in (".", "..") for part in info.name.split("/")):
+            raise CheckpointError("is no path of plain names, so it cannot be a leaf of a tree", tensor=info.name)
+        if info.dtype in _NOT_HELD:
+            raise CheckpointError(f"Orbax has no dtype {info.dtype}; cast it to one it has", tensor=info.name)
+        if keys.setdefault(_key(info.name), info.name) != info.name:
+            message = f"and {keys[_key(info.name)]!r} are the same to Orbax, which joins names with dots; rename one"
+            raise CheckpointError(message, tensor=info.name)
+
+
+def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
+    """The shape of a tensor's chunks: whole but for the leading axes, which are cut to `_CHUNK_BYTES`."""
+    shape = [max(1, size) for size in info.shape]
+    size = TensorInfo("", tuple(shape), info.dtype).nbytes
+    for axis, length in enumerate(info.shape):
+        if size <= _CHUNK_BYTES:
+            break
+        row = size // shape[axis]
+        # Chunks of equal length, so that the last one is not mostly padding.
+        count = -(-length // max(1, _CHUNK_BYTES // row))
+        shape[axis] = -(-length // count)
+        size = row * shape[axis]
+    return tuple(shape)
+
+
+def write_arrays(folder: Path, tensors: Sequence[TensorInfo], source: Source, *, ocdbt: bool) -> None:
+    """Writes `tensors` as zarr arrays of a store in `folder`, replacing what an earlier attempt left of them."""
+    for name in [folder] if ocdbt else [folder / _key(info.name) for info in tensors]:
+        shutil.rmtree(name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    pending = _Pending()
+    context, store = new_context(), store_spec(folder, ocdbt=ocdbt)
+    for info in tensors:
+        array = source.read(info.name)
+        check_announced(info, array)
+        pending.array(_create(store, info, context), array, chunk_shape(info))
+        source.wrote(info)
+    pending.finish()
+
+
+def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
+    ts = load_tensorstore()
+    spec = array_spec(store, _key(info.name), "zarr") | {
+        "metadata": {
+            "shape": list(info.shape),
+            "chunks": list(chunk_shape(info)),
+            "compressor": {"id": "zstd", "level": 1},
+        },
+        "create": True,
+        "store_data_equal_to_fill_value": True,
+    }
+    return ts.open(spec, dtype=ts.dtype(numpy_dtype(info.dtype)), context=context).result()
+
+
+class _Pending:
+    """Writes under way, never more than `_PENDING_BYTES` of them."""
+
+    def __init__(self) -> None:
+        self._futures: deque[tuple[Any, int]] = deque()
+        self._bytes = 0
+
+    def array(self, store: Any, array: np.ndarray, chunk: tuple[int, ...]) -> None:
+        """Writes one array, a row of chunks after the other: the copy that is made is one of a chunk."""
+        for start in np.ndindex(*(-(-size // step) for size, step in zip(array.shape, chunk, strict=True))):
+            window = tuple(slice(at * step, (at + 1) * step) for at, step in zip(start, chunk, strict=True))
+            block = array[window]
+            block = np.ascontiguousarray(block).reshape(block.shape)
+            box = tuple(slice(one.start, min(one.stop, size)) for one, size in zip(window, array.shape, strict=True))
+            self._add(store[box].write(block), block.nbytes)
+
+    def _add(self, future: Any, size: int) -> None:
+        future.copy.result()
+        self._futures.append((future, size))
+        self._bytes += size
+        while self._bytes > _PENDING_BYTES:
+            self._wait()
+
+    def _wait(self) -> None:
+        future, size = self._futures.popleft()
+        future.result()
+        self._bytes -= size
+
+    def finish(self) -> None:
+        """Waits for all."""
+        while self._futures:
+            self._wait()
+
+
+def merge_parts(folder: Path, parts: Sequence[str]) -> None:
+    """One store in `folder` whose B-tree refers to the data in the part stores; what was there before is replaced."""
+    ts = load_tensorstore()
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder / "d", ignore_errors=True)
+    context = new_context()
+    whole = ts.KvStore.open(store_spec(folder, ocdbt=True), context=context).result()
+    transaction = ts.Transaction(atomic=True)
+    for part in parts:
+        one = ts.KvStore.open(store_spec(folder / part, ocdbt=True), context=context).result()
+        one.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+    transaction.commit_async().result()
+
+
+def write_metadata(folder: Path, tensors: Sequence[TensorInfo], *, ocdbt: bool) -> None:
+    """`_METADATA`, the tree, and `_CHECKPOINT_METADATA`, by which orbax knows a finished checkpoint."""
+    tree = {}
+    for info in tensors:
+        keys = info.name.split("/")
+        tree[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+    now = time.time_ns()
+    written: dict[str, dict[str, Any]] = {
+        METADATA: {
+            "tree_metadata": tree,
+            "use_ocdbt": ocdbt,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        },
+        CHECKPOINT_METADATA: {
+            "item_handlers": _HANDLER,
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": now,
+            "commit_timestamp_nsecs": now,
+            "custom_metadata": {},
+        },
+    }
+    for name, content in written.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
