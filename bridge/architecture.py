@@ -1,16 +1,20 @@
-"""The parameters an architecture has, by transformers' own class on the meta device, and the check against them."""
+"""The weights an architecture has, by transformers' own class on the meta device, and the check against them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.rules import RuleTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What transformers and torch raise for values of the wrong kind or size.
 _UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
@@ -18,16 +22,22 @@ _UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, A
 
 @dataclass(frozen=True)
 class Architecture:
-    """`shapes` by torch name, the name of the base model in them, and whether the config ties word embeddings."""
+    """The weights a checkpoint must have (`shapes`), by hub name: what `save_pretrained` writes.
+
+    `base` is the name of the base model in them, `tie` whether the config ties word embeddings. `given` are the names
+    the checkpoint has, of any age and for any head, which a table must know too.
+    """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     base: str
     tie: bool
+    names: HubNames
+    given: Collection[str] = ()
 
 
-def architecture_of(config: Config, tensors: int) -> Architecture:
-    """The architecture `config` describes, of a checkpoint that holds that many `tensors`.
+def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -> Architecture:
+    """The architecture `config` describes, of a checkpoint that holds that many `tensors`, by the names `given`.
 
     Nothing is allocated. `CheckpointError` for a class transformers does not have or a config it cannot build.
     """
@@ -39,6 +49,12 @@ def architecture_of(config: Config, tensors: int) -> Architecture:
     if isinstance(layers, int) and layers > tensors:
         raise CheckpointError(
             f"`num_hidden_layers` is {layers}, the checkpoint has {tensors} tensors", file=config.file
+        )
+    if config.model_type not in transformers.CONFIG_MAPPING:
+        hint = nearest(config.model_type, transformers.CONFIG_MAPPING)
+        raise CheckpointError(
+            f"unknown architecture: transformers has no family {config.model_type!r}{hint}; correct `model_type`",
+            file=config.file,
         )
     try:
         settings = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
@@ -52,11 +68,27 @@ def architecture_of(config: Config, tensors: int) -> Architecture:
         raise CheckpointError(
             f"describes no model that can be built ({reason}); correct it", file=config.file
         ) from error
+    return architecture_like(model, given)
+
+
+def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Architecture:
+    """The architecture of a model that is on the meta device."""
+    names = HubNames(model)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # transformers makes these anew where a checkpoint lacks them: sinusoidal positions, for one.
+    made = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
+    optional = {name for name in names.state if name not in parameters or made.search(name)}
     return Architecture(
-        name=model_class.__name__,
-        shapes={name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)},
+        name=type(model).__name__,
+        shapes={
+            name: tuple(tensor.shape)
+            for name, tensor in names.tensors.items()
+            if names.places[name].name not in optional
+        },
         base=model.base_model_prefix,
-        tie=bool(settings.tie_word_embeddings),
+        tie=bool(getattr(model.config, "tie_word_embeddings", False)),  # vision and audio configs do not say
+        names=names,
+        given=given,
     )
 
 
@@ -99,7 +131,7 @@ def check(tensors: Mapping[str, TensorInfo], architecture: Architecture, table: 
                 tensor=info.name,
             )
     missing = [name for name in architecture.shapes if name.removeprefix(prefix) not in there]
-    missing = [name for name in missing if not _implied(name, architecture, table)]
+    missing = [name for name in missing if not table.is_buffer(name) and not _implied(name, architecture, table)]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         message = f"is missing{more}, and {architecture.name} needs it{nearest(missing[0], tensors)}; add it"

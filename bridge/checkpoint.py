@@ -62,7 +62,8 @@ class Checkpoint:
     @cached_property
     def architecture(self) -> Architecture:
         """The parameters the config describes."""
-        return architecture_of(self.needed_config, len(self.reader.tensors))
+        given = self.reader.tensors if self.scheme in (TORCH, "flax") else ()
+        return architecture_of(self.needed_config, len(self.reader.tensors), given)
 
     def renamed(self, scheme: str, *, strict: bool = True) -> Renamed:
         """The weights under the names of `scheme`.

@@ -80,7 +80,7 @@ def rules_for(model_type: str, file: Path | None = None) -> Rules:
 
 
 def native_rules(model_type: str) -> Rules | None:
-    """`RULES` of `easytorch.models.<model_type>`, None for a family that is not native or leaves it to the convention."""
+    """`RULES` of `easytorch.models.<model_type>`, None for a family that is not native or follows the convention."""
     name = model_type.replace("-", "_")
     return getattr(importlib.import_module(f"easytorch.models.{name}"), "RULES", None) if name in families() else None
 

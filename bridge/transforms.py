@@ -79,3 +79,5 @@ register_transform(permutation("linear", (1, 0)))
 register_transform(permutation("conv1d", (2, 1, 0)))
 # torch (out, in, height, width) <-> Flax (height, width, in, out).
 register_transform(permutation("conv2d", (2, 3, 1, 0)))
+# torch (out, in, depth, height, width) <-> Flax (depth, height, width, in, out).
+register_transform(permutation("conv3d", (2, 3, 4, 1, 0)))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from easytorch.bridge.architecture import Architecture
-from easytorch.bridge.families import Config, rules_for
+from easytorch.bridge.convention import flax_rules
+from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules import Rules
 
@@ -21,8 +22,8 @@ class FlaxTree:
         return True
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """The table of the family."""
-        return rules_for(config.model_type, config.file)
+        """The table of the family, or what the convention makes of its modules."""
+        return flax_rules(config, architecture)
 
     def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
         """None: HF writes config.json beside every checkpoint."""

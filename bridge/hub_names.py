@@ -1,0 +1,93 @@
+"""The two names of a torch weight: on disk ("hub names", what checkpoints hold) and in memory (module names).
+
+They differ since transformers 5: experts are a tensor each on disk and one stack in memory, encoders lost a level of
+modules, vision-language models moved theirs. transformers' own engine (core_model_loading.py, conversion_mapping.py)
+maps one to the other when it loads and saves; it is asked here on the meta device, so nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight of a checkpoint goes in memory: the name there, and the conversion it goes through, if any."""
+
+    name: str
+    conversion: str | None
+
+
+class HubNames:
+    """The names of one model, given on the meta device.
+
+    `tensors` are its parameters and persistent buffers by hub name, `scratch` the names of the buffers that
+    transformers does not save any more and older checkpoints hold.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.model = model
+        self.state: Mapping[str, torch.Tensor] = model.state_dict()
+        self.tensors = self.to_hub(self.state)
+        self.scratch = self.to_hub({**self.state, **dict(model.named_buffers())}).keys() - self.tensors.keys()
+        changes = get_model_conversion_mapping(model)
+        self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in changes if isinstance(change, WeightConverter)]
+        self.places = {name: self._place(name) for name in _sorted(self.tensors)}
+        self._hubs: dict[Place, list[str]] = {}
+        for name, place in self.places.items():
+            self._hubs.setdefault(place, []).append(name)
+
+    def to_hub(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state dict as `save_pretrained` would write it: views of the tensors where the layouts allow."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, dict(state_dict))
+
+    def hub_name(self, module_name: str) -> str | None:
+        """What the weight called `module_name` in memory is called on disk; None where it is not one there."""
+        return next(iter(self._hubs.get(Place(module_name, None), ())), None)
+
+    def aliases(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of `names` that are spelt as older or newer versions of transformers did -> the hub name.
+
+        A rename only: what is cut or joined differently has no alias.
+        """
+        base = self.model.base_model_prefix
+        found = {}
+        for name in _sorted(names):
+            if any(known in self.tensors for known in (name, name.removeprefix(f"{base}."), f"{base}.{name}")):
+                continue
+            hubs = self._hubs.get(Place(name, None) if name in self.state else self._place(name), ())
+            if hubs:
+                found[name] = max(hubs, key=lambda hub, name=name: _common_end(hub, name))
+        return found
+
+    def _place(self, name: str) -> Place:
+        from transformers.core_model_loading import rename_source_key
+
+        base = self.model.base_model_prefix or None
+        place = Place(*rename_source_key(name, self._renamings, self._converters, base, dict(self.state)))
+        return place if place.name in self.state or name not in self.state else Place(name, None)
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    """In the order in which transformers' engine must see them: a rename may start with its first name."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
+
+
+def _common_end(one: str, other: str) -> int:
+    """How many components at the end of two names agree."""
+    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
+    return next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one))
