@@ -10,7 +10,8 @@ import numpy as np
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.rules import TIED, TIED_IN_TORCH, Bindings, CompiledRule, RuleTable
+from easytorch.bridge.patterns import Bindings, Pattern
+from easytorch.bridge.rules import TIED, TIED_IN_TORCH, CompiledRule, RuleTable
 from easytorch.bridge.transforms import Transform, transform_called
 
 # Whether two steps make bit-identical tensors.
@@ -19,7 +20,7 @@ Same = Callable[["Step", "Step"], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """Reads `sources`, gives `targets`. `reverse` applies the transform from Flax to torch."""
+    """Reads `sources`, gives `targets`. `reverse` applies the transform from its fused side to its parts."""
 
     sources: tuple[str, ...]
     targets: tuple[TensorInfo, ...]
@@ -87,12 +88,7 @@ def plan_to_torch(
     plan = Plan()
     kept = frozenset(kept)
     tied = frozenset(tied)
-    leaves: dict[str, Step] = {}
-    for path in tensors:
-        found = table.flax_rule(path)
-        if found is None:
-            raise CheckpointError(table.unknown_flax(path), file=tensors[path].file or None, tensor=path)
-        leaves[path] = _step_to_torch(tensors[path], *found)
+    leaves = _steps_to_torch(tensors, table)
     for step in leaves.values():
         repeats = table.tie(step.targets[0].name)
         if repeats is not None and repeats[0].kind == TIED_IN_TORCH and tie and step.targets[0].name not in tied:
@@ -184,26 +180,59 @@ class _FromTorch:
         entry[2][part] = source
 
     def _step(self, rule: CompiledRule, bindings: Bindings, parts: Mapping[int, str]) -> Step:
-        path = rule.flax.fill(bindings)
-        for number, pattern in enumerate(rule.torch):
-            if number not in parts:
-                raise CheckpointError(
-                    f"is missing, and {path!r} is made of it and others", tensor=pattern.fill(bindings)
-                )
-        infos = [self._tensors[parts[number]] for number in range(len(rule.torch))]
-        for info in infos:
-            _check_rank(info, rule.transform.rank if rule.transform.parts == 1 else None)
-        shape = rule.transform.flax_shape([info.shape for info in infos])
-        target = TensorInfo(path, shape, infos[0].dtype)
-        return Step(tuple(info.name for info in infos), (target,), rule.transform, False)
+        infos = {number: self._tensors[name] for number, name in parts.items()}
+        return _cut(infos[0], rule, rule.leaves, bindings) if rule.cut else _fused(infos, rule, bindings)
 
 
-def _step_to_torch(info: TensorInfo, rule: CompiledRule, bindings: Bindings) -> Step:
+def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict[str, Step]:
+    """What each leaf becomes; the step of a torch tensor that is made of several stands at the last of them."""
+    steps: dict[str, Step] = {}
+    pending: dict[tuple[int, Bindings], dict[int, TensorInfo]] = {}
+    for path, info in tensors.items():
+        found = table.leaf_rule(path)
+        if found is None:
+            raise CheckpointError(table.unknown_flax(path), file=info.file or None, tensor=path)
+        rule, part, bindings = found
+        if not rule.cut:
+            steps[path] = _cut(info, rule, rule.torch, bindings)
+            continue
+        infos = pending.setdefault((rule.number, bindings), {})
+        infos[part] = info
+        if len(infos) == len(rule.leaves):
+            steps[path] = _fused(pending.pop((rule.number, bindings)), rule, bindings)
+    for infos in pending.values():
+        rule, _, bindings = table.leaf_rule(next(iter(infos.values())).name)
+        _fused(infos, rule, bindings)
+    return steps
+
+
+def _fused(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings) -> Step:
+    """The one tensor that `infos`, by their place in the rule, are the parts of."""
+    parts, whole = (rule.leaves, rule.torch[0]) if rule.cut else (rule.torch, rule.flax)
+    for number, pattern in enumerate(parts):
+        if number not in infos:
+            message = f"is missing, and {whole.fill(bindings)!r} is made of it and others"
+            raise CheckpointError(message, tensor=pattern.fill(bindings))
+    listed = [infos[number] for number in range(len(parts))]
+    for info in listed:
+        _check_rank(info, rule.transform.rank if rule.transform.parts == 1 else None)
+        if info.dtype != listed[0].dtype:
+            message = (
+                f"is {info.dtype}, {listed[0].name!r} is {listed[0].dtype}, and they make one tensor; give a dtype"
+            )
+            raise CheckpointError(message, file=info.file or None, tensor=info.name)
+    dtype = listed[0].dtype if rule.cut else rule.transform.flax_dtype or listed[0].dtype
+    target = TensorInfo(whole.fill(bindings), rule.transform.flax_shape([info.shape for info in listed]), dtype)
+    return Step(tuple(info.name for info in listed), (target,), rule.transform, False)
+
+
+def _cut(info: TensorInfo, rule: CompiledRule, patterns: Sequence[Pattern], bindings: Bindings) -> Step:
+    """The tensors, called by `patterns`, that `info` holds."""
     _check_rank(info, rule.transform.rank)
     shapes = rule.transform.torch_shapes(info.shape)
     targets = tuple(
         TensorInfo(pattern.fill(bindings), tuple(shape), info.dtype, info.file)
-        for pattern, shape in zip(rule.torch, shapes, strict=True)
+        for pattern, shape in zip(patterns, shapes, strict=True)
     )
     return Step((info.name,), targets, rule.transform, True)
 

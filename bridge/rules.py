@@ -9,7 +9,8 @@ Flax modules hold their parameters.
 - `[prefix.]` at the start of a torch pattern and `[prefix/]` at the start of its Flax pattern are there on both sides
   or on neither: a checkpoint of the base model alone has no prefix.
 - A transform is a name of `bridge.transforms`, or a `Transform` itself where the layout has numbers in it (heads,
-  stacked layers). A torch pattern may be a tuple of patterns for a transform that fuses.
+  stacked layers). A torch pattern may be a tuple of patterns for a transform that fuses. Where torch is the side that
+  fuses, the other pattern is the tuple, and the transform is read from the leaves to torch.
 - Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
 
 Four names in the transform's place say what is not a change of layout:
@@ -31,7 +32,7 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.patterns import Bindings, Pattern, choices_in, has_prefix, parse
 from easytorch.bridge.transforms import Transform, transform_called
 
-Rule = tuple[str | tuple[str, ...], str | None, str | Transform]
+Rule = tuple[str | tuple[str, ...], str | tuple[str, ...] | None, str | Transform]
 Rules = tuple[Rule, ...]
 
 BUFFER = "buffer"
@@ -50,14 +51,19 @@ class CompiledRule:
     number: int
     kind: str
     torch: tuple[Pattern, ...]
-    path: Pattern | None
+    leaves: tuple[Pattern, ...]
     transform: Transform | None
 
     @property
     def flax(self) -> Pattern:
-        """The Flax pattern of a rule that has one: every rule but a buffer's."""
-        assert self.path is not None, f"{self.kind} has no Flax side"
-        return self.path
+        """The Flax pattern of a rule that has one, every rule but a buffer's; the first of several."""
+        assert self.leaves, f"{self.kind} has no Flax side"
+        return self.leaves[0]
+
+    @property
+    def cut(self) -> bool:
+        """Whether one torch tensor is several leaves, so that the transform reads from those to torch."""
+        return len(self.leaves) > 1
 
     def order(self, bindings: Bindings) -> tuple:
         """Sorts instances of the table: by rule, then by variable, numbers as numbers and choices as listed."""
@@ -122,7 +128,11 @@ class RuleTable:
         self.buffers = [rule for rule in compiled if rule.kind == BUFFER]
         ties = [rule for rule in compiled if rule.kind in (TIED, TIED_IN_TORCH)]
         self._torch = _Side(_torch_side(self.weights), rules, unique=True)
-        self._flax = _Side(((rule, 0, rule.flax) for rule in self.weights), rules, unique=True)
+        self._flax = _Side(
+            ((rule, part, pattern) for rule in self.weights for part, pattern in enumerate(rule.leaves)),
+            rules,
+            unique=True,
+        )
         self._ties = _Side(_torch_side(ties), rules, unique=True)
         self._tied_to = _Side(((rule, 0, rule.flax) for rule in ties), rules, unique=False)
         self._buffers = _Side(_torch_side(self.buffers), rules, unique=True)
@@ -133,7 +143,12 @@ class RuleTable:
 
     def flax_rule(self, path: str) -> tuple[CompiledRule, Bindings] | None:
         """The rule that moves leaf `path`, and the bindings."""
-        return next(((rule, bindings) for rule, _, bindings in self._flax.matches(path)), None)
+        found = self.leaf_rule(path)
+        return None if found is None else (found[0], found[2])
+
+    def leaf_rule(self, path: str) -> Match | None:
+        """The rule that moves leaf `path`, which of its leaves that is, and the bindings."""
+        return next(self._flax.matches(path), None)
 
     def tie(self, name: str) -> tuple[CompiledRule, str] | None:
         """The tie of torch tensor `name` and the path it repeats."""
@@ -172,7 +187,7 @@ class RuleTable:
 
     def unknown_flax(self, path: str) -> str:
         """What to say about a Flax path without a rule."""
-        known = [rule.flax.like(path) for rule in self.weights]
+        known = [pattern.like(path) for rule in self.weights for pattern in rule.leaves]
         return f"no rule of this family names it{nearest(path, known)}; remove it or add a rule"
 
 
@@ -204,19 +219,21 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
         raise ValueError(
             f"rule {number} {rule!r}: the transform {kind!r} has no inverse, so the table reads only one way"
         )
-    if len(torch_patterns) != (1 if transform is None else transform.parts):
-        raise ValueError(f"rule {number} {rule!r}: {kind!r} does not take {len(torch_patterns)} torch patterns")
-    if (flax_side is None) != (kind == BUFFER):
+    flax_patterns = (flax_side,) if isinstance(flax_side, str) else tuple(flax_side or ())
+    side, many = ("Flax", flax_patterns) if len(flax_patterns) > 1 else ("torch", torch_patterns)
+    if len(many) != (1 if transform is None else transform.parts) or min(len(flax_patterns), len(torch_patterns)) > 1:
+        raise ValueError(f"rule {number} {rule!r}: {kind!r} does not take {len(many)} {side} patterns")
+    if (not flax_patterns) != (kind == BUFFER):
         raise ValueError(f"rule {number} {rule!r}: a rule without a Flax pattern is a {BUFFER!r}, and only that")
-    sides = [*torch_patterns, *([] if flax_side is None else [flax_side])]
+    sides = [*torch_patterns, *flax_patterns]
     choices = choices_in(sides)
     if len({has_prefix(side) for side in sides}) > 1 and transform is not None:
         raise ValueError(f"rule {number} {rule!r}: an optional prefix stands on both sides or on neither")
     readings = []
     for keep in (False, True) if any(has_prefix(side) for side in sides) else (False,):
         torch = tuple(parse(side, ".", keep, choices) for side in torch_patterns)
-        flax = None if flax_side is None else parse(flax_side, "/", keep, choices)
-        if flax is not None and any(pattern.variables != flax.variables for pattern in torch):
+        leaves = tuple(parse(side, "/", keep, choices) for side in flax_patterns)
+        if leaves and len({pattern.variables for pattern in (*torch, *leaves)}) > 1:
             raise ValueError(f"rule {number} {rule!r}: a variable stands on one side only")
-        readings.append(CompiledRule(number, kind, torch, flax, transform))
+        readings.append(CompiledRule(number, kind, torch, leaves, transform))
     return readings

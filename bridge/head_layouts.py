@@ -1,0 +1,108 @@
+"""Layouts with numbers in them: attention kernels with an axis for the heads, layers stacked along an axis.
+
+The transforms here are made for one model, from its config; like those of `bridge/transforms.py` they return views
+where numpy can, and every one has its exact inverse. Shapes are named (out, in) for torch's matrices; D is the width of
+the model, H the number of heads, d the size of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.transforms import Shape, Transform, transform_called
+
+
+@cache
+def heads_out(heads: int) -> Transform:
+    """torch (H d, D), a query, key or value projection <-> (D, H, d), the kernel of flax's `DenseGeneral`."""
+
+    def split(shape: Shape) -> Shape:
+        return (shape[1], heads, _of_each(shape[0], heads))
+
+    return Transform(
+        name=f"heads_out[{heads}]",
+        to_flax=lambda arrays: arrays[0].T.reshape(split(arrays[0].shape)),
+        to_torch=lambda array: (array.reshape(len(array), -1).T,),
+        flax_shape=lambda shapes: split(shapes[0]),
+        torch_shapes=lambda shape: ((shape[1] * shape[2], shape[0]),),
+        rank=3,
+    )
+
+
+@cache
+def heads_in(heads: int) -> Transform:
+    """torch (D, H d), an output projection <-> (H, d, D)."""
+
+    def split(shape: Shape) -> Shape:
+        return (heads, _of_each(shape[1], heads), shape[0])
+
+    return Transform(
+        name=f"heads_in[{heads}]",
+        to_flax=lambda arrays: arrays[0].T.reshape(split(arrays[0].shape)),
+        to_torch=lambda array: (array.reshape(-1, array.shape[2]).T,),
+        flax_shape=lambda shapes: split(shapes[0]),
+        torch_shapes=lambda shape: ((shape[2], shape[0] * shape[1]),),
+        rank=3,
+    )
+
+
+@cache
+def heads_bias(heads: int) -> Transform:
+    """torch (H d,) <-> (H, d)."""
+    return Transform(
+        name=f"heads_bias[{heads}]",
+        to_flax=lambda arrays: arrays[0].reshape(heads, -1),
+        to_torch=lambda array: (array.reshape(-1),),
+        flax_shape=lambda shapes: (heads, _of_each(shapes[0][0], heads)),
+        torch_shapes=lambda shape: ((shape[0] * shape[1],),),
+        rank=2,
+    )
+
+
+# torch (a, b) <-> (1, a, b): position tables that flax keeps with an axis for the batch.
+with_batch = Transform(
+    name="with_batch",
+    to_flax=lambda arrays: arrays[0][None],
+    to_torch=lambda array: (array[0],),
+    flax_shape=lambda shapes: (1, *shapes[0]),
+    torch_shapes=lambda shape: (shape[1:],),
+    rank=3,
+)
+
+
+def stacked(one: Transform | str, count: int, axis: int) -> Transform:
+    """`count` torch tensors, each laid out by `one`, along `axis` of a single leaf (flax's `nn.scan`, experts)."""
+    layer = transform_called(one) if isinstance(one, str) else one
+    assert layer.parts == 1 and layer.to_torch is not None, f"{layer.name} fuses already"
+    to_torch: Callable[[np.ndarray], Sequence[np.ndarray]] = layer.to_torch
+
+    def flax_shape(shapes: Sequence[Shape]) -> Shape:
+        if len(set(shapes)) != 1:
+            raise CheckpointError(f"layers of one stack have the shapes {sorted(set(shapes))}, and must have one")
+        shape = layer.flax_shape(shapes[:1])
+        return (*shape[:axis], count, *shape[axis:])
+
+    def torch_shapes(shape: Shape) -> Sequence[Shape]:
+        if len(shape) <= axis or shape[axis] != count:
+            raise CheckpointError(f"a leaf of shape {shape} is no stack of {count} along axis {axis}")
+        return list(layer.torch_shapes((*shape[:axis], *shape[axis + 1 :]))) * count
+
+    return Transform(
+        name=f"stacked[{layer.name}, {count}, {axis}]",
+        to_flax=lambda arrays: np.stack([layer.to_flax([array]) for array in arrays], axis),
+        to_torch=lambda array: [made for part in np.moveaxis(array, axis, 0) for made in to_torch(part)],
+        flax_shape=flax_shape,
+        torch_shapes=torch_shapes,
+        rank=None if layer.rank is None else layer.rank + 1,
+        parts=count,
+    )
+
+
+def _of_each(size: int, heads: int) -> int:
+    if size % heads:
+        raise CheckpointError(f"{size} is not a multiple of its {heads} heads; correct config.json")
+    return size // heads
