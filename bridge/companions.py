@@ -15,6 +15,11 @@ _WEIGHTS = (
 )
 
 
+def is_weights(name: str) -> bool:
+    """Whether a file of this name holds weights, or tells where they are."""
+    return name.endswith(_WEIGHTS)
+
+
 def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[Path]:
     """Copies every file of the folder `source` that is not weights, subfolders and all; links are followed to files.
 
@@ -30,7 +35,7 @@ def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) ->
         )
         for name in sorted(files):
             file = Path(parent, name)
-            if name.startswith(".") or name.endswith(_WEIGHTS) or not file.is_file() or file.resolve() in left_out:
+            if name.startswith(".") or is_weights(name) or not file.is_file() or file.resolve() in left_out:
                 continue
             target = destination / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)

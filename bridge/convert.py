@@ -18,6 +18,7 @@ from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import Reader, WritableFormat
+from easytorch.bridge.locations import is_remote, local_destination, local_source
 from easytorch.bridge.plan import cast_plan
 from easytorch.bridge.planned import PlannedReader
 from easytorch.bridge.schemes.registry import TORCH
@@ -64,60 +65,63 @@ def convert(
     config: str | PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Writes the checkpoint `src` (a folder or a weight file) as `dst` in the format `to` (`registry.TARGETS`).
+    """Writes the checkpoint `src` as `dst` in the format `to` (`registry.TARGETS`).
 
-    `dst` is a new folder, or one file where its name ends as such a file's does (`out.safetensors`). Floating point
-    weights are cast to `dtype` when it is given and bit-exact otherwise. `verify` reads the result back and compares
-    every tensor. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme` names the source's
-    naming scheme where its names do not tell it, `config` is the config.json of a source that has none.
+    Both are paths, names on the Hub or URLs (`bridge.locations`). `dst` is a new folder, or one file where its name
+    ends as such a file's does (`out.safetensors`). Floating point weights are cast to `dtype` when it is given and
+    bit-exact otherwise. `verify` reads the result back and compares every tensor. Everything beside the weights
+    (config, tokenizer) is copied into a folder. `scheme` names the source's naming scheme where its names do not tell
+    it, `config` is the config.json of a source that has none.
     Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
     thing; `dst` is not there then.
     """
     begun = time.perf_counter()
-    source, destination = Path(src), Path(dst)
     target, shard_size = registry.target(to), parse_size(max_shard_size)
     cast = None if dtype is None else floating_dtype(dtype)
-    refuse_existing(destination)
+    if resume and is_remote(dst):
+        raise ValueError(f"a conversion to {dst} cannot be resumed; convert to a folder here and copy that")
     prefer: registry.Kind = "tree" if to == "torch" else "torch"
-    with open_checkpoint(source, prefer=prefer, scheme=scheme, config=config) as checkpoint:
-        renamed = checkpoint.renamed(target.scheme)
-        if cast is not None:
-            renamed.reader = PlannedReader(renamed.reader, cast_plan(renamed.reader.tensors, cast))
-        tensors = renamed.reader.tensors
-        layout = target.form.layout(list(tensors.values()), shard_size)
-        whole_file = target.form.suffix is not None and destination.suffix == target.form.suffix
-        if whole_file and len(layout) > 1:
-            raise CheckpointError(
-                f"one file is asked for, and the weights fill {len(layout)} of {max_shard_size}; "
-                "give a folder, or a larger max_shard_size",
-                file=destination,
+    with local_source(src, prefer=prefer) as source, local_destination(dst) as destination:
+        refuse_existing(destination)
+        with open_checkpoint(source, prefer=prefer, scheme=scheme, config=config) as checkpoint:
+            renamed = checkpoint.renamed(target.scheme)
+            if cast is not None:
+                renamed.reader = PlannedReader(renamed.reader, cast_plan(renamed.reader.tensors, cast))
+            tensors = renamed.reader.tensors
+            layout = target.form.layout(list(tensors.values()), shard_size)
+            whole_file = target.form.suffix is not None and destination.suffix == target.form.suffix
+            if whole_file and len(layout) > 1:
+                raise CheckpointError(
+                    f"one file is asked for, and the weights fill {len(layout)} of {max_shard_size}; "
+                    "give a folder, or a larger max_shard_size",
+                    file=destination,
+                )
+            with new_file(destination, next(iter(layout))) if whole_file else new_folder(destination) as folder:
+                data = ReaderSource(renamed.reader, checkpoint.config, progress)
+                for file, infos in layout.items():
+                    target.form.write(folder, file, infos, data)
+                target.form.finish(folder, layout, data)
+                if verify:
+                    _verify(folder, target.form, renamed.reader)
+                if not whole_file:
+                    _write_beside(folder, source, checkpoint, renamed, target.scheme, cast)
+            return ConversionReport(
+                source=str(src),
+                destination=str(dst),
+                source_format=checkpoint.form.name,
+                source_scheme=checkpoint.scheme,
+                target_format=target.form.name,
+                target_scheme=target.scheme,
+                architecture=None if checkpoint.config is None else checkpoint.config.architecture,
+                tensors=len(tensors),
+                bytes=sum(info.nbytes for info in tensors.values()),
+                files=(destination.name,) if whole_file else tuple(layout),
+                kept=tuple(renamed.kept),
+                tied=tuple(renamed.tied),
+                notes=tuple(renamed.notes),
+                verified=verify,
+                seconds=time.perf_counter() - begun,
             )
-        with new_file(destination, next(iter(layout))) if whole_file else new_folder(destination) as folder:
-            data = ReaderSource(renamed.reader, checkpoint.config, progress)
-            for file, infos in layout.items():
-                target.form.write(folder, file, infos, data)
-            target.form.finish(folder, layout, data)
-            if verify:
-                _verify(folder, target.form, renamed.reader)
-            if not whole_file:
-                _write_beside(folder, source, checkpoint, renamed, target.scheme, cast)
-        return ConversionReport(
-            source=str(source),
-            destination=str(destination),
-            source_format=checkpoint.form.name,
-            source_scheme=checkpoint.scheme,
-            target_format=target.form.name,
-            target_scheme=target.scheme,
-            architecture=None if checkpoint.config is None else checkpoint.config.architecture,
-            tensors=len(tensors),
-            bytes=sum(info.nbytes for info in tensors.values()),
-            files=(destination.name,) if whole_file else tuple(layout),
-            kept=tuple(renamed.kept),
-            tied=tuple(renamed.tied),
-            notes=tuple(renamed.notes),
-            verified=verify,
-            seconds=time.perf_counter() - begun,
-        )
 
 
 def _write_beside(

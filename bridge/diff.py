@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from easytorch.bridge.bits import identical
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.locations import local_source
 from easytorch.bridge.schemes.registry import TORCH
 
 # Compared a piece at a time, so that memory does not grow with the tensor.
@@ -70,7 +70,12 @@ def diff(
     A tensor differs when its shape does, when its dtype does, or when some value is further than `tolerance` from the
     first's (0: when some bit differs). `config` is the config.json of those that have none.
     """
-    with open_checkpoint(Path(first), config=config) as one, open_checkpoint(Path(second), config=config) as other:
+    with (
+        local_source(first) as here,
+        local_source(second) as there,
+        open_checkpoint(here, config=config) as one,
+        open_checkpoint(there, config=config) as other,
+    ):
         scheme = one.scheme if one.scheme == other.scheme else TORCH
         left, right = (_reader(checkpoint, scheme) for checkpoint in (one, other))
         shared = [name for name in left.tensors if name in right.tensors]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.locations import local_source
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class CheckpointInfo:
 
 
 def inspect(path: str | PathLike[str]) -> CheckpointInfo:
-    """Format, naming scheme, architecture and tensors of the checkpoint at `path`, a folder or a weight file.
+    """Format, naming scheme, architecture and tensors of the checkpoint at `path` (`bridge.locations`).
 
     Only headers are read. `CheckpointError` for anything that is not a whole checkpoint.
     """
-    with open_checkpoint(Path(path)) as checkpoint:
+    with local_source(path) as local, open_checkpoint(local) as checkpoint:
         reader, config = checkpoint.reader, checkpoint.config
         return CheckpointInfo(
             path=str(path),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.locations import local_source
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.trees import nested
 
@@ -15,12 +15,12 @@ from easytorch.bridge.trees import nested
 def load_tree(
     path: str | PathLike[str], *, scheme: str | None = None, config: str | PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """The weights at `path`, a folder or a file in any format, as a nested dict of numpy arrays.
+    """The weights at `path` (`bridge.locations`), in any format, as a nested dict of numpy arrays.
 
     The names are those of `scheme`; without it a tree keeps its own, and a torch checkpoint gets HF Flax's. `config`
     is the config.json of a checkpoint that has none. Arrays are read-only views of the mapped file where layouts allow.
     """
-    with open_checkpoint(Path(path), prefer="tree", config=config) as checkpoint:
+    with local_source(path, prefer="tree") as local, open_checkpoint(local, prefer="tree", config=config) as checkpoint:
         wanted = scheme or ("flax" if checkpoint.scheme == TORCH else checkpoint.scheme)
         reader = checkpoint.renamed(wanted, strict=False).reader
         return nested({name: reader.read(name) for name in reader.tensors})

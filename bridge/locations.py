@@ -1,0 +1,196 @@
+"""Where checkpoints are: a local path, a name on the Hub, or a URL of any file system fsspec knows (`gs://`, `s3://`).
+
+Hub names go through `huggingface_hub`, its cache and its environment variables, with `@revision` after the name if
+wanted. Of a remote folder only the files of the checkpoint that will be read, and what is no weights, are fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from easytorch.bridge.companions import is_weights
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats import registry
+from easytorch.bridge.formats.sharding import read_index
+
+Location = str | PathLike[str]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[^:]+)*://")
+_HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
+_HUB_SCHEME = "hf://"
+
+
+def is_remote(location: Location) -> bool:
+    """Whether `location` is a URL."""
+    return isinstance(location, str) and _URL.match(location) is not None
+
+
+@contextmanager
+def local_source(location: Location, *, prefer: registry.Kind | None = None) -> Iterator[Path]:
+    """The folder or file `location` stands for, here: itself, in the Hub's cache, or a copy that goes with the block.
+
+    A text that is no existing path and could be a name on the Hub is one. `prefer`: as in `registry.find`.
+    """
+    if not isinstance(location, str) or os.path.lexists(location):
+        yield Path(location)
+    elif location.startswith(_HUB_SCHEME):
+        yield _from_hub(location.removeprefix(_HUB_SCHEME), prefer)
+    elif is_remote(location):
+        with tempfile.TemporaryDirectory(prefix="easytorch-") as folder:
+            yield _fetched(location, Path(folder), prefer)
+    elif _HUB_NAME.fullmatch(location) and location.count("/") == 1:
+        yield _from_hub(location, prefer)
+    else:
+        yield Path(location)
+
+
+@contextmanager
+def local_destination(location: Location) -> Iterator[Path]:
+    """Where to write what is to stand at `location`: there, or in a folder that is uploaded when the block ends well.
+
+    Nothing may stand at a URL yet. `hf://org/name` makes a repository, in one commit; elsewhere what tells that the
+    checkpoint is whole (config, index) comes last, and a failed upload is removed.
+    """
+    if not is_remote(location):
+        yield Path(location)
+        return
+    url = str(location)
+    with tempfile.TemporaryDirectory(prefix="easytorch-") as folder:
+        local = Path(folder, PurePosixPath(url).name)
+        if url.startswith(_HUB_SCHEME):
+            yield local
+            _to_hub(local, url.removeprefix(_HUB_SCHEME))
+            return
+        system, root = _file_system(url)
+        if system.exists(root):
+            raise CheckpointError("exists already; choose another destination or remove it first", file=url)
+        yield local
+        _upload(local, system, root, url)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ValueError as error:
+        raise CheckpointError(f"is no URL that can be opened ({error})", file=url) from error
+
+
+def _fetched(url: str, folder: Path, prefer: registry.Kind | None) -> Path:
+    system, root = _file_system(url)
+    try:
+        if system.isfile(root):
+            local = folder / PurePosixPath(root).name
+            system.get_file(root, str(local))
+            return local
+        prefix = root.rstrip("/") + "/"
+        names = [path.removeprefix(prefix) for path in system.find(root)]
+        if not names:
+            raise CheckpointError("does not exist or is empty", file=url)
+
+        def fetch(name: str) -> Path:
+            local = _inside(folder, name, url)
+            if not local.is_file():
+                local.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(prefix + name, str(local))
+            return local
+
+        for name in wanted(names, prefer, url, fetch):
+            fetch(name)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", file=url) from error
+    return folder
+
+
+def _inside(folder: Path, name: str, url: str) -> Path:
+    if not name or name.startswith("/") or ".." in PurePosixPath(name).parts:
+        raise CheckpointError(f"lists the file {name!r}, which is not inside it", file=url)
+    return folder / name
+
+
+def wanted(
+    names: Iterable[str], prefer: registry.Kind | None, location: str, fetch: Callable[[str], Path]
+) -> list[str]:
+    """Which of the files `names` make up the checkpoint that will be read, and what stands beside it.
+
+    fetch: gets one of them and returns its path here; an index says which shards are meant.
+    """
+    names = sorted(names)
+    with tempfile.TemporaryDirectory(prefix="easytorch-") as folder:
+        # Formats are told by names alone, so empty files of the same names will do.
+        for name in names:
+            stand_in = _inside(Path(folder), name, location)
+            stand_in.parent.mkdir(parents=True, exist_ok=True)
+            stand_in.touch()
+        _, found = registry.find(Path(folder), prefer=prefer)
+        chosen = found.relative_to(folder).as_posix()
+        is_folder = found.is_dir()
+    beside = [name for name in names if not is_weights(name) and "/." not in f"/{name}"]
+    if is_folder:
+        return [name for name in names if chosen == "." or name.startswith(f"{chosen}/") or name in beside]
+    if not chosen.endswith(".index.json"):
+        return sorted({chosen, *beside})
+    parent = PurePosixPath(chosen).parent
+    shards = {(parent / file).as_posix() for file in read_index(fetch(chosen)).values()}
+    return sorted({chosen, *beside, *(shard for shard in shards if shard in names)})
+
+
+def _from_hub(name: str, prefer: registry.Kind | None) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    match = _HUB_NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError("is no name of a repository; write org/name, or org/name@revision", file=name)
+    repo, revision = match["repo"], match["revision"]
+    try:
+        if is_offline_mode():
+            return Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        names = HfApi().list_repo_files(repo, revision=revision)
+        files = wanted(names, prefer, name, lambda file: Path(hf_hub_download(repo, file, revision=revision)))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
+    except LocalEntryNotFoundError as error:
+        message = "is no folder here, and neither in the cache of the Hub; connect, or give a folder"
+        raise CheckpointError(message, file=name) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"is no folder here, and the Hub says: {reason}", file=name) from error
+
+
+def _to_hub(folder: Path, name: str) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    try:
+        api.create_repo(name)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Converted by EasyTorch")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"cannot be written: {reason}", file=_HUB_SCHEME + name) from error
+
+
+def _upload(local: Path, system: Any, root: str, url: str) -> None:
+    files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if file.is_file())
+    # Stable: weights first, then what makes readers take the folder for a checkpoint.
+    files.sort(key=lambda file: not is_weights(file.name) or file.name.endswith(".index.json"))
+    try:
+        for file in files:
+            remote = root if file == local else f"{root.rstrip('/')}/{file.relative_to(local).as_posix()}"
+            system.makedirs(remote.rpartition("/")[0], exist_ok=True)
+            system.put_file(str(file), remote)
+    except BaseException as error:
+        if system.exists(root):
+            system.rm(root, recursive=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot be written: {error.strerror or error}", file=url) from error
+        raise
