@@ -230,8 +230,9 @@ def _cut(info: TensorInfo, rule: CompiledRule, patterns: Sequence[Pattern], bind
     """The tensors, called by `patterns`, that `info` holds."""
     _check_rank(info, rule.transform.rank)
     shapes = rule.transform.torch_shapes(info.shape)
+    dtype = info.dtype if rule.cut else rule.transform.torch_dtype or info.dtype
     targets = tuple(
-        TensorInfo(pattern.fill(bindings), tuple(shape), info.dtype, info.file)
+        TensorInfo(pattern.fill(bindings), tuple(shape), dtype, info.file)
         for pattern, shape in zip(patterns, shapes, strict=True)
     )
     return Step((info.name,), targets, rule.transform, True)

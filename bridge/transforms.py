@@ -21,7 +21,8 @@ class Transform:
     """How torch tensors become one Flax leaf (`to_flax`) and back (`to_torch`, its exact inverse).
 
     The shape functions say the same of shapes, so that a file's header can be written before any data is read.
-    `rank` is the number of dimensions on the Flax side, None for any; the functions may rely on it.
+    `rank` is the number of dimensions on the Flax side, None for any; the functions may rely on it. `flax_dtype` is the
+    element type there, where it is not torch's own, and `torch_dtype` torch's where it is not the leaf's.
     """
 
     name: str
@@ -31,6 +32,8 @@ class Transform:
     torch_shapes: Callable[[Shape], Sequence[Shape]]
     rank: int | None = None
     parts: int = 1
+    flax_dtype: str | None = None
+    torch_dtype: str | None = None
 
 
 def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:
