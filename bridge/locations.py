@@ -159,6 +159,9 @@ def _from_hub(name: str, prefer: registry.Kind | None) -> Path:
         files = wanted(names, prefer, name, lambda file: Path(hf_hub_download(repo, file, revision=revision)))
         return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
     except LocalEntryNotFoundError as error:
+        # Only what was wanted has been fetched, and newer versions of huggingface_hub say that some files lack.
+        if (snapshot := getattr(error, "snapshot_path", None)) is not None:
+            return Path(snapshot)
         message = "is no folder here, and neither in the cache of the Hub; connect, or give a folder"
         raise CheckpointError(message, file=name) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -9,6 +9,8 @@ from typing import Literal
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Format, Reader, WritableFormat
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
+from easytorch.bridge.formats.gguf_file import Gguf
+from easytorch.bridge.formats.npz_file import Npz
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
 
@@ -30,6 +32,8 @@ _FORMATS: dict[str, Format] = {}
 TARGETS: dict[str, Target] = {
     "torch": Target(TorchSafetensors(), "torch"),
     "flax": Target(FlaxMsgpack(), "flax"),
+    "big_vision": Target(Npz(), "big_vision"),
+    "gguf": Target(Gguf(), "gguf"),
 }
 
 
@@ -40,13 +44,18 @@ def register(form: Format) -> None:
     _FORMATS[form.name] = form
 
 
-for _format in (TARGETS["torch"].form, TorchBin(), TARGETS["flax"].form):
+for _format in (TARGETS["torch"].form, TorchBin(), TARGETS["flax"].form, TARGETS["gguf"].form, TARGETS["big_vision"].form):
     register(_format)
 
 
 def formats() -> list[Format]:
     """Every format that is read here."""
     return list(_FORMATS.values())
+
+
+def target_names() -> list[str]:
+    """What `--to` accepts."""
+    return list(TARGETS)
 
 
 def target(name: str) -> Target:

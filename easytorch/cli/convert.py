@@ -1,31 +1,46 @@
-"""Convert a checkpoint between torch and JAX/Flax."""
+"""Convert a checkpoint between torch, JAX/Flax and other formats."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from easytorch.bridge.formats.registry import target_names
+from easytorch.bridge.schemes.registry import names as scheme_names
+
 if TYPE_CHECKING:
     from easytorch.bridge.convert import ConversionReport
 
 
 def command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint folder, or one of its weight files.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make; it must not exist.")],
-    to: Annotated[str, typer.Option("--to", metavar="flax|torch", help="Flax msgpack or torch safetensors.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, weight file, name on the Hub, or URL.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder or file to make, or a URL; not there yet.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(target_names())}.", autocompletion=target_names)
+    ],
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating point weights (bf16, fp16, fp32, ...); bit-exact without.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as in 5GB or 512MiB.")] = "5GB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare every tensor.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what a killed run has left.")] = False,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="SCHEME",
+            help=f"Whose names SRC carries, where they do not tell: {', '.join(scheme_names())}.",
+            autocompletion=scheme_names,
+        ),
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="config.json, or its folder, for a SRC that has none.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
-    """Convert a checkpoint to Flax or to torch.
+    """Convert a checkpoint: torch, JAX/Flax and the others, from any format to any.
 
     Names, layouts, shards and tied weights change; values do not. Config, tokenizer and everything else that is not
     weights is copied. DST appears whole or not at all.
@@ -34,6 +49,9 @@ def command(
     Examples:
       easytorch convert ./bert-base ./bert-base-flax --to flax
       easytorch convert ./llama-flax ./llama --to torch --dtype bf16 --verify
+      easytorch convert google/flan-t5-small ./flan --to flax --max-shard-size 500MB
+      easytorch convert gs://bucket/orbax/1000 ./llama --to torch --config ./llama/config.json
+      easytorch convert ./llama ./llama.gguf --to gguf --dtype q8_0
       easytorch convert ./old/pytorch_model.bin ./new --to torch --json
     """
     from easytorch.bridge.convert import convert
@@ -46,7 +64,16 @@ def command(
             bar.update(task, description=name[-40:], completed=done, total=total)
 
         report = convert(
-            source, destination, to=to, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=show
+            source,
+            destination,
+            to=to,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            verify=verify,
+            resume=resume,
+            scheme=scheme,
+            config=config,
+            progress=show,
         )
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
@@ -74,7 +101,7 @@ def _print(report: ConversionReport) -> None:
         f"in {report.seconds:.1f} s{', verified' if report.verified else ''}"
     )
     if report.kept:
-        console.print(f"kept beside the Flax weights: {', '.join(report.kept)}")
+        console.print(f"kept beside the weights: {', '.join(report.kept)}")
     if report.tied:
         console.print(f"left out as tied: {', '.join(report.tied)}")
     for note in report.notes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint folder, or one of its weight files.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, weight file, name on the Hub, or URL.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a tree.")] = False,
 ) -> None:
     """Show a checkpoint's format, architecture and tensors; tensor data is not loaded.

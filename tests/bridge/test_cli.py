@@ -1,8 +1,13 @@
 """`easytorch convert` and `easytorch inspect` as a user meets them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from easytorch.cli.main import main
 
@@ -79,3 +84,45 @@ def test_help_has_examples(run, name):
     code, out, _ = run(name, "--help")
     assert code == 0
     assert f"easytorch {name} ./bert-base" in out
+
+
+def test_diff(run, tiny_flax, tmp_path):
+    run("convert", tiny_flax, tmp_path / "torch", "--to", "torch")
+    code, out, _ = run("diff", tiny_flax, tmp_path / "torch")
+    assert (code, out) == (0, "the same: 41 tensors\n")
+    run("convert", tiny_flax, tmp_path / "half", "--to", "torch", "--dtype", "fp16")
+    code, out, _ = run("diff", tmp_path / "torch", tmp_path / "half", "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert not found["same"]
+    assert len(found["differing"]) == 41
+    worst = max(found["differing"], key=lambda one: one["max_abs"])
+    assert 0 < worst["max_abs"] < 2e-3 and 0 < worst["max_rel"] <= 2**-11
+    assert {one["second"]["dtype"] for one in found["differing"]} == {"float16"}
+
+
+def test_diff_says_what_differs(run, tiny_torch, tmp_path):
+    state = load_file(tiny_torch / "model.safetensors")
+    state["classifier.bias"] = state["classifier.bias"] + torch.tensor([0.0, 0.5])
+    state["classifier.weight"] = torch.zeros(3, 8)
+    state["more"] = state.pop("bert.pooler.dense.bias")
+    save_file(state, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    code, out, _ = run("diff", tiny_torch, tmp_path / "other.safetensors")
+    assert code == 1
+    assert "- bert.pooler.dense.bias\n+ more\n" in out
+    assert "~ classifier.bias  max abs 0.5, max relative" in out
+    assert "~ classifier.weight  shape (2, 8) against (3, 8)" in out
+    assert "40 tensors in both, 2 differ" in out
+    code, _, _ = run("diff", tiny_torch / "model.safetensors", tiny_torch, "--tolerance", "1")
+    assert code == 0
+
+
+def test_help_has_examples_and_completion_the_formats(run):
+    for command in ("convert", "inspect", "diff"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"easytorch {command} ./" in out
+    environment = {**os.environ, "_EASYTORCH_COMPLETE": "complete_bash", "COMP_CWORD": "5"}
+    environment["COMP_WORDS"] = "easytorch convert a b --to fla"
+    done = subprocess.run([sys.executable, "-m", "easytorch"], env=environment, capture_output=True, text=True)
+    assert "flax" in done.stdout.split()

@@ -1,0 +1,70 @@
+"""Compare two checkpoints, tensor by tensor, across formats."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from easytorch.bridge.diff import Difference, TensorDifference
+
+
+def command(
+    first: Annotated[str, typer.Argument(metavar="A", help="Folder, weight file, name on the Hub, or URL.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest absolute difference of a value that is none; 0 compares bits.")
+    ] = 0.0,
+    config: Annotated[str | None, typer.Option(help="config.json, or its folder, for those that have none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare two checkpoints: names, shapes, dtypes, and the largest difference of every tensor.
+
+    Where their naming schemes differ they are compared under torch's names. Exits with 1 when they differ.
+
+    \b
+    Examples:
+      easytorch diff ./bert-base ./bert-base-flax
+      easytorch diff ./llama ./llama-finetuned --json
+      easytorch diff ./llama-fp32 ./llama-gguf/model.gguf --tolerance 0.01
+    """
+    from easytorch.bridge.diff import diff
+
+    found = diff(first, second, tolerance=tolerance, config=config)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print(found)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+def _print(found: Difference) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for sign, names in (("-", found.only_first), ("+", found.only_second)):
+        for name in names:
+            console.print(f"{sign} {name}")
+    for difference in found.differing:
+        console.print(f"~ {difference.name}  {_line(difference)}")
+    if found.same:
+        console.print(f"the same: {found.compared} tensors")
+    else:
+        console.print(
+            f"{found.compared} tensors in both, {len(found.differing)} differ; "
+            f"{len(found.only_first)} only in {found.first}, {len(found.only_second)} only in {found.second}"
+        )
+
+
+def _line(difference: TensorDifference) -> str:
+    first, second = difference.first, difference.second
+    parts = []
+    if first.shape != second.shape:
+        parts.append(f"shape {first.shape} against {second.shape}")
+    if first.dtype != second.dtype:
+        parts.append(f"{first.dtype} against {second.dtype}")
+    if difference.max_abs is not None:
+        parts.append(f"max abs {difference.max_abs:.3g}, max relative {difference.max_rel:.3g}")
+    return ", ".join(parts)
