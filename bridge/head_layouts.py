@@ -30,6 +30,7 @@ def heads_out(heads: int) -> Transform:
         flax_shape=lambda shapes: split(shapes[0]),
         torch_shapes=lambda shape: ((shape[1] * shape[2], shape[0]),),
         rank=3,
+        torch_rank=2,
     )
 
 
@@ -47,6 +48,7 @@ def heads_in(heads: int) -> Transform:
         flax_shape=lambda shapes: split(shapes[0]),
         torch_shapes=lambda shape: ((shape[2], shape[0] * shape[1]),),
         rank=3,
+        torch_rank=2,
     )
 
 
@@ -98,11 +100,38 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
         flax_shape=flax_shape,
         torch_shapes=torch_shapes,
         rank=None if layer.rank is None else layer.rank + 1,
+        torch_rank=layer.torch_rank,
+        parts=count,
+        flax_dtype=layer.flax_dtype,
+        torch_dtype=layer.torch_dtype,
+    )
+
+
+def joined(one: Transform, count: int) -> Transform:
+    """`count` leaves, each the layout `one` of a torch matrix, whose matrices torch keeps under each other as one.
+
+    For a row with one torch name and `count` leaves: it reads from the leaves to torch.
+    """
+    assert one.parts == 1 and one.to_torch is not None, f"{one.name} fuses already"
+    to_torch: Callable[[np.ndarray], Sequence[np.ndarray]] = one.to_torch
+
+    def joined_shape(shapes: Sequence[Shape]) -> Shape:
+        if len(set(shapes)) != 1:
+            raise CheckpointError(f"leaves of one matrix have the shapes {sorted(set(shapes))}, and must have one")
+        (part,) = one.torch_shapes(shapes[0])
+        return (part[0] * count, *part[1:])
+
+    return Transform(
+        name=f"joined[{one.name}, {count}]",
+        to_flax=lambda leaves: np.concatenate([part for leaf in leaves for part in to_torch(leaf)]),
+        to_torch=lambda array: [one.to_flax([part]) for part in np.split(array, count)],
+        flax_shape=joined_shape,
+        torch_shapes=lambda shape: [one.flax_shape([(_of_each(shape[0], count), *shape[1:])])] * count,
         parts=count,
     )
 
 
 def _of_each(size: int, heads: int) -> int:
     if size % heads:
-        raise CheckpointError(f"{size} is not a multiple of its {heads} heads; correct config.json")
+        raise CheckpointError(f"{size} rows are not a multiple of {heads} heads or parts; correct config.json")
     return size // heads

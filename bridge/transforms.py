@@ -21,8 +21,9 @@ class Transform:
     """How torch tensors become one Flax leaf (`to_flax`) and back (`to_torch`, its exact inverse).
 
     The shape functions say the same of shapes, so that a file's header can be written before any data is read.
-    `rank` is the number of dimensions on the Flax side, None for any; the functions may rely on it. `flax_dtype` is the
-    element type there, where it is not torch's own, and `torch_dtype` torch's where it is not the leaf's.
+    `rank` is the number of dimensions on the Flax side and `torch_rank` that of each torch tensor, None for any; the
+    functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, and `torch_dtype` torch's
+    where it is not the leaf's.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Transform:
     flax_shape: Callable[[Sequence[Shape]], Shape]
     torch_shapes: Callable[[Shape], Sequence[Shape]]
     rank: int | None = None
+    torch_rank: int | None = None
     parts: int = 1
     flax_dtype: str | None = None
     torch_dtype: str | None = None
@@ -46,6 +48,7 @@ def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:
         flax_shape=lambda shapes: tuple(shapes[0][axis] for axis in to_flax),
         torch_shapes=lambda shape: (tuple(shape[axis] for axis in to_torch),),
         rank=len(to_flax),
+        torch_rank=len(to_flax),
     )
 
 
