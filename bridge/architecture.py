@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # What transformers and torch raise for values of the wrong kind or size.
-_UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Architecture:
     """The weights a checkpoint must have (`shapes`), by hub name: what `save_pretrained` writes.
 
-    `base` is the name of the base model in them, `tie` whether the config ties word embeddings. `given` are the names
+    `base` is the name of the base model in them, `tie` whether the config ties weights. `given` are the names
     the checkpoint has, of any age and for any head, which a table must know too.
     """
 
@@ -57,13 +58,13 @@ def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -
             file=config.file,
         )
     try:
-        settings = transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
+        settings = transformers.CONFIG_MAPPING[config.model_type].from_dict(_with_floats(config.content))
         model_class = _model_class(config, type(settings))
         with torch.device("meta"):
             model = model_class(settings)
     except CheckpointError:
         raise
-    except (StrictDataclassError, *_UNBUILDABLE) as error:
+    except (StrictDataclassError, *UNBUILDABLE) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"describes no model that can be built ({reason}); correct it", file=config.file
@@ -86,9 +87,17 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
             if names.places[name].name not in optional
         },
         base=model.base_model_prefix,
-        tie=bool(getattr(model.config, "tie_word_embeddings", False)),  # vision and audio configs do not say
+        # Vision and audio configs do not say; of a composite model a member's config may.
+        tie=getattr(model.config, "tie_word_embeddings", False) or bool(model.all_tied_weights_keys),
         names=names,
         given=given,
+    )
+
+
+def _with_floats(content: dict[str, Any]) -> dict[str, Any]:
+    """config.json's content with the numbers JSON has not, which transformers writes as `{"__float__": "Infinity"}`."""
+    return json.loads(
+        json.dumps(content), object_hook=lambda found: float(found["__float__"]) if "__float__" in found else found
     )
 
 

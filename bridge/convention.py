@@ -10,20 +10,19 @@ Buffers: floating point ones are leaves like parameters, integer ones (index tab
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING
 
-from easytorch.bridge.architecture import Architecture
+from easytorch.bridge.architecture import UNBUILDABLE, Architecture
 from easytorch.bridge.families import Config, native_rules
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.rules import ALIAS, BUFFER, TIED, TIED_IN_TORCH, Rule, Rules, RuleTable, compile_rules
+from easytorch.bridge.members import Member, members_of
+from easytorch.bridge.rules import ALIAS, BUFFER, TIED, TIED_IN_TORCH, Rule, Rules
 from easytorch.bridge.transforms import Transform
 
 if TYPE_CHECKING:
@@ -48,12 +47,14 @@ def convention_rules(names: HubNames, given: Iterable[str] = ()) -> Rules:
     """
     rows = _Rows()
     rows.add(names)
+    rows.add_from_tables(set(given) - rows.known, members_of(dict(names.model.named_modules())))
     unknown = set(given) - rows.known
     for model_class in _siblings(type(names.model)) if unknown else ():
         unknown -= rows.known
         if not unknown:
             break
-        rows.add(HubNames(_on_meta(model_class, names.model)))
+        if (model := _on_meta(model_class, names.model)) is not None:
+            rows.add(HubNames(model))
     unknown -= rows.known
     ignored = [*(names.model._keys_to_ignore_on_load_unexpected or ()), _ALWAYS_SCRATCH.pattern]
     rows.aliases(names.aliases(unknown))
@@ -85,6 +86,15 @@ class _Rows:
             elif is_base:
                 longer = None if path is None else f"{base}/{path}"
                 self._add(tuple(f"{base}.{name}" for name in torch_names), longer, kind)
+
+    def add_from_tables(self, given: Iterable[str], members: list[Member]) -> None:
+        """What a family's table names and this model does not have: Flax may hold more than torch."""
+        for name, member in product(sorted(given), members):
+            if (inside := _inside(name.removeprefix("params/"), member.start.replace(".", "/"))) and member.table:
+                found = member.table.flax_rule(inside)
+                name = name if found is None else member.start + found[0].torch[0].fill(found[1])
+            for row in _in_table(name, member):
+                self._add(*row)
 
     def aliases(self, aliases: dict[str, str]) -> None:
         for old, new in aliases.items():
@@ -126,35 +136,63 @@ Row = tuple[tuple[str, ...], str | None, str | Transform]
 def _model_rows(names: HubNames) -> Iterator[Row]:
     """Every row of one class, without prefixes of any kind but its own."""
     modules = dict(names.model.named_modules())
-    members = _members(modules)
-    weights: dict[str, str | None] = {}
+    members = members_of(modules)
+    shared = dict(_shared_biases(names, modules))
+    paths: dict[str, str | None] = {}
     for name, tensor in names.tensors.items():
-        found = next((rows for prefix, table in members if (rows := _in_table(name, prefix, table))), None)
-        if found is None:
-            found = [_by_convention(name, tensor, names, modules)]
-            weights[name] = found[0][1]
-        yield from found
+        rows = next((rows for member in members if (rows := _in_table(name, member))), [])
+        if not rows and name not in shared:
+            rows = [_by_convention(name, tensor, names, modules, members)]
+        for row in rows:
+            if row[2] not in (TIED, TIED_IN_TORCH):
+                paths[name] = row[1]
+            yield row
     for repeat, source in names.model.all_tied_weights_keys.items():
-        one, other = names.hub_name(repeat), names.hub_name(source)
-        path = weights.get(other or "")
-        if one in weights and path is not None:
-            yield (one,), path, TIED
+        shared[names.hub_name(repeat) or ""] = names.hub_name(source) or ""
+    for repeat, source in shared.items():
+        path = paths.get(source)
+        if repeat in names.tensors and path is not None:
+            yield (repeat,), path, TIED
     for name in sorted(names.scratch):
         yield (name,), None, BUFFER
 
 
-def _by_convention(name: str, tensor: torch.Tensor, names: HubNames, modules: Mapping[str, torch.nn.Module]) -> Row:
+def _by_convention(
+    name: str, tensor: torch.Tensor, names: HubNames, modules: Mapping[str, torch.nn.Module], members: list[Member]
+) -> Row:
     if not tensor.dtype.is_floating_point:
         return (name,), None, BUFFER
     place = names.places[name]
     owner = modules.get(place.name.rpartition(".")[0]) if place.name in names.state else None
-    return (name,), *leaf_of(name, owner, tensor.dim())
+    path, transform = leaf_of(name, owner, tensor.dim())
+    inside = [member for member in members if name.startswith(member.start)]
+    return (name,), inside[-1].with_level(path), transform
 
 
-def _in_table(name: str, prefix: str, table: RuleTable) -> list[Row]:
-    """The rows a member's family has for `name`; `prefix` is where the member stands in the model."""
-    start = f"{prefix}." if prefix else ""
-    if not name.startswith(start):
+def _shared_biases(names: HubNames, modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str]]:
+    """The second names of biases that heads hold twice: Flax has them once, whatever the config ties.
+
+    transformers 5 unties them with the embeddings; up to 4.57 they always were one.
+    """
+    from transformers import PreTrainedModel
+
+    for prefix, module in modules.items():
+        ties = module._tied_weights_keys if isinstance(module, PreTrainedModel) else None
+        for repeat, source in (ties or {}).items():
+            one, other = (names.hub_name(f"{prefix}.{name}" if prefix else name) for name in (repeat, source))
+            if repeat.endswith(".bias") and one is not None and other is not None:
+                yield one, other
+
+
+def _inside(name: str, start: str) -> str:
+    """`name` without `start`, "" where it does not begin with that."""
+    return name.removeprefix(start) if name.startswith(start) else ""
+
+
+def _in_table(name: str, member: Member) -> list[Row]:
+    """The rows the family of `member` has for `name`."""
+    start, table = member.start, member.table
+    if table is None or not name.startswith(start):
         return []
     inside, path = name.removeprefix(start), start.replace(".", "/")
     if table.is_buffer(inside):
@@ -170,33 +208,6 @@ def _in_table(name: str, prefix: str, table: RuleTable) -> list[Row]:
     return rows
 
 
-def _members(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, RuleTable]]:
-    """Where the members of families with a table stand; a part of one is no member of its own."""
-    found: list[tuple[str, RuleTable]] = []
-    for prefix, module in modules.items():
-        table = _table_of(module)
-        inside = any(other is table and f"{prefix}.".startswith(f"{outer}." if outer else "") for outer, other in found)
-        if table is not None and not inside:
-            found.append((prefix, table))
-    return found
-
-
-def _table_of(module: torch.nn.Module) -> RuleTable | None:
-    from transformers import PreTrainedModel
-
-    return _table(module.config.model_type) if isinstance(module, PreTrainedModel) else None
-
-
-@cache
-def _table(model_type: str) -> RuleTable | None:
-    """The compiled table of a native family, the differences of another, None for one that has none."""
-    if not model_type:
-        return None
-    name = f"easytorch.bridge.tables.{model_type.replace('-', '_')}"
-    rules = importlib.import_module(name).RULES if find_spec(name) is not None else native_rules(model_type)
-    return None if rules is None else compile_rules(rules)
-
-
 def _siblings(model_class: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
     """The other classes with the same config in the same file: other heads, the base model."""
     from transformers import PreTrainedModel
@@ -207,8 +218,12 @@ def _siblings(model_class: type[PreTrainedModel]) -> Iterator[type[PreTrainedMod
             yield found
 
 
-def _on_meta(model_class: type[PreTrainedModel], like: PreTrainedModel) -> PreTrainedModel:
+def _on_meta(model_class: type[PreTrainedModel], like: PreTrainedModel) -> PreTrainedModel | None:
+    """The class with the config of `like`, None where it refuses that."""
     import torch
 
-    with torch.device("meta"):
-        return model_class(like.config)
+    try:
+        with torch.device("meta"):
+            return model_class(like.config)
+    except UNBUILDABLE:
+        return None

@@ -62,11 +62,8 @@ class HubNames:
 
         A rename only: what is cut or joined differently has no alias.
         """
-        base = self.model.base_model_prefix
         found = {}
-        for name in _sorted(names):
-            if any(known in self.tensors for known in (name, name.removeprefix(f"{base}."), f"{base}.{name}")):
-                continue
+        for name in _sorted(set(names) - self.tensors.keys()):
             hubs = self._hubs.get(Place(name, None) if name in self.state else self._place(name), ())
             if hubs:
                 found[name] = max(hubs, key=lambda hub, name=name: _common_end(hub, name))

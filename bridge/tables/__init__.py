@@ -1,1 +1,4 @@
-"""Where a family's Flax names differ from the convention: `RULES`, pattern rows that come first, a file a family."""
+"""Where a family's Flax names differ from the convention, a file a family: `RULES`, rows that come first.
+
+`rules(config)` in their place where the rows depend on the config.
+"""

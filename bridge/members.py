@@ -1,0 +1,73 @@
+"""The members of a composite model: parts that are models of their own family, under that family's table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from easytorch.bridge.families import native_rules
+from easytorch.bridge.rules import RuleTable, compile_rules
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model, or a part of one that is a model of another file of transformers.
+
+    `start` is the beginning of its names, `table` its family's, `level` the Flax folder around its leaves ("" or
+    "vision_model/"): transformers 5 took a level of modules out of some towers, older checkpoints and Flax have it.
+    """
+
+    start: str
+    table: RuleTable | None
+    level: str
+
+    def with_level(self, path: str) -> str:
+        """A path in the model, with the level that this member has in Flax."""
+        head = self.start.replace(".", "/")
+        return f"{head}{self.level}{path.removeprefix(head)}"
+
+
+def members_of(modules: Mapping[str, torch.nn.Module]) -> list[Member]:
+    """The model itself and the models in it, outer ones first; `modules` by name, its own is ""."""
+    from transformers import PreTrainedModel
+
+    found: list[Member] = []
+    files: dict[str, str] = {}
+    for prefix, module in modules.items():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        start, file = f"{prefix}." if prefix else "", type(module).__module__
+        # A stack of a model or the base model in a head's is no member of its own.
+        if not any(file == other and start.startswith(outer) for outer, other in files.items()):
+            files[start] = file
+            found.append(Member(start, _table(module), _level(module)))
+    return found
+
+
+def _table(model: PreTrainedModel) -> RuleTable | None:
+    """The table of the model's family, None for one that differs nowhere from the convention."""
+    model_type = model.config.model_type
+    name = f"easytorch.bridge.tables.{model_type.replace('-', '_')}"
+    if model_type and find_spec(name) is not None:
+        module = importlib.import_module(name)
+        return compile_rules(module.rules(model.config) if hasattr(module, "rules") else module.RULES)
+    rules = native_rules(model_type) if model_type else None
+    return None if rules is None else compile_rules(rules)
+
+
+def _level(model: PreTrainedModel) -> str:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    changes = get_checkpoint_conversion_mapping(type(model).__name__) or ()
+    gone = [
+        change.prefix_to_remove for change in changes if isinstance(change, PrefixChange) and not change.model_prefix
+    ]
+    return f"{gone[0]}/" if gone and gone[0] else ""

@@ -1,0 +1,7 @@
+"""Pegasus: sinusoidal positions are computed in Flax, torch holds them as a weight that is not trained."""
+
+from __future__ import annotations
+
+from easytorch.bridge.rules import Rules
+
+RULES: Rules = (("[model.]{stack:encoder|decoder}.embed_positions.weight", None, "buffer"),)
