@@ -22,7 +22,7 @@ class Transform:
 
     The shape functions say the same of shapes, so that a file's header can be written before any data is read.
     `rank` is the number of dimensions on the Flax side and `torch_rank` that of each torch tensor, None for any; the
-    functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, and `torch_dtype` torch's
+    functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, `torch_dtype` torch's
     where it is not the leaf's.
     """
 

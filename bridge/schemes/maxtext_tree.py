@@ -5,11 +5,11 @@ llama_or_mistral_ckpt.py` and `convert_gemma*_chkpt.py`, `layers/attentions.py`,
 `layers/normalizations.py`. What is particular there:
 
 - `maxtext` has all layers stacked along dimension 1 of each leaf (`scan_layers`, `param_scan_axis: 1`), experts before
-  them; `maxtext-unscanned` has a subtree `layers_N` a layer. Gemma 2 pairs its layers (`_local`, `_global`), Gemma 3 scans
-  six at a time (`layers/layers_0` ... `layers/layers_5`) and keeps the rest in `layers_remainder`.
+  them; `maxtext-unscanned` has a subtree `layers_N` a layer. Gemma 2 pairs its layers (`_local`, `_global`); Gemma 3
+  scans six at a time (`layers/layers_0` ... `layers/layers_5`) and keeps the rest in `layers_remainder`.
 - Queries carry the factor of the scores (1 / sqrt(d)), but for Qwen and Gemma 3.
-- Llama's queries and keys are interleaved for rotary, for MaxText's `rope_type: llama3.1`. Its `rope_type: default` (what
-  MaxText takes for Llama 2) is not: config.json can say `"maxtext_rope_type": "default"`.
+- Llama's queries and keys are interleaved for rotary, for MaxText's `rope_type: llama3.1`. Its `rope_type: default`
+  (which its Llama 2 has) is not: config.json can say `"maxtext_rope_type": "default"`.
 - Gemma's norms hold 1 + weight and its embedding the factor sqrt(D).
 
 Factors are computed in float64; leaves they would round in a sixteen-bit checkpoint are float32 (MaxText restores into
@@ -89,7 +89,7 @@ class MaxTextTree:
         self._scanned = scanned
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
-        """Whether there is a MaxText decoder of this layout: T5X, whose names are alike, has no heads in its kernels."""
+        """Whether there is a MaxText decoder of this layout; T5X, whose names are alike, keeps kernels flat."""
         under = _under(tensors)
         if under is None:
             return False
