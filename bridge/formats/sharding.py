@@ -6,6 +6,7 @@ Source: transformers, `save_pretrained` of its torch and (up to 4.57) Flax model
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +28,23 @@ def read_index(index: Path) -> dict[str, str]:
             "the index has no `weight_map` of tensors to files; save the checkpoint again", file=index
         )
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not file or file in (".", "..") or set(file) & set("/\\:\0"):
+        if not _is_plain(file):
             raise CheckpointError(
                 f"the index names the file {file!r}, which is not a plain file name beside it; correct the index",
                 file=index,
                 tensor=tensor,
             )
     return weight_map
+
+
+def _is_plain(file: object) -> bool:
+    if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
+        return False
+    try:
+        # The longest name file systems have; half a surrogate pair is none at all.
+        return len(os.fsencode(file)) <= 255
+    except UnicodeEncodeError:
+        return False
 
 
 def read_json(file: Path, *, limit: int) -> dict:
@@ -121,16 +132,22 @@ def find(path: Path, file_name: str, *, suffixes: tuple[str, ...]) -> Path | Non
     return next((file for file in (path / f"{file_name}.index.json", path / file_name) if file.is_file()), None)
 
 
-def split(tensors: Sequence[TensorInfo], max_shard_size: int) -> list[list[TensorInfo]]:
-    """Consecutive groups of at most `max_shard_size` bytes; a larger tensor gets a group of its own."""
+def split(
+    tensors: Sequence[TensorInfo], max_shard_size: int, size: Callable[[TensorInfo], int] = lambda info: info.nbytes
+) -> list[list[TensorInfo]]:
+    """Consecutive groups of at most `max_shard_size` bytes; a larger tensor gets a group of its own.
+
+    size: what a tensor takes in the file.
+    """
     groups: list[list[TensorInfo]] = [[]]
     filled = 0
     for tensor in tensors:
-        if groups[-1] and filled + tensor.nbytes > max_shard_size:
+        taken = size(tensor)
+        if groups[-1] and filled + taken > max_shard_size:
             groups.append([])
             filled = 0
         groups[-1].append(tensor)
-        filled += tensor.nbytes
+        filled += taken
     return groups
 
 

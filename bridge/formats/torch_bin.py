@@ -20,6 +20,7 @@ import numpy as np
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.pickle_check import check_pickle
 from easytorch.bridge.formats.sharding import find, open_files
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _DAMAGED = (
     *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
     *(ArithmeticError, MemoryError, struct.error, tarfile.TarError, zipfile.BadZipFile),
 )
+
+# A tensor that repeats a few values (`expand`) may be larger than its file: masks and position ids are.
+_REPEATED_LIMIT = 64 << 20
 
 
 class PickleFile:
@@ -51,6 +55,7 @@ class PickleFile:
             zipped = zipfile.is_zipfile(path)
             if not zipped and _begins_as_zip_or_is_empty(path):
                 raise CheckpointError("is truncated; download or save it again", file=path)
+            check_pickle(path)
             with warnings.catch_warnings():
                 # torch warns of a pickle protocol it may not know; what it does not know it refuses.
                 warnings.simplefilter("ignore", UserWarning)
@@ -68,9 +73,13 @@ class PickleFile:
             raise CheckpointError(f"cannot be read ({reason}); download or save it again", file=path) from error
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise CheckpointError(f"holds a {type(state).__name__}, not a state dict of tensors by name", file=path)
+        size = path.stat().st_size
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 message = f"is a {type(value).__name__}, not a tensor; save the model's state dict alone"
+                raise CheckpointError(message, file=path, tensor=name)
+            if value.nbytes > max(size, _REPEATED_LIMIT):
+                message = f"takes {value.nbytes} bytes, the whole file has {size}: it is one value repeated; remove it"
                 raise CheckpointError(message, file=path, tensor=name)
         return state
 
