@@ -31,11 +31,11 @@ _PICKLE_LIMIT = 64 << 20
 _OPERATION_LIMIT = 1 << 24
 # Those torch makes hold a shape or a storage's five fields.
 _TUPLE_LIMIT = 1000
-# Those that put one value on the stack.
-_PUSHES = frozenset(
-    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT BINUNICODE SHORT_BINSTRING LONG1 "
-    "EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET".split()
-)
+# Operations that put one value on the stack.
+_CONSTANTS = ("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1")
+_TEXTS = ("BINUNICODE", "SHORT_BINSTRING")
+_EMPTY = ("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")
+_PUSHES = frozenset((*_CONSTANTS, *_TEXTS, *_EMPTY))
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
