@@ -215,7 +215,7 @@ def _fused(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindin
             raise CheckpointError(message, tensor=pattern.fill(bindings))
     listed = [infos[number] for number in range(len(parts))]
     for info in listed:
-        _check_rank(info, rule.transform.rank if rule.cut else rule.transform.torch_rank)
+        _check_rank(info, rule.transform.torch_rank)
         if info.dtype != listed[0].dtype:
             message = (
                 f"is {info.dtype}, {listed[0].name!r} is {listed[0].dtype}, and they make one tensor; give a dtype"

@@ -121,7 +121,7 @@ class RuleTable:
     """A compiled table. `weights` are the rules that move data; ties and buffers stand apart."""
 
     def __init__(self, rules: Rules) -> None:
-        self._aliases = {rule[0]: rule[1] for rule in rules if rule[2:] == (ALIAS,)}
+        self._aliases = {str(rule[0]): str(rule[1]) for rule in rules if rule[2:] == (ALIAS,)}
         rows = [(number, rule) for number, rule in enumerate(rules) if rule[2:] != (ALIAS,)]
         compiled = [one for number, rule in rows for one in _compile(number, rule)]
         self.weights = [rule for rule in compiled if rule.transform is not None]

@@ -27,7 +27,7 @@ _TRAINING = frozenset(
 )
 # Names that wrap the parameters wherever they stand, and names that do beside a training state or as its inner tree.
 _WRAPPERS = ("params",)
-_WRAPPERS_IN_TRAINING = ("model", "target", "state", "train_state", "graphstate", "optimizer")
+_WRAPPERS_IN_TRAINING = ("model", "target", "state", "train_state", "graphstate", "optimizer", "opt")
 _VARIABLES = ("value", ".value", "raw_value")
 
 

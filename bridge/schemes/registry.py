@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.schemes.base import Scheme
+from easytorch.bridge.schemes.big_vision_tree import BigVisionTree
 from easytorch.bridge.schemes.flax_tree import FlaxTree
 
 # Torch's own names, the hub through which every other scheme is converted.
 TORCH = "torch"
 
 # The most particular first; the last one takes every tree.
-_SCHEMES: tuple[Scheme, ...] = (FlaxTree(),)
+_SCHEMES: tuple[Scheme, ...] = (BigVisionTree(), FlaxTree())
 
 
 def names() -> list[str]:
