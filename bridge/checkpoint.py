@@ -15,7 +15,7 @@ from easytorch.bridge.architecture import Architecture, architecture_of, check
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import Format, Reader
+from easytorch.bridge.formats.base import DescribedReader, Format, Reader
 from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import RuleTable, compile_rules
@@ -145,6 +145,8 @@ def open_checkpoint(
     found = config if isinstance(config, Config) else find_config(path) if config is None else read_config(Path(config))
     reader = form.open(file, writable=writable)
     try:
+        if found is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
+            found = Config(_folder(path) / "config.json", stated)
         if form.scheme is not None:
             return Checkpoint(form, reader, _given(scheme, form, file), found)
         chosen = recognise(reader.tensors, found) if scheme is None else scheme_called(scheme)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -68,6 +68,14 @@ class Reader(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
+class DescribedReader(Reader, Protocol):
+    """A reader of a format that states the model's config itself."""
+
+    def config(self) -> dict[str, Any] | None:
+        """What config.json would hold; None where it is of a model not known here."""
+
+
 class Source(Protocol):
     """What a writer takes its data from."""
 
@@ -114,3 +122,11 @@ class WritableFormat(Format, Protocol):
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
         """What reading `array` back must give: itself, unless the format rounds."""
+
+
+@runtime_checkable
+class RoundingFormat(WritableFormat, Protocol):
+    """A format that stores element types of its own, and not every tensor in the same."""
+
+    def storing(self, dtype: str) -> WritableFormat:
+        """The format for a `--dtype`; `ValueError` listing its own for one it cannot store."""

@@ -9,12 +9,13 @@ from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.schemes.base import Scheme
 from easytorch.bridge.schemes.big_vision_tree import BigVisionTree
 from easytorch.bridge.schemes.flax_tree import FlaxTree
+from easytorch.bridge.schemes.gguf_names import GgufNames
 
 # Torch's own names, the hub through which every other scheme is converted.
 TORCH = "torch"
 
 # The most particular first; the last one takes every tree.
-_SCHEMES: tuple[Scheme, ...] = (BigVisionTree(), FlaxTree())
+_SCHEMES: tuple[Scheme, ...] = (GgufNames(), BigVisionTree(), FlaxTree())
 
 
 def names() -> list[str]:

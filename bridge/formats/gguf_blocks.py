@@ -1,0 +1,124 @@
+"""Elements as GGUF stores them, a few rows at a time: numbers as they are, or packed with a scale for every block.
+
+The packed types are those of the gguf package (`gguf.quants`), which unpacks what llama.cpp packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.formats.blocks import byte_blocks
+
+# ggml's types that are one number an element, and what they are called here.
+PLAIN = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+}
+# What packed elements become.
+UNPACKED = "float32"
+# Unpacking takes several times its result in passing.
+_AT_ONCE = 1 << 20
+
+
+def can_unpack(kind: str) -> bool:
+    """Whether the gguf package here unpacks ggml's type `kind`."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    number = GGMLQuantizationType[kind]
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), np.uint8), number)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def unpack(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The float32 elements, of `shape`, that stand packed in the bytes `raw`."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    number = GGMLQuantizationType[kind]
+    block, width = GGML_QUANT_SIZES[number]
+    blocks = raw.reshape(-1, width)
+    made = np.empty((len(blocks), block), numpy_dtype(UNPACKED))
+    step = max(1, _AT_ONCE // block)
+    for start in range(0, len(blocks), step):
+        # A scale that is infinite or not a number is the file's business.
+        with np.errstate(invalid="ignore", over="ignore"):
+            made[start : start + step] = dequantize(blocks[start : start + step], number)
+    return made.reshape(shape)
+
+
+def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray | memoryview]:
+    """The bytes of `array` (any floating type, perhaps strided) as elements of ggml's type `kind`, in pieces."""
+    if kind in PLAIN:
+        for piece in _pieces(array):
+            yield from byte_blocks(_cast(piece, numpy_dtype(PLAIN[kind])))
+        return
+    from gguf import GGMLQuantizationType, quantize
+
+    for piece in _pieces(array):
+        rows = _cast(piece, numpy_dtype(UNPACKED)).reshape(-1, array.shape[-1])
+        yield np.ascontiguousarray(quantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind])).reshape(-1)
+
+
+def rounded(array: np.ndarray, kind: str) -> np.ndarray:
+    """What reading gives where `array` was stored as ggml's type `kind`."""
+    if kind in PLAIN:
+        return _cast(array, numpy_dtype(PLAIN[kind]))
+    raw = np.concatenate([np.frombuffer(piece, np.uint8) for piece in packed(array, kind)])
+    return unpack(raw, kind, array.shape)
+
+
+def stored_bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """The bytes a tensor takes; its rows must be whole blocks."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    count = 1
+    for size in shape:
+        count *= size
+    return count // block * width
+
+
+def block_length(kind: str) -> int:
+    """How many elements of a row are packed together."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+
+
+def _cast(array: np.ndarray, element: np.dtype) -> np.ndarray:
+    if array.dtype == element:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(element)
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """`array` by its first dimension, a few rows at a time."""
+    if array.ndim == 0 or array.size <= _AT_ONCE:
+        yield array
+    elif array.size // array.shape[0] > _AT_ONCE and array.ndim > 1:
+        for row in array:
+            yield from _pieces(row)
+    else:
+        step = max(1, _AT_ONCE * array.shape[0] // array.size)
+        for start in range(0, array.shape[0], step):
+            yield array[start : start + step]
+
+
+def require_gguf() -> None:
+    """An ImportError that says what to install, where the gguf package is missing."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ImportError("GGUF files need the gguf package: pip install gguf") from error

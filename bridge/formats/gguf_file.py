@@ -1,0 +1,261 @@
+"""GGUF, llama.cpp's format: `*.gguf`, or parts called `NAME-00001-of-00003.gguf`; names are llama.cpp's.
+
+Packed elements are read as float32. Written are plain numbers and Q8_0; as by llama.cpp's converter, norms, vectors and
+a few small tables are float32 whatever the rest is, and rows that blocks do not divide are float16 instead of Q8_0.
+Source: ggml's docs/gguf.md, the gguf package (`GGUFWriter` writes the headers), llama.cpp's `convert_hf_to_gguf.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from easytorch.bridge.dtypes import FLOATING, floating_dtype
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.gguf_blocks import (
+    PLAIN,
+    UNPACKED,
+    block_length,
+    can_unpack,
+    packed,
+    require_gguf,
+    rounded,
+    stored_bytes,
+    unpack,
+)
+from easytorch.bridge.formats.gguf_walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
+from easytorch.bridge.formats.mapped import MappedFile, check_announced
+from easytorch.bridge.formats.sharding import shard_names, split
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_MOST_PARTS = 10_000
+# What llama.cpp's converter keeps in float32, beside vectors, norms and whatever is no `.weight`.
+_SMALL = re.compile(r"(?:.*_norm|.*\.ffn_gate_inp(?:_shexp)?|position_embd|token_types|.*\.attn_rel_b)\.weight")
+_KINDS = {name: kind for kind, name in PLAIN.items()}
+Q8_0 = "q8_0"
+# llama.cpp's number for what most of a file is stored as.
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+
+
+class GgufReader:
+    """One open file or the parts of one. `fields`: the metadata, arrays included."""
+
+    def __init__(self, files: Sequence[Path], writable: bool = False) -> None:
+        require_gguf()
+        self.files = tuple(files)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.fields: dict[str, Any] = {}
+        self._maps: list[MappedFile] = []
+        self._home: dict[str, tuple[MappedFile, Stored]] = {}
+        try:
+            for file in files:
+                self._open(file, writable)
+            self._take_out_derived()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The metadata as text, lists by their length, and how many tensors are stored as what."""
+        kinds = [stored.kind for _, stored in self._home.values()]
+        counted = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+        return {"tensor types": counted, **{key: as_text(value) for key, value in self.fields.items()}}
+
+    def _open(self, file: Path, writable: bool) -> None:
+        mapped = MappedFile(file, writable)
+        self._maps.append(mapped)
+        header = Header(file, mapped.bytes, mapped.size)
+        for key, value in header.fields.items():
+            self.fields.setdefault(key, value)
+        for stored in header.tensors:
+            if stored.name in self.tensors:
+                raise CheckpointError(
+                    f"stands in {self.tensors[stored.name].file} and again here", file=file, tensor=stored.name
+                )
+            if stored.kind not in PLAIN and not can_unpack(stored.kind):
+                message = f"is packed as {stored.kind}, which the gguf package here does not unpack"
+                raise CheckpointError(f"{message}; upgrade it, or convert the file with llama.cpp", tensor=stored.name)
+            dtype = PLAIN.get(stored.kind, UNPACKED)
+            self.tensors[stored.name] = TensorInfo(stored.name, stored.shape, dtype, str(file))
+            self._home[stored.name] = mapped, stored
+
+    def _take_out_derived(self) -> None:
+        """Rotary factors follow from the config: they are read into it and are no weights."""
+        from easytorch.bridge.schemes.gguf_config import DERIVED
+
+        self._derived = {name: self.read(name) for name in DERIVED if name in self.tensors}
+        for name in self._derived:
+            del self.tensors[name]
+
+    def config(self) -> dict[str, Any] | None:
+        """What config.json would hold, from the metadata; None for an architecture that is not known here."""
+        from easytorch.bridge.schemes.gguf_config import config_from
+
+        try:
+            return config_from(self.fields, self.tensors, self._derived)
+        except CheckpointError as error:
+            raise CheckpointError(str(error), file=self.files[0]) from error
+
+    def read(self, name: str) -> np.ndarray:
+        """A view of the mapped file; of packed elements, float32 ones unpacked."""
+        mapped, stored = self._home[name]
+        if stored.kind in PLAIN:
+            return mapped.array(stored.start, stored.shape, PLAIN[stored.kind])
+        return unpack(mapped.array(stored.start, (stored.nbytes,), "uint8"), stored.kind, stored.shape)
+
+    def close(self) -> None:
+        """Lets go of the mapped files."""
+        for mapped in self._maps:
+            mapped.close()
+
+    def __enter__(self) -> GgufReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Gguf:
+    """The format. `most` is what matrices are stored as: None for what they are, else a `--dtype`."""
+
+    name = "GGUF"
+    scheme = "gguf"
+    suffix = ".gguf"
+    file_name = "model.gguf"
+
+    def __init__(self, most: str | None = None) -> None:
+        self._most = None if most is None else "Q8_0" if most == Q8_0 else _kind(floating_dtype(most))
+
+    def storing(self, dtype: str) -> Gguf:
+        """The format with matrices stored as `dtype`: q8_0, f32, f16 or bf16; `ValueError` for another."""
+        return Gguf(dtype)
+
+    def detect(self, path: Path) -> Path | None:
+        """`model.gguf`, the only `.gguf` or the first part of the only set of parts; any `.gguf` given as a file."""
+        if path.is_file():
+            return path if path.suffix == self.suffix else None
+        if (path / self.file_name).is_file():
+            return path / self.file_name
+        found = sorted(file for file in path.glob("*.gguf") if file.is_file() and not file.name.startswith("mmproj"))
+        whole = [file for file in found if (part := _PART.fullmatch(file.name)) is None or int(part["number"]) == 1]
+        if len(whole) > 1:
+            names = ", ".join(file.name for file in whole)
+            raise CheckpointError(f"holds several GGUF files ({names}); give the path of the one to use", file=path)
+        return whole[0] if whole else found[0] if found else None
+
+    def open(self, file: Path, *, writable: bool = False) -> Reader:
+        """The file, or all parts of the set it belongs to."""
+        return GgufReader(_parts(file), writable)
+
+    def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
+        """The tensors in the order given."""
+        require_gguf()
+        groups = split(tensors, max_shard_size, lambda info: stored_bytes(self._stored(info), info.shape))
+        return dict(zip(shard_names(self.file_name, len(groups)), groups, strict=True))
+
+    def _stored(self, info: TensorInfo) -> str:
+        """ggml's type for the tensor; `CheckpointError` for what GGUF cannot hold."""
+        if len(info.shape) > MAX_DIMENSIONS or len(info.name.encode()) >= 64:
+            raise CheckpointError(
+                f"of shape {info.shape} is more than ggml's names and dimensions hold", tensor=info.name
+            )
+        if info.dtype not in FLOATING:
+            if info.dtype not in _KINDS:
+                raise CheckpointError(f"GGUF has no dtype {info.dtype}; cast it to one it has", tensor=info.name)
+            return _KINDS[info.dtype]
+        if len(info.shape) < 2 or not info.name.endswith(".weight") or _SMALL.fullmatch(info.name):
+            return "F32"
+        most = self._most or _kind(info.dtype)
+        return "F16" if most == "Q8_0" and info.shape[-1] % block_length(most) else most
+
+    def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
+        """One file; the first of several has the metadata and the rotary factors."""
+        from easytorch.bridge.formats.gguf_header import write_header
+        from easytorch.bridge.schemes.gguf_config import derived_tensors
+
+        number, _ = _place(file)
+        derived = derived_tensors(_config(source)) if number == 0 else {}
+        kinds = {info.name: self._stored(info) for info in tensors}
+        entries = [(info.name, info.shape, kinds[info.name]) for info in tensors]
+        entries += [(name, array.shape, "F32") for name, array in derived.items()]
+        write_header(folder / file, entries, _config(source), self._file_type(kinds), *_place(file))
+        with (folder / file).open("ab") as stream:
+            for info in tensors:
+                array = source.read(info.name)
+                check_announced(info, array)
+                for piece in packed(array, kinds[info.name]):
+                    stream.write(piece)
+                _pad(stream)
+                source.wrote(info)
+            for array in derived.values():
+                stream.write(array.tobytes())
+                _pad(stream)
+
+    def _file_type(self, kinds: Mapping[str, str]) -> int:
+        """llama.cpp's number for what was asked for, or for what most matrices are."""
+        stored = [kind for name, kind in kinds.items() if kind in _FILE_TYPES and kind != "F32"]
+        return _FILE_TYPES.get(self._most or max(stored, key=stored.count, default="F32"), 0)
+
+    def finish(self, folder: Path, layout: Layout, source: Source) -> None:
+        """How many tensors there are in all, which every part states."""
+        if len(layout) > 1:
+            from easytorch.bridge.formats.gguf_header import state_total
+            from easytorch.bridge.schemes.gguf_config import derived_tensors
+
+            total = sum(len(infos) for infos in layout.values()) + len(derived_tensors(_config(source)))
+            for file in layout:
+                state_total(folder / file, total)
+
+    def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
+        """The array rounded to what it is stored as."""
+        return rounded(array, self._stored(info))
+
+
+def _kind(dtype: str) -> str:
+    """ggml's type for matrices of a floating `dtype`: bfloat16 holds all that eight bits do."""
+    if dtype.startswith("float8"):
+        return "BF16"
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"GGUF's readers take no {dtype} weights; give a dtype: q8_0, f32, f16 or bf16")
+    return _KINDS[dtype]
+
+
+def _config(source: Source) -> Config:
+    if source.config is None:
+        raise CheckpointError("GGUF states the model's config, and there is none; give it by `config`")
+    return source.config
+
+
+def _pad(stream: BinaryIO) -> None:
+    stream.write(bytes(-stream.tell() % ALIGNMENT))
+
+
+def _place(file: str) -> tuple[int, int]:
+    """Which part of how many `file` is, from 0."""
+    part = _PART.fullmatch(file)
+    return (0, 1) if part is None else (int(part["number"]) - 1, int(part["count"]))
+
+
+def _parts(file: Path) -> list[Path]:
+    """All parts of the set that `file` belongs to; `CheckpointError` when one is missing."""
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    count = int(part["count"])
+    if not 0 < count <= _MOST_PARTS:
+        raise CheckpointError(f"is called one of {count} parts; rename it, or give all of them", file=file)
+    found = [file.with_name(f"{part['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    for one in found:
+        if not one.is_file():
+            raise CheckpointError(f"its part {one.name!r} is missing; download or copy it again", file=file)
+    return found

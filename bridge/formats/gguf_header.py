@@ -1,0 +1,62 @@
+"""The header of a GGUF file, written by the gguf package: metadata, tokenizer, and where each tensor will stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.gguf_blocks import stored_bytes
+
+Entry = tuple[str, tuple[int, ...], str]
+_TOTAL = "split.tensors.count"
+
+
+def write_header(
+    path: Path, entries: Sequence[Entry], config: Config, file_type: int, number: int = 0, count: int = 1
+) -> None:
+    """Writes a new file up to its data; the data of `entries` (name, shape, ggml's type) follows in that order.
+
+    number, count: which part this is of how many; the first one has the metadata.
+    """
+    import gguf
+    import numpy as np
+
+    from easytorch.bridge.schemes.gguf_config import arch_of, fields_of
+    from easytorch.bridge.schemes.gguf_tokenizer import add_tokenizer
+
+    writer = gguf.GGUFWriter(None, arch_of(config))
+    if count > 1:
+        # First, so that the number can be put in when all parts are written. Parts but the first have nothing else.
+        fields = writer.kv_data[0]
+        writer.kv_data[0] = {}
+        writer.add_int32(_TOTAL, 0)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.kv_data[0].update(fields if number == 0 else {})
+    if number == 0:
+        for key, value in fields_of(config).items():
+            adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            adds[type(value)](key, value)
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_file_type(file_type)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add_tokenizer(writer, config)
+    for name, shape, kind in entries:
+        # The dtype only says that the shape counts elements.
+        number_of = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), stored_bytes(kind, shape), number_of)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("ab") as stream:
+        stream.write(bytes(-stream.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def state_total(path: Path, tensors: int) -> None:
+    """Puts the number of tensors of all parts into one that `write_header` wrote as a part."""
+    with path.open("r+b") as stream:
+        # Magic, version and two counts; the key with its length; its type.
+        stream.seek(4 + 4 + 8 + 8 + 8 + len(_TOTAL) + 4)
+        stream.write(tensors.to_bytes(4, "little"))
