@@ -57,25 +57,24 @@ def unpack(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     return made.reshape(shape)
 
 
-def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray | memoryview]:
+def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray]:
     """The bytes of `array` (any floating type, perhaps strided) as elements of ggml's type `kind`, in pieces."""
     if kind in PLAIN:
         for piece in _pieces(array):
-            yield from byte_blocks(_cast(piece, numpy_dtype(PLAIN[kind])))
+            yield _bytes(_cast(piece, numpy_dtype(PLAIN[kind])))
         return
     from gguf import GGMLQuantizationType, quantize
 
     for piece in _pieces(array):
         rows = _cast(piece, numpy_dtype(UNPACKED)).reshape(-1, array.shape[-1])
-        yield np.ascontiguousarray(quantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind])).reshape(-1)
+        yield _bytes(quantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
 
 
 def rounded(array: np.ndarray, kind: str) -> np.ndarray:
     """What reading gives where `array` was stored as ggml's type `kind`."""
     if kind in PLAIN:
         return _cast(array, numpy_dtype(PLAIN[kind]))
-    raw = np.concatenate([np.frombuffer(piece, np.uint8) for piece in packed(array, kind)])
-    return unpack(raw, kind, array.shape)
+    return unpack(np.concatenate(list(packed(array, kind))), kind, array.shape)
 
 
 def stored_bytes(kind: str, shape: tuple[int, ...]) -> int:
@@ -94,6 +93,10 @@ def block_length(kind: str) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _cast(array: np.ndarray, element: np.dtype) -> np.ndarray:
