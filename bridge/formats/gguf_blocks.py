@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype
-from easytorch.bridge.formats.blocks import byte_blocks
 
 # ggml's types that are one number an element, and what they are called here.
 PLAIN = {
