@@ -1,0 +1,1 @@
+"""What the recorded references of the tests were made with."""
