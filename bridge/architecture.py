@@ -12,7 +12,7 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.rules import RuleTable
+from easytorch.bridge.rules import TIED_ALWAYS, RuleTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -160,7 +160,8 @@ def check(tensors: Mapping[str, TensorInfo], architecture: Architecture, table: 
 
 def _implied(name: str, architecture: Architecture, table: RuleTable) -> bool:
     """Whether `name` is a repeat of another weight, so that a checkpoint may leave it out."""
-    return table.tie(name) is not None and (architecture.tie or table.torch_rule(name) is None)
+    tie = table.tie(name)
+    return tie is not None and (architecture.tie or tie[0].kind == TIED_ALWAYS or table.torch_rule(name) is None)
 
 
 def _rule_number(name: str, table: RuleTable) -> int | None:

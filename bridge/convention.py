@@ -22,7 +22,7 @@ from easytorch.bridge.families import Config, native_rules
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.members import Member, members_of
-from easytorch.bridge.rules import ALIAS, BUFFER, TIED, TIED_IN_TORCH, Rule, Rules
+from easytorch.bridge.rules import ALIAS, BUFFER, TIED, TIED_ALWAYS, TIES, Rule, Rules
 from easytorch.bridge.transforms import Transform
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class _Rows:
         if path is not None and self._batch_stats:
             statistic = any(map(is_statistic, torch_names))
             path = f"{'batch_stats' if statistic else 'params'}/{path}"
-        if kind in (TIED, TIED_IN_TORCH):
+        if kind in TIES:
             if torch_names[0] not in self._tied:
                 self._tied.add(torch_names[0])
                 self._rows.append((torch_names[0], path, kind))
@@ -137,22 +137,18 @@ def _model_rows(names: HubNames) -> Iterator[Row]:
     """Every row of one class, without prefixes of any kind but its own."""
     modules = dict(names.model.named_modules())
     members = members_of(modules)
-    shared = dict(_shared_biases(names, modules))
     paths: dict[str, str | None] = {}
     for name, tensor in names.tensors.items():
         rows = next((rows for member in members if (rows := _in_table(name, member))), [])
-        if not rows and name not in shared:
-            rows = [_by_convention(name, tensor, names, modules, members)]
-        for row in rows:
-            if row[2] not in (TIED, TIED_IN_TORCH):
+        for row in rows or [_by_convention(name, tensor, names, modules, members)]:
+            if row[2] not in TIES:
                 paths[name] = row[1]
             yield row
-    for repeat, source in names.model.all_tied_weights_keys.items():
-        shared[names.hub_name(repeat) or ""] = names.hub_name(source) or ""
-    for repeat, source in shared.items():
-        path = paths.get(source)
-        if repeat in names.tensors and path is not None:
-            yield (repeat,), path, TIED
+    always = dict(_always_tied(names, modules))
+    for repeat, source in (names.model.all_tied_weights_keys | always).items():
+        one, path = names.hub_name(repeat), paths.get(names.hub_name(source) or "")
+        if one is not None and path is not None:
+            yield (one,), path, TIED_ALWAYS if repeat in always else TIED
     for name in sorted(names.scratch):
         yield (name,), None, BUFFER
 
@@ -169,18 +165,18 @@ def _by_convention(
     return (name,), inside[-1].with_level(path), transform
 
 
-def _shared_biases(names: HubNames, modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str]]:
-    """The second names of biases that heads hold twice: Flax has them once, whatever the config ties.
+def _always_tied(names: HubNames, modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str]]:
+    """The second module names of what was one tensor up to transformers 4.57 whatever the config ties.
 
-    transformers 5 unties them with the embeddings; up to 4.57 they always were one.
+    All but a head's matrix: its bias, the embeddings of an encoder and a decoder. transformers 5 unties these too.
     """
     from transformers import PreTrainedModel
 
     for prefix, module in modules.items():
         ties = module._tied_weights_keys if isinstance(module, PreTrainedModel) else None
         for repeat, source in (ties or {}).items():
-            one, other = (names.hub_name(f"{prefix}.{name}" if prefix else name) for name in (repeat, source))
-            if repeat.endswith(".bias") and one is not None and other is not None:
+            one, other = (f"{prefix}.{name}" if prefix else name for name in (repeat, source))
+            if repeat.endswith((".bias", ".embed_tokens.weight")) and {one, other} <= names.state.keys():
                 yield one, other
 
 

@@ -11,7 +11,7 @@ from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.patterns import Bindings, Pattern
-from easytorch.bridge.rules import TIED, TIED_IN_TORCH, CompiledRule, RuleTable
+from easytorch.bridge.rules import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
 from easytorch.bridge.transforms import Transform, transform_called
 
 # Whether two steps make bit-identical tensors.
@@ -101,7 +101,7 @@ def plan_to_torch(
     made = plan.targets
     for path, step in leaves.items():
         for rule, name in table.tied_to(path):
-            alone = rule.kind == TIED and table.torch_rule(name) is None
+            alone = rule.kind == TIED_ALWAYS or (rule.kind == TIED and table.torch_rule(name) is None)
             if name not in made and name not in plan.tied and (name in tied or (alone and not tie)):
                 plan.steps.append(_renamed(step, name))
     return plan
@@ -140,13 +140,13 @@ class _FromTorch:
         source = source_rule.torch[0].fill(bindings)
         alone = self._table.torch_rule(name) is None
         if source not in names:
-            if self._tie or alone:
+            if self._tie or alone or rule.kind == TIED_ALWAYS:
                 del names[name]
                 self._move(source, self._given[name])
             return
         if self._identical(name, source):
             self._plan.tied[name] = path
-            if rule.kind == TIED:
+            if rule.kind != TIED_IN_TORCH:
                 del names[name]
             return
         if alone:

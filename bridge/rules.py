@@ -13,10 +13,11 @@ Flax modules hold their parameters.
   fuses, the other pattern is the tuple, and the transform is read from the leaves to torch.
 - Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
 
-Four names in the transform's place say what is not a change of layout:
+Five names in the transform's place say what is not a change of layout:
 
 - `buffer` (Flax pattern None): Flax has no such leaf; conversion keeps the tensor beside the Flax weights.
 - `tied`: this torch tensor repeats what Flax holds once at the path.
+- `tied_always`: the same, where the config does not say whether: torch has both names filled also if it ties nothing.
 - `tied_in_torch`: torch may leave this tensor out because it repeats the one at the path; Flax holds both.
 - `alias`: another spelling that torch checkpoints have; the second name, literal too, is the torch one it stands for.
 """
@@ -37,7 +38,9 @@ Rules = tuple[Rule, ...]
 
 BUFFER = "buffer"
 TIED = "tied"
+TIED_ALWAYS = "tied_always"
 TIED_IN_TORCH = "tied_in_torch"
+TIES = (TIED, TIED_ALWAYS, TIED_IN_TORCH)
 ALIAS = "alias"
 
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
@@ -126,7 +129,7 @@ class RuleTable:
         compiled = [one for number, rule in rows for one in _compile(number, rule)]
         self.weights = [rule for rule in compiled if rule.transform is not None]
         self.buffers = [rule for rule in compiled if rule.kind == BUFFER]
-        ties = [rule for rule in compiled if rule.kind in (TIED, TIED_IN_TORCH)]
+        ties = [rule for rule in compiled if rule.kind in TIES]
         self._torch = _Side(_torch_side(self.weights), rules, unique=True)
         self._flax = _Side(
             ((rule, part, pattern) for rule in self.weights for part, pattern in enumerate(rule.leaves)),
@@ -213,7 +216,7 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
         transform, kind = change, change.name
     else:
         kind = change
-        if kind not in (BUFFER, TIED, TIED_IN_TORCH):
+        if kind not in (BUFFER, *TIES):
             transform = transform_called(kind)
     if transform is not None and transform.to_torch is None:
         raise ValueError(
