@@ -13,8 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from easytorch.bridge.disk import flush, sync
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.journal import Journal, Key, differences, flush, sync
+from easytorch.bridge.journal import Journal, Key, differences
 from easytorch.bridge.partial import Partial, left_behind, make
 from easytorch.bridge.renames import exchange, rename_new
 
@@ -66,8 +67,7 @@ def staged(
     the same key has finished, and when this one is interrupted (no error), what it has finished stays.
     `CheckpointError` for what exists already and for whatever cannot be written; `destination` is as it was then.
     """
-    notes: list[str] = []
-    found = _sweep(destination, key if resume else None, notes)
+    found, notes = _sweep(destination, key if resume else None)
     if not replace and os.path.lexists(destination):
         if found is not None:
             found.remove()
@@ -84,7 +84,7 @@ def staged(
         journal = None if key is None else Journal(partial.journal, partial.folder, key)
         yield Staging(partial.folder, journal, notes)
         whole = partial.folder if file is None else partial.folder / file
-        flush(whole)
+        flush([whole])
         _publish(whole, partial, destination, replace)
         sync(destination.parent)
     except OSError as error:
@@ -100,10 +100,15 @@ def staged(
         _remove_empty(made)
 
 
-def _sweep(destination: Path, key: Key | None, notes: list[str]) -> Partial | None:
-    """Removes what killed runs left, but for the one of this very conversion (`key`), which is returned."""
+def sweep(destination: Path) -> list[str]:
+    """Removes what killed runs to this destination left, and says so."""
+    return _sweep(destination, None)[1]
+
+
+def _sweep(destination: Path, key: Key | None) -> tuple[Partial | None, list[str]]:
+    """`sweep`, but the one of this very conversion (`key`) is returned."""
     dead, living = left_behind(destination)
-    notes += [f"{root}: another process is writing the same destination" for root in living]
+    notes = [f"{root}: another process is writing the same destination" for root in living]
     found = None
     for partial in dead:
         differing = None if key is None else differences(partial.journal, key)
@@ -119,7 +124,7 @@ def _sweep(destination: Path, key: Key | None, notes: list[str]) -> Partial | No
         else:
             notes.append(f"{partial.root}: removed; a killed run left it")
         partial.remove()
-    return found
+    return found, notes
 
 
 def _publish(whole: Path, partial: Partial, destination: Path, replace: bool) -> None:

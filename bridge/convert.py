@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from easytorch.bridge.atomic import new_file, new_folder, refuse_existing
+from easytorch import __version__
+from easytorch.bridge.atomic import Staging, refuse_existing, staged, sweep
 from easytorch.bridge.bits import identical
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
@@ -17,11 +21,13 @@ from easytorch.bridge.companions import copy_companions, set_config_dtype
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import Reader, WritableFormat
+from easytorch.bridge.formats.base import Layout, Reader, RoundingFormat, WritableFormat
+from easytorch.bridge.journal import Journal, state_of
 from easytorch.bridge.locations import is_remote, local_destination, local_source
 from easytorch.bridge.plan import cast_plan
 from easytorch.bridge.planned import PlannedReader
 from easytorch.bridge.schemes.registry import TORCH
+from easytorch.bridge.side import FILE_NAME as SIDE_FILE
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.sizes import parse_size
 from easytorch.bridge.source import Progress, ReaderSource
@@ -72,39 +78,50 @@ def convert(
     bit-exact otherwise. `verify` reads the result back and compares every tensor. Everything beside the weights
     (config, tokenizer) is copied into a folder. `scheme` names the source's naming scheme where its names do not tell
     it, `config` is the config.json of a source that has none.
+    `resume` goes on from the files a killed run of this very conversion had finished; an interrupted one keeps them.
     Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
     thing; `dst` is not there then.
     """
     begun = time.perf_counter()
     target, shard_size = registry.target(to), parse_size(max_shard_size)
-    cast = None if dtype is None else floating_dtype(dtype)
+    form, cast = _stored_as(target.form, dtype)
     if resume and is_remote(dst):
         raise ValueError(f"a conversion to {dst} cannot be resumed; convert to a folder here and copy that")
     prefer: registry.Kind = "tree" if to == "torch" else "torch"
     with local_source(src, prefer=prefer) as source, local_destination(dst) as destination:
-        refuse_existing(destination)
+        if not resume:
+            refuse_existing(destination)
         with open_checkpoint(source, prefer=prefer, scheme=scheme, config=config) as checkpoint:
             renamed = checkpoint.renamed(target.scheme)
             if cast is not None:
                 renamed.reader = PlannedReader(renamed.reader, cast_plan(renamed.reader.tensors, cast))
             tensors = renamed.reader.tensors
-            layout = target.form.layout(list(tensors.values()), shard_size)
-            whole_file = target.form.suffix is not None and destination.suffix == target.form.suffix
+            layout = form.layout(list(tensors.values()), shard_size)
+            whole_file = form.suffix is not None and destination.suffix == form.suffix
             if whole_file and len(layout) > 1:
                 raise CheckpointError(
                     f"one file is asked for, and the weights fill {len(layout)} of {max_shard_size}; "
                     "give a folder, or a larger max_shard_size",
                     file=destination,
                 )
-            with new_file(destination, next(iter(layout))) if whole_file else new_folder(destination) as folder:
-                data = ReaderSource(renamed.reader, checkpoint.config, progress)
-                for file, infos in layout.items():
-                    target.form.write(folder, file, infos, data)
-                target.form.finish(folder, layout, data)
-                if verify:
-                    _verify(folder, target.form, renamed.reader)
-                if not whole_file:
-                    _write_beside(folder, source, checkpoint, renamed, target.scheme, cast)
+            file = next(iter(layout)) if whole_file else None
+            if resume and os.path.lexists(destination):
+                _refuse_another(destination, form, renamed.reader)
+                notes = [*sweep(destination), f"{destination}: stands there already, and every tensor of it is right"]
+            else:
+                key = {
+                    "source": _digest(checkpoint),
+                    "config": None if checkpoint.config is None else checkpoint.config.content,
+                    "options": [to, dtype, shard_size, file],
+                    "version": __version__,
+                }
+                with staged(destination, file, key=key, resume=resume) as staging:
+                    _write(staging, form, layout, ReaderSource(renamed.reader, checkpoint.config, progress))
+                    if verify and (name := _wrong_tensor(staging.folder, form, renamed.reader)) is not None:
+                        raise CheckpointError("was not written as it was read; check the disk", tensor=name)
+                    if not whole_file:
+                        _write_beside(staging.folder, source, checkpoint, renamed, target.scheme, cast)
+                notes = staging.notes
             return ConversionReport(
                 source=str(src),
                 destination=str(dst),
@@ -118,10 +135,17 @@ def convert(
                 files=(destination.name,) if whole_file else tuple(layout),
                 kept=tuple(renamed.kept),
                 tied=tuple(renamed.tied),
-                notes=tuple(renamed.notes),
+                notes=(*renamed.notes, *notes),
                 verified=verify,
                 seconds=time.perf_counter() - begun,
             )
+
+
+def _stored_as(form: WritableFormat, dtype: str | None) -> tuple[WritableFormat, str | None]:
+    """The format to write, and what to cast to before: nothing for a format that rounds on its own."""
+    if dtype is None:
+        return form, None
+    return (form.storing(dtype), None) if isinstance(form, RoundingFormat) else (form, floating_dtype(dtype))
 
 
 def _write_beside(
@@ -143,14 +167,60 @@ def _write_beside(
         set_config_dtype(file, cast)
 
 
-def _verify(folder: Path, form: WritableFormat, reader: Reader) -> None:
-    """Reads the written weights back and compares every tensor with what its source gives."""
-    file = form.detect(folder)
+def _write(staging: Staging, form: WritableFormat, layout: Layout, source: ReaderSource) -> None:
+    """Writes the files of `layout` that no killed run has finished; they are synced while the next ones are written."""
+    journal = staging.journal
+    assert journal is not None
+    with ThreadPoolExecutor(1) as syncing:
+        unsynced: list[str] = []
+        sync: Future | None = None
+        for file, infos in layout.items():
+            if file in journal.finished:
+                for info in infos:
+                    source.wrote(info)
+                continue
+            form.write(staging.folder, file, infos, source)
+            unsynced.append(file)
+            if sync is None or sync.done():
+                sync = _started(syncing, sync, journal, unsynced)
+                unsynced = []
+        _started(syncing, sync, journal, unsynced).result()
+    form.finish(staging.folder, layout, source)
+
+
+def _started(syncing: ThreadPoolExecutor, former: Future | None, journal: Journal, files: list[str]) -> Future:
+    """The next sync, begun when the former one ended well."""
+    if former is not None:
+        former.result()
+    return syncing.submit(journal.finish, files)
+
+
+def _digest(checkpoint: Checkpoint) -> str:
+    """Tells one source from another: its files' names, sizes and times, and the tensors that their headers declare."""
+    files = checkpoint.reader.files
+    side = (files[0] if files[0].is_dir() else files[0].parent) / SIDE_FILE
+    states = [[file.name, state_of(file)] for file in (*files, side)]
+    tensors = [[info.name, info.shape, info.dtype] for info in checkpoint.reader.tensors.values()]
+    return hashlib.sha256(json.dumps([checkpoint.scheme, states, tensors]).encode()).hexdigest()
+
+
+def _refuse_another(destination: Path, form: WritableFormat, reader: Reader) -> None:
+    """`CheckpointError` for what stands at `destination`, unless it is what would be written there."""
+    if form.detect(destination) is None or _wrong_tensor(destination, form, reader) is not None:
+        refuse_existing(destination)
+
+
+def _wrong_tensor(path: Path, form: WritableFormat, reader: Reader) -> str | None:
+    """A tensor that the checkpoint at `path` does not hold as `reader` gives it."""
+    file = form.detect(path)
     assert file is not None, f"{form.name} does not find what it has written"
     with form.open(file) as written:
         for name, info in reader.tensors.items():
+            if name not in written.tensors:
+                return name
             if not identical(written.read(name), form.reads_back(info, reader.read(name))):
-                raise CheckpointError("was not written as it was read; check the disk", tensor=name)
+                return name
+    return None
 
 
 call_as(convert)

@@ -11,9 +11,11 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from easytorch.bridge.disk import flush, sync
 
 # What identifies a conversion: plain JSON. The names of parts that differ are told to the user.
 Key = Mapping[str, Any]
@@ -27,7 +29,7 @@ class Journal:
         self._folder = folder
         self._lock = threading.Lock()
         # What a killed writer left unfinished, half a line at the end included, is left out.
-        entries = [entry for entry in _entries(file)[1:] if _state(folder / entry["file"]) == entry["state"]]
+        entries = [entry for entry in _entries(file)[1:] if state_of(folder / entry["file"]) == entry["state"]]
         self.finished = {entry["file"] for entry in entries}
         folder.mkdir(exist_ok=True)
         _keep_only(folder, self.finished)
@@ -36,13 +38,12 @@ class Journal:
         fresh.replace(file)
         sync(file.parent)
 
-    def finish(self, name: str) -> None:
-        """Syncs the file (or folder) `name` to disk and says so for good; threads may call it."""
-        path = self._folder / name
-        flush(path)
+    def finish(self, names: Collection[str]) -> None:
+        """Syncs the files (or folders) `names` to disk and says so for good; threads may call it."""
+        flush(self._folder / name for name in names)
         with self._lock:
-            _append(self._file, [{"file": name, "state": _state(path)}])
-            self.finished.add(name)
+            _append(self._file, [{"file": name, "state": state_of(self._folder / name)} for name in names])
+            self.finished.update(names)
 
 
 def differences(file: Path, key: Key) -> list[str] | None:
@@ -80,7 +81,7 @@ def _entries(file: Path) -> list[dict]:
     return entries
 
 
-def _state(path: Path) -> list | None:
+def state_of(path: Path) -> list | None:
     """Sizes and times of a file, or of every file of a folder by its path; None when there is none."""
     if not path.exists():
         return None
@@ -102,20 +103,3 @@ def _keep_only(folder: Path, names: set[str]) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def flush(path: Path) -> None:
-    """Waits until a file, or a folder with everything in it, is on disk."""
-    if path.is_dir():
-        for child in path.iterdir():
-            flush(child)
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Waits until one file's data, or one folder's names, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -89,10 +89,10 @@ def kill_while(code, destination):
 FINISH_ONE = """
 with staged(d, key={"source": 1, "options": "x"}) as staging:
     (staging.folder / "one").write_text("1")
-    staging.journal.finish("one")
+    staging.journal.finish(["one"])
     (staging.folder / "nested").mkdir()
     (staging.folder / "nested" / "two").write_text("2")
-    staging.journal.finish("nested/two")
+    staging.journal.finish(["nested/two"])
     (staging.folder / "nested" / "half").write_text("torn")
     (staging.folder / "half").write_text("torn")
     os._exit(9)
@@ -137,7 +137,7 @@ def test_a_run_goes_on_from_what_a_killed_one_finished(tmp_path):
             "nested/two",
             "one",
         ]
-        staging.journal.finish("one")
+        staging.journal.finish(["one"])
     assert "gone on from" in staging.notes[0]
     assert (destination / "nested" / "two").read_text() == "2"
     assert leftovers(tmp_path) == []
@@ -178,7 +178,7 @@ def test_an_interruption_keeps_what_is_finished_only_for_resume(tmp_path):
             staged(parent / "new", key={"source": 1}, resume=resume) as staging,
         ):
             (staging.folder / "one").write_text("1")
-            staging.journal.finish("one")
+            staging.journal.finish(["one"])
             raise interruption("stop")
         assert parent.exists() == kept
         assert not kept or len(leftovers(parent)) == 1

@@ -1,0 +1,47 @@
+"""Waiting until what was written is on the disk."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+# From here on one sync of the file system first is faster: 1000 files of 100 kB took 0.3 to 2.3 s, and 0.15 s so.
+_MANY = 16
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Waits until these files, and these folders with everything in them, are on disk; `OSError` where they are not."""
+    found = [child for path in paths for child in _everything(path)]
+    if len(found) >= _MANY:
+        _sync_file_system(found[0])
+    # Also then: only fsync tells of errors.
+    for path in found:
+        sync(path)
+
+
+def _everything(path: Path) -> list[Path]:
+    """What is in a folder, then itself; a file alone."""
+    inside = [child for entry in path.iterdir() for child in _everything(entry)] if path.is_dir() else []
+    return [*inside, path]
+
+
+def sync(path: Path) -> None:
+    """Waits until one file's data, or one folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_file_system(path: Path) -> None:
+    """syncfs(2) of Linux; elsewhere nothing."""
+    syncfs = getattr(ctypes.CDLL(None), "syncfs", None)
+    if syncfs is not None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            syncfs(descriptor)
+        finally:
+            os.close(descriptor)
