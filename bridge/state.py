@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +11,20 @@ import numpy as np
 
 from easytorch.bridge.bits import identical
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.dtensors import dtensors_of
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.plan import Plan, Same, Step, plan_from_torch, plan_to_torch
+from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree, tensors_of, tree_of
+from easytorch.bridge.plan import Same, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules import Rules, compile_rules
 from easytorch.bridge.schemes.registry import TORCH
-from easytorch.bridge.trees import flat, nested
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-Tree = dict[str, Any]
 Read = Callable[[str], np.ndarray]
 
 
@@ -42,22 +43,42 @@ def load_torch_state_dict(
 
 
 def tree_to_state_dict(
-    tree: Mapping[str, Any], rules: Rules, *, tie_word_embeddings: bool = True
+    tree: Any, rules: Rules, *, tie_word_embeddings: bool = True, copy: bool | None = None
 ) -> dict[str, torch.Tensor]:
-    """A nested dict of numpy or jax arrays in Flax naming as torch tensors; untransposed writable ones share memory."""
-    leaves = {path: np.asarray(leaf) for path, leaf in flat(tree).items()}
-    plan = plan_to_torch(infos_of(leaves), compile_rules(rules), tie=tie_word_embeddings, same=_never)
-    return {name: to_torch(array) for name, array in _run(plan, leaves.__getitem__).items()}
+    """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU."""
+    leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
+    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_never)
+    return tensors_of(plan, leaves, copy=copy)
+
+
+def tree_to_dtensors(
+    tree: Any, rules: Rules, mesh: DeviceMesh, *, tie_word_embeddings: bool = True
+) -> dict[str, torch.Tensor]:
+    """The same as `DTensor`s on `mesh`, placed as jax has placed the leaves: see `bridge.dtensors`."""
+    leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
+    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_never)
+    return dtensors_of(plan, leaves, mesh)
 
 
 def state_dict_to_tree(
-    state_dict: Mapping[str, torch.Tensor], rules: Rules, *, tie_word_embeddings: bool = True
+    state_dict: Mapping[str, torch.Tensor],
+    rules: Rules,
+    *,
+    tie_word_embeddings: bool = True,
+    fill: Collection[str] = (),
+    framework: Framework = "numpy",
+    shardings: Shardings = None,
+    copy: bool | None = None,
 ) -> Tree:
-    """torch tensors as a nested dict of numpy arrays in Flax naming, views of the tensors; buffers are left out."""
+    """torch tensors as a tree of arrays named as `rules` say; buffers are left out.
+
+    fill: torch names that torch may leave out as repeats and the tree must have. The others: `bridge.memory.tree_of`.
+    """
     arrays = {name: to_numpy(tensor) for name, tensor in state_dict.items()}
     read = arrays.__getitem__
-    plan = plan_from_torch(infos_of(arrays), compile_rules(rules), tie=tie_word_embeddings, same=_same(read))
-    return nested(_run(plan, read))
+    table = compile_rules(rules)
+    plan = plan_from_torch(infos_of(arrays), table, tie=tie_word_embeddings, same=_same(read), fill=fill)
+    return tree_of(plan, read, framework=framework, shardings=shardings, copy=copy)
 
 
 def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
@@ -66,14 +87,6 @@ def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
         if numpy_dtype(array.dtype.name) is None:
             raise CheckpointError(f"is of dtype {array.dtype}, not an array of numbers", tensor=name)
     return {name: TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()}
-
-
-def _run(plan: Plan, read: Read) -> dict[str, np.ndarray]:
-    made: dict[str, np.ndarray] = {}
-    for step in plan.steps:
-        arrays = step.run([read(name) for name in step.sources])
-        made.update((info.name, array) for info, array in zip(step.targets, arrays, strict=True))
-    return made
 
 
 def _same(read: Read) -> Same:

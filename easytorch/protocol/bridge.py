@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import rules_for
-from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
-from easytorch.layers.attention import INTERFACES
+from easytorch.bridge.memory import Framework, Shardings, Tree
+from easytorch.protocol import flax_trees
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
 else:
     _Base = object  # `PreTrainedModel` stands behind the mixin in the bases
 
-StateDict = Mapping[str, torch.Tensor]
-# A nested dict of arrays, as `flax.linen` modules take under "params".
-Tree = dict[str, Any]
-
 
 class BridgeMixin(_Base):
-    """The names are those of EasyDeL's `EasyBridgeMixin`, and work for bf16 and for tied weights too."""
+    """The names are those of EasyDeL's `EasyBridgeMixin`, and work for bf16, for tied weights and for experts too."""
 
     config: PreTrainedConfig
 
@@ -35,56 +27,40 @@ class BridgeMixin(_Base):
 
         It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
         """
-        config = copy.deepcopy(self.config)
-        if config._attn_implementation in INTERFACES:
-            config._attn_implementation = None
-        weights = self.state_dict(keep_vars=True)
-        if copy_weights:
-            weights = copy.deepcopy(dict(weights))  # one call: what was tied stays tied
-        plain = {name: weight.detach() for name, weight in weights.items()}
-        theirs = getattr(transformers, type(self).__name__)
-        model = theirs.from_pretrained(None, config=config, state_dict=plain, dtype=self.dtype).to(self.device)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(weights[name].requires_grad)  # assigning gives a weight the flag it replaces
-        model.load_state_dict(weights, assign=True)
-        model.train(self.training)
-        return model
+        return flax_trees.to_torch(self, copy_weights=copy_weights)
 
-    def to_flax(self) -> Tree:
-        """The weights as a nested dict of numpy arrays in HF Flax naming: `flax_model.apply({"params": tree}, ...)`.
+    def to_flax(
+        self,
+        *,
+        framework: Framework = "numpy",
+        shardings: Shardings = None,
+        copy: bool | None = None,
+        scheme: str = "flax",
+    ) -> Tree:
+        """The weights as a nested dict of arrays in HF Flax naming: `flax_model.apply({"params": tree}, ...)`.
 
-        Arrays of a CPU model share its memory where the layouts allow; bf16 is `ml_dtypes.bfloat16`, which jax takes.
+        framework: "numpy", whose arrays share a CPU model's memory where the layouts allow, or "jax", whose arrays are
+        copies and stand where `shardings` says: a Sharding, a tree of them, or a function of the path. `copy`: False
+        shares with jax too, True with neither. scheme: the names of another program, as in `bridge.convert`.
         """
-        return self.transform_fn(self.state_dict())
+        return flax_trees.to_flax(self, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
 
     @classmethod
-    def from_flax(cls, config: PreTrainedConfig, params: Mapping[str, Any], **kwargs: Any) -> Self:
-        """A model of `config` with the weights of a Flax tree of numpy or jax arrays. kwargs: `from_pretrained`'s.
+    def from_flax(cls, config: PreTrainedConfig, params: Any, *, copy: bool | None = None, **kwargs: Any) -> Self:
+        """A model of `config` with the weights of a tree: linen's, nnx's, or nested numpy or jax arrays.
 
+        jax's arrays are copied, numpy's shared where the layout allows; `copy` is False to share both and True to share
+        neither (`bridge.memory`). kwargs: `from_pretrained`'s.
         `CheckpointError` when a weight is missing, left over or of another shape.
         """
-        tie = bool(config.tie_word_embeddings)
-        weights = tree_to_state_dict(params, rules_for(config.model_type), tie_word_embeddings=tie)
-        kwargs |= {"config": config, "state_dict": weights, "output_loading_info": True}
-        loaded: Any = cls.from_pretrained(None, **kwargs)
-        model, info = loaded
-        for what, names in (("is missing from", info["missing_keys"]), ("is left over in", info["unexpected_keys"])):
-            if names:
-                raise CheckpointError(f"{what} the Flax params of {cls.__name__}", tensor=min(names))
-        return model
+        return flax_trees.from_flax(cls, config, params, copy=copy, **kwargs)
 
     @property
-    def transform_fn(self) -> Callable[[StateDict], Tree]:
+    def transform_fn(self) -> Callable[[Mapping[str, torch.Tensor]], Tree]:
         """torch state dict -> Flax tree, for this model's family and its tied weights."""
-        return self.pure_transform_fn
+        return flax_trees.transform_fn(self)
 
     @property
-    def pure_transform_fn(self) -> Callable[[StateDict], Tree]:
-        """The same function; it keeps nothing of the model but its rules and whether its embeddings are tied."""
-        rules, tie = rules_for(self.config.model_type), bool(self.config.tie_word_embeddings)
-
-        def transform(state_dict: StateDict) -> Tree:
-            plain = {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
-            return state_dict_to_tree(plain, rules, tie_word_embeddings=tie)
-
-        return transform
+    def pure_transform_fn(self) -> Callable[[Mapping[str, torch.Tensor]], Tree]:
+        """The same function: it keeps nothing of the model but its names and its config."""
+        return flax_trees.transform_fn(self)

@@ -1,0 +1,181 @@
+"""Any transformers model as a tree of jax's world, and back: native or not, its names by the family's rules.
+
+`BridgeMixin` and the auto classes call these; for a model that came from elsewhere they are called directly:
+
+    from easytorch.protocol import flax_trees
+    tree = flax_trees.to_flax(model)
+    model = flax_trees.from_flax(T5ForConditionalGeneration, config, tree)
+"""
+
+from __future__ import annotations
+
+import copy as copies
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from easytorch.bridge.architecture import Architecture, architecture_like
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
+from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree
+from easytorch.bridge.rules import Rules, compile_rules
+from easytorch.bridge.schemes.registry import recognise, scheme_called
+from easytorch.bridge.state import state_dict_to_tree, tree_to_dtensors, tree_to_state_dict
+from easytorch.layers.attention import INTERFACES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+StateDict = Mapping[str, torch.Tensor]
+Transform = Callable[[StateDict], Tree]
+ModelClass = type[PreTrainedModel]
+
+
+def to_flax(
+    model: PreTrainedModel,
+    *,
+    framework: Framework = "numpy",
+    shardings: Shardings = None,
+    copy: bool | None = None,
+    scheme: str = "flax",
+) -> Tree:
+    """The weights of `model` as a nested dict of arrays, named as HF Flax does: `{"params": tree}` for a linen module.
+
+    A model with batch statistics gives `{"params": ..., "batch_stats": ...}`. bf16 is `ml_dtypes.bfloat16`, which jax
+    takes. Experts come one an expert, as checkpoints hold them; integer buffers (index tables, counters) are left out.
+    framework, shardings, copy: see `bridge.memory`. scheme: the names of another program, as in `bridge.convert`.
+    """
+    transform = transform_fn(model, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
+    return transform(model.state_dict())
+
+
+def transform_fn(
+    model: PreTrainedModel,
+    *,
+    framework: Framework = "numpy",
+    shardings: Shardings = None,
+    copy: bool | None = None,
+    scheme: str = "flax",
+) -> Transform:
+    """torch state dict -> tree, for models like `model`: what `to_flax` does. It keeps none of the model's weights."""
+    config = _plain(model.config)
+    architecture = _architecture(type(model), config, model.state_dict())
+    rules = _rules(architecture, config, scheme)
+    fill = architecture.shapes if architecture.tie else ()
+
+    def transform(state_dict: StateDict) -> Tree:
+        plain = architecture.names.to_hub({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
+        return state_dict_to_tree(
+            plain,
+            rules,
+            tie_word_embeddings=architecture.tie,
+            fill=fill,
+            framework=framework,
+            shardings=shardings,
+            copy=copy,
+        )
+
+    return transform
+
+
+def from_flax(
+    model_class: ModelClass, config: PreTrainedConfig, params: Any, *, copy: bool | None = None, **kwargs: Any
+) -> Any:
+    """A model of `config` with the weights of a tree, of linen, of nnx or of plain arrays (`bridge.memory`).
+
+    Its names may be those of any scheme the bridge knows; which, they tell themselves. kwargs: `from_pretrained`'s.
+    `CheckpointError` when a weight is missing, left over or of another shape.
+    """
+    architecture, rules, leaves = _open(model_class, config, params)
+    weights = tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
+    wants_info = kwargs.pop("output_loading_info", False)
+    kwargs |= {"config": config, "state_dict": weights, "output_loading_info": True}
+    model, info = cast(Any, model_class).from_pretrained(None, **kwargs)
+    table, names = compile_rules(rules), architecture.names
+    missing = [name for name in info["missing_keys"] if not table.is_buffer(names.hub_name(name) or name)]
+    for what, left in (("is missing from", missing), ("is left over in", info["unexpected_keys"])):
+        if left:
+            raise CheckpointError(f"{what} the Flax params of {model_class.__name__}", tensor=min(left))
+    return (model, info) if wants_info else model
+
+
+def state_dict_from_flax(
+    model_class: ModelClass,
+    config: PreTrainedConfig,
+    params: Any,
+    *,
+    copy: bool | None = None,
+    mesh: DeviceMesh | None = None,
+) -> dict[str, torch.Tensor]:
+    """The weights of a tree by the names checkpoints of `model_class` have, on the CPU.
+
+    mesh: a `torch.distributed` mesh whose dimensions are named like the axes of jax's: each weight is a `DTensor` with
+    the leaf's placements there, of which every process fills its own part (`bridge.dtensors`).
+    """
+    architecture, rules, leaves = _open(model_class, config, params)
+    if mesh is None:
+        return tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
+    return tree_to_dtensors(leaves, rules, mesh, tie_word_embeddings=architecture.tie)
+
+
+def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTrainedModel:
+    """transformers' own class of the same name, on the same device, in the same dtypes, training or not.
+
+    It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
+    """
+    config = _plain(model.config)
+    weights = model.state_dict(keep_vars=True)
+    if copy_weights:
+        weights = copies.deepcopy(dict(weights))  # one call: what was tied stays tied
+    plain = {name: weight.detach() for name, weight in weights.items()}
+    theirs: Any = _their_class(type(model))
+    hub = _architecture(type(model), config).names.to_hub(plain)
+    loaded = theirs.from_pretrained(None, config=config, state_dict=hub, dtype=model.dtype).to(model.device)
+    for name, parameter in loaded.named_parameters():
+        parameter.requires_grad_(weights[name].requires_grad)  # assigning gives a weight the flag it replaces
+    loaded.load_state_dict(weights, assign=True)
+    if model.can_generate():
+        loaded.generation_config = copies.deepcopy(model.generation_config)
+    loaded.train(model.training)
+    return loaded
+
+
+def _open(model_class: ModelClass, config: PreTrainedConfig, params: Any) -> tuple[Architecture, Rules, MemoryTree]:
+    leaves = MemoryTree(params)
+    architecture = _architecture(model_class, config, leaves.tensors)
+    scheme = recognise(leaves.tensors, _content(config))
+    return architecture, scheme.rules(_content(config), architecture, leaves.tensors), leaves
+
+
+def _architecture(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str] = ()) -> Architecture:
+    """What transformers' own class holds. given: the names there are, torch's or the tree's."""
+    with torch.device("meta"):
+        model = _their_class(model_class)(_plain(config))
+    return architecture_like(model, given)
+
+
+def _rules(architecture: Architecture, config: PreTrainedConfig, scheme: str) -> Rules:
+    return scheme_called(scheme).rules(_content(config), architecture, None)
+
+
+def _content(config: PreTrainedConfig) -> Config:
+    return Config(Path("config.json"), config.to_dict())
+
+
+def _their_class(model_class: ModelClass) -> ModelClass:
+    """transformers' class that a native one stands for; any other class as it is."""
+    native = model_class.__module__.startswith("easytorch.models.")
+    return getattr(transformers, model_class.__name__) if native else model_class
+
+
+def _plain(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy without our attention, which transformers then chooses as it would."""
+    config = copies.deepcopy(config)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if isinstance(part, PreTrainedConfig) and part._attn_implementation in INTERFACES:
+            part._attn_implementation = None
+    return config
