@@ -21,6 +21,7 @@ from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
+from easytorch.bridge.unwrap import UnwrappedReader
 
 
 @dataclass
@@ -34,12 +35,16 @@ class Renamed:
 
 
 class Checkpoint:
-    """An open checkpoint. `scheme` is the name of its tensors' scheme; `config` is None where there is none."""
+    """An open checkpoint. `scheme` is the name of its tensors' scheme; `config` is None where there is none.
+
+    `reader` has all that is in the files, also what is no weight of the model.
+    """
 
     def __init__(self, form: Format, reader: Reader, scheme: str, config: Config | None) -> None:
         self.form = form
         self.reader = reader
         self.scheme = scheme
+        self._weights = reader if form.scheme is not None else UnwrappedReader(reader)
         self._config = config
         self._side: SideFile | None = None
         self._torch = reader
@@ -62,8 +67,11 @@ class Checkpoint:
     @cached_property
     def architecture(self) -> Architecture:
         """The parameters the config describes."""
-        given = self.reader.tensors if self.scheme in (TORCH, "flax") else ()
-        return architecture_of(self.needed_config, len(self.reader.tensors), given)
+        tensors = self._weights.tensors
+        given = tensors if self.scheme in (TORCH, "flax") else ()
+        # Schemes that stack layers have fewer leaves than layers.
+        deepest = max((min(info.shape) for info in tensors.values() if len(info.shape) > 1), default=0)
+        return architecture_of(self.needed_config, len(tensors) if given else len(tensors) + deepest, given)
 
     def renamed(self, scheme: str, *, strict: bool = True) -> Renamed:
         """The weights under the names of `scheme`.
@@ -71,26 +79,35 @@ class Checkpoint:
         strict: where names change, the weights are held against the architecture, and a tied repeat is left out only
         if its bits are those it repeats. What loads a model in memory does the one itself and needs not the other.
         """
-        if not self.reader.tensors:
+        if not self._weights.tensors:
             raise CheckpointError("holds no tensors", file=self.reader.files[0])
         if scheme == self.scheme:
-            return Renamed(self.reader)
+            stored = self.form.scheme is None and scheme != "flax"
+            weights = UnwrappedReader(self.reader, as_stored=True) if stored else self._weights
+            return Renamed(weights, notes=self._left_out())
         if self.scheme == TORCH:
             return self._from_torch(Renamed(self.reader), scheme, checked=not strict)
         torch = self._to_torch(strict)
         return torch if scheme == TORCH else self._from_torch(torch, scheme, checked=True)
 
+    def _left_out(self) -> list[str]:
+        """A note on what stands beside the parameters in a training state."""
+        names = self._weights.left_out if isinstance(self._weights, UnwrappedReader) else ()
+        kinds = ", ".join(sorted({name.split("/")[0] for name in names}))
+        return [f"{len(names)} arrays beside the parameters are left out ({kinds})"] if names else []
+
     def _to_torch(self, strict: bool) -> Renamed:
-        rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self.reader.tensors)
+        rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self._weights.tensors)
         table = compile_rules(rules)
         side = self._side = SideFile.beside(self.reader.files[0])
         kept, tied = ({}, []) if side is None else (side.tensors, side.tied)
-        same = same_data(self.reader) if strict else _never
-        plan = plan_to_torch(self.reader.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
+        same = same_data(self._weights) if strict else _never
+        plan = plan_to_torch(self._weights.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
         plan.keep(kept.values())
         if strict:
             self._check(plan.targets, table)
-        self._torch = PlannedReader(self.reader, plan, side)
+        plan.notes += self._left_out()
+        self._torch = PlannedReader(self._weights, plan, side)
         return _renamed(self._torch, plan)
 
     def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
@@ -149,8 +166,9 @@ def open_checkpoint(
             found = Config(_folder(path) / "config.json", stated)
         if form.scheme is not None:
             return Checkpoint(form, reader, _given(scheme, form, file), found)
-        chosen = recognise(reader.tensors, found) if scheme is None else scheme_called(scheme)
-        if found is None and (content := chosen.infer_config(reader.tensors)) is not None:
+        weights = UnwrappedReader(reader).tensors
+        chosen = recognise(weights, found) if scheme is None else scheme_called(scheme)
+        if found is None and (content := chosen.infer_config(weights)) is not None:
             found = Config(_folder(path) / "config.json", content)
         return Checkpoint(form, reader, chosen.name, found)
     except BaseException:

@@ -83,6 +83,17 @@ def unfolded(inner: Transform, sizes: tuple[int, int]) -> Transform:
     )
 
 
+def cut(inner: Transform, size: int, axis: int) -> Transform:
+    """The leaf's dimension `axis` cut to `size`: to read tables that are padded with rows nobody uses."""
+    window = (slice(None),) * axis + (slice(size),)
+    return replace(
+        inner,
+        name=f"cut[{inner.name}, {size}, {axis}]",
+        to_torch=lambda array: parts_of(inner, array[window]),
+        torch_shapes=lambda shape: inner.torch_shapes((*shape[:axis], size, *shape[axis + 1 :])),
+    )
+
+
 def scaled(inner: Transform, factor: float, *, wide: bool, narrow: str | None = None) -> Transform:
     """The leaf times `factor`; exact without `wide` only where that is a power of two."""
     name = f"scaled[{inner.name}, {factor}]"

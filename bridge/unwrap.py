@@ -67,9 +67,12 @@ def _wrapper(paths: list[list[str]]) -> str | None:
 class UnwrappedReader:
     """The parameters of an open tree under their own paths. `left_out` are the names of everything else."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, *, as_stored: bool = False) -> None:
+        """as_stored: under the names they have in the file, wrappers and all."""
         self._reader = reader
         self._names, self.left_out = unwrapped(reader.tensors)
+        if as_stored:
+            self._names = {name: name for name in self._names.values()}
         self.tensors: Mapping[str, TensorInfo] = {
             path: replace(reader.tensors[name], name=path) for path, name in self._names.items()
         }

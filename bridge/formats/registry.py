@@ -11,6 +11,7 @@ from easytorch.bridge.formats.base import Format, Reader, WritableFormat
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.gguf_file import Gguf
 from easytorch.bridge.formats.npz_file import Npz
+from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
 
@@ -34,6 +35,11 @@ TARGETS: dict[str, Target] = {
     "flax": Target(FlaxMsgpack(), "flax"),
     "big_vision": Target(Npz(), "big_vision"),
     "gguf": Target(Gguf(), "gguf"),
+    "orbax": Target(OrbaxTree(), "flax"),
+    "orbax-zarr": Target(OrbaxZarr(), "flax"),
+    "maxtext": Target(OrbaxTree(), "maxtext"),
+    "maxtext-unscanned": Target(OrbaxTree(), "maxtext-unscanned"),
+    "gemma": Target(OrbaxTree(), "gemma"),
 }
 
 
@@ -44,7 +50,14 @@ def register(form: Format) -> None:
     _FORMATS[form.name] = form
 
 
-for _format in (TARGETS["torch"].form, TorchBin(), TARGETS["flax"].form, TARGETS["gguf"].form, TARGETS["big_vision"].form):
+for _format in (
+    TARGETS["torch"].form,
+    TorchBin(),
+    TARGETS["flax"].form,
+    TARGETS["gguf"].form,
+    TARGETS["big_vision"].form,
+    TARGETS["orbax"].form,
+):
     register(_format)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import frexp
 from typing import Any
 
@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 
 from easytorch.bridge.architecture import Architecture
-from easytorch.bridge.computed_layouts import interleaved, scaled, shifted, unfolded
+from easytorch.bridge.computed_layouts import cut, interleaved, scaled, shifted, unfolded
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
@@ -294,17 +294,4 @@ class _Table:
         words = self._shape("embed_tokens.weight")[0]
         if leaf is None or len(leaf.shape) != 2 or leaf.shape[axis] <= words:
             return transform
-        return _cut(transform, words, axis)
-
-
-def _cut(inner: Transform, words: int, axis: int) -> Transform:
-    """The leaf's dimension `axis` cut to `words`: for reading, since what is cut off is padding that is never used."""
-    window = (slice(None),) * axis + (slice(words),)
-    assert inner.to_torch is not None
-    to_torch = inner.to_torch
-    return replace(
-        inner,
-        name=f"cut[{inner.name}, {words}, {axis}]",
-        to_torch=lambda array: to_torch(array[window]),
-        torch_shapes=lambda shape: inner.torch_shapes((*shape[:axis], words, *shape[axis + 1 :])),
-    )
+        return cut(transform, words, axis)

@@ -9,13 +9,22 @@ from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.schemes.base import Scheme
 from easytorch.bridge.schemes.big_vision_tree import BigVisionTree
 from easytorch.bridge.schemes.flax_tree import FlaxTree
+from easytorch.bridge.schemes.gemma_tree import GemmaTree
 from easytorch.bridge.schemes.gguf_names import GgufNames
+from easytorch.bridge.schemes.maxtext_tree import MaxTextTree
 
 # Torch's own names, the hub through which every other scheme is converted.
 TORCH = "torch"
 
 # The most particular first; the last one takes every tree.
-_SCHEMES: tuple[Scheme, ...] = (GgufNames(), BigVisionTree(), FlaxTree())
+_SCHEMES: tuple[Scheme, ...] = (
+    GgufNames(),
+    BigVisionTree(),
+    GemmaTree(),
+    MaxTextTree(scanned=True),
+    MaxTextTree(scanned=False),
+    FlaxTree(),
+)
 
 
 def names() -> list[str]:
