@@ -15,8 +15,9 @@ import numpy as np
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile
-from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, write_tree
+from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, tree_parts
 from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
+from easytorch.bridge.formats.parallel_write import write_parts
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 from easytorch.bridge.trees import flat, nested
 
@@ -133,8 +134,7 @@ class FlaxMsgpack:
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
         """One file of the layout."""
-        with (folder / file).open("wb") as stream:
-            write_tree(stream, _tree(tensors), source)
+        write_parts(folder / file, tree_parts(_tree(tensors)), source)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
         """The index, when there are several files."""

@@ -1,9 +1,8 @@
-"""A file mapped into memory, its byte ranges as numpy arrays without a copy, and arrays as a stream of bytes."""
+"""A file mapped into memory, and its byte ranges as numpy arrays without a copy."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,19 @@ from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 
-# Large enough that a write call costs nothing beside its data, small enough to stay in a processor's cache.
-_BLOCK_BYTES = 4 << 20
+
+class _ReadOnly(mmap.mmap):
+    """A map of a file which knows where in memory it is."""
+
+    address: int
+
+
+def _map(descriptor: int, writable: bool) -> mmap.mmap:
+    if writable:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    made = _ReadOnly(descriptor, 0, access=mmap.ACCESS_READ)
+    made.address = np.frombuffer(made, np.uint8).ctypes.data
+    return made
 
 
 class MappedFile:
@@ -26,8 +36,7 @@ class MappedFile:
                 stream.seek(0, 2)
                 self.size = stream.tell()
                 # An empty file cannot be mapped.
-                access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
-                self.bytes = mmap.mmap(stream.fileno(), 0, access=access) if self.size else b""
+                self.bytes = _map(stream.fileno(), writable) if self.size else b""
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
 
@@ -42,18 +51,24 @@ class MappedFile:
         self.bytes = b""
 
 
-def byte_blocks(array: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of `array` in C order, of a transposed view a few megabytes at a time: never copied whole."""
-    if array.flags.c_contiguous or array.nbytes <= _BLOCK_BYTES:
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def give_back(array: np.ndarray) -> None:
+    """Unmaps the pages that `array` covers, so that they no longer count as memory of this process.
+
+    They are read from the file again if they are needed again. To an array that is no view of a file nothing happens.
+    """
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, memoryview) or not isinstance(base.obj, _ReadOnly) or not array.size:
         return
-    rows = _BLOCK_BYTES * array.shape[0] // array.nbytes
-    if rows == 0:
-        for row in array:
-            yield from byte_blocks(row)
-    else:
-        for start in range(0, array.shape[0], rows):
-            yield from byte_blocks(np.ascontiguousarray(array[start : start + rows]))
+    start = array.ctypes.data - base.obj.address
+    end = start + array.itemsize
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        start, end = start + min(0, (size - 1) * stride), end + max(0, (size - 1) * stride)
+    # Pages that reach beyond it are left to its neighbours.
+    start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        base.obj.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def check_announced(info: TensorInfo, array: np.ndarray) -> None:

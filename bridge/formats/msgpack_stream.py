@@ -1,21 +1,19 @@
-"""A tree of arrays as the bytes `flax.serialization.to_bytes` makes of it, written as the arrays come.
+"""A tree of arrays as the bytes `flax.serialization.to_bytes` makes of it.
 
-msgpack states lengths first, and shapes and dtypes are known before the data, so nothing is held: the frame of an array
-is written, then its elements. Source: flax.serialization, flax 0.12.
+msgpack states lengths first, and shapes and dtypes are known before the data: the place of every element in the file is
+known before any of them is read. Source: flax.serialization, flax 0.12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
 
 import msgpack
-import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Source, TensorInfo
-from easytorch.bridge.formats.mapped import byte_blocks, check_announced
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.formats.parallel_write import Elements, Part
 
 # Flax cuts larger arrays, because msgpack holds no object of 2**32 bytes and its readers stop at 2**31.
 CHUNK_BYTES = 2**30
@@ -24,41 +22,35 @@ CHUNK_MARK = "__msgpack_chunked_array__"
 InfoTree = Mapping[str, "InfoTree | TensorInfo"]
 
 
-def write_tree(stream: BinaryIO, tree: InfoTree, source: Source) -> None:
-    """Writes `tree` with the elements `source` gives, in the order of its leaves."""
-    stream.write(msgpack.Packer().pack_map_header(len(tree)))
+def tree_parts(tree: InfoTree) -> Iterator[Part]:
+    """What a file that holds `tree` is made of."""
+    yield msgpack.Packer().pack_map_header(len(tree))
     for key, child in tree.items():
-        stream.write(msgpack.packb(key))
+        yield msgpack.packb(key)
         if isinstance(child, TensorInfo):
-            _write_leaf(stream, child, source.read(child.name))
-            source.wrote(child)
+            yield _leaf(child)
         else:
-            write_tree(stream, child, source)
+            yield from tree_parts(child)
 
 
-def _write_leaf(stream: BinaryIO, info: TensorInfo, array: np.ndarray) -> None:
-    check_announced(info, array)
+def _leaf(info: TensorInfo) -> Elements:
     if info.nbytes <= CHUNK_BYTES:
-        stream.write(_frame(info.shape, info.dtype, info.nbytes))
-        for block in byte_blocks(array):
-            stream.write(block)
-        return
+        return Elements(info, {0: _frame(info.shape, info.dtype, info.nbytes)})
     itemsize = numpy_dtype(info.dtype).itemsize
-    step = max(1, CHUNK_BYTES // itemsize) * itemsize
-    stream.write(msgpack.Packer().pack_map_header(3))
-    stream.write(msgpack.packb(CHUNK_MARK) + msgpack.packb(True))
-    stream.write(msgpack.packb("shape") + msgpack.packb({str(axis): size for axis, size in enumerate(info.shape)}))
-    stream.write(msgpack.packb("chunks") + msgpack.Packer().pack_map_header(-(-info.nbytes // step)))
-    written = 0
-    for block in byte_blocks(array):
-        while block:
-            if written % step == 0:
-                length = min(step, info.nbytes - written)
-                stream.write(msgpack.packb(str(written // step)) + _frame((length // itemsize,), info.dtype, length))
-            piece = block[: step - written % step]
-            stream.write(piece)
-            written += len(piece)
-            block = block[len(piece) :]
+    count, step = info.nbytes // itemsize, max(1, CHUNK_BYTES // itemsize)
+    chunks = {
+        start: msgpack.packb(str(start // step)) + _chunk_frame(min(step, count - start), info.dtype)
+        for start in range(0, count, step)
+    }
+    head = msgpack.Packer().pack_map_header(3)
+    head += msgpack.packb(CHUNK_MARK) + msgpack.packb(True)
+    head += msgpack.packb("shape") + msgpack.packb({str(axis): size for axis, size in enumerate(info.shape)})
+    head += msgpack.packb("chunks") + msgpack.Packer().pack_map_header(len(chunks))
+    return Elements(info, {**chunks, 0: head + chunks[0]})
+
+
+def _chunk_frame(count: int, dtype: str) -> bytes:
+    return _frame((count,), dtype, count * numpy_dtype(dtype).itemsize)
 
 
 def _frame(shape: tuple[int, ...], dtype: str, length: int) -> bytes:

@@ -19,7 +19,8 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.mapped import MappedFile, byte_blocks, check_announced
+from easytorch.bridge.formats.blocks import byte_blocks
+from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.npy_header import HEADER_BYTES, NpyHeader, npy_bytes, read_npy_header
 
 _STORED, _DEFLATED = 0, 8
@@ -157,7 +158,7 @@ class NpzFile:
                 filled += len(piece)
         except zlib.error as error:
             raise self._fail(f"cannot be inflated ({error})", name) from error
-        if filled != len(content) or zlib.crc32(content) != member.CRC:
+        if filled != len(content) or zlib.crc32(content.data) != member.CRC:
             raise self._fail("is damaged: its length or its checksum is not what the archive says", name)
         return content
 

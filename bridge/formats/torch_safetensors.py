@@ -17,7 +17,8 @@ import numpy as np
 from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK, Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.mapped import MappedFile, byte_blocks, check_announced
+from easytorch.bridge.formats.mapped import MappedFile
+from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 
 # The limit of the format's own implementation.
@@ -150,14 +151,8 @@ def write_file(path: Path, tensors: Sequence[TensorInfo], source: Source, metada
         end += info.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for info in tensors:
-            array = source.read(info.name)
-            check_announced(info, array)
-            for block in byte_blocks(array):
-                stream.write(block)
-            source.wrote(info)
+    start = len(text).to_bytes(8, "little") + text
+    write_parts(path, [start, *map(Elements, tensors)], source)
 
 
 class TorchSafetensors:

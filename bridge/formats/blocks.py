@@ -1,0 +1,132 @@
+"""Arrays as their bytes in C order, block by block: a strided view is never copied whole, and a transposed one fast.
+
+Copying a transposed matrix element by element misses the cache each time: numpy and torch do 0.25 to 0.5 GB/s. Here the
+rows and columns that make one block are first gathered in the order they have in memory, and turned around where they
+lie in the cache: 2 to 3 GB/s on one core of an EPYC (Zen 4) for elements of two and four bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+# Nothing is copied of a contiguous array: large enough that a system call costs nothing beside its data.
+_PLAIN_BYTES = 8 << 20
+# What is turned around at once, with its copy within a core's second-level cache.
+_BLOCK_BYTES = 1 << 20
+# What is read in one go where a block has a say in it: shorter runs waste the cache lines and pages they touch ...
+_RUN_BYTES = 256
+# ... and a block may grow to this for it.
+_LARGEST_BLOCK_BYTES = 16 << 20
+# From this many elements on, torch turns a matrix around in tiles; below, calling it costs more than it gains.
+_TILED_ELEMENTS = 60 * 60
+
+
+def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """`array` in views that are consecutive runs of its elements in C order, each small enough to be copied."""
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1)
+        step = _PLAIN_BYTES // array.itemsize
+        yield from (flat[start : start + step] for start in range(0, flat.size, step))
+        return
+    view = _joined(array)
+    axis, rows = _cut(view)
+    for index in np.ndindex(view.shape[:axis]):
+        part = view[index]
+        yield from (part[start : start + rows] for start in range(0, len(part), rows))
+
+
+def _cut(view: np.ndarray) -> tuple[int, int]:
+    """The dimension along which blocks are cut, those before it being indexed, and how much of it one block has."""
+    inner = [math.prod(view.shape[axis + 1 :]) * view.itemsize for axis in range(view.ndim)]
+    axis = next(axis for axis, size in enumerate(inner) if size <= _BLOCK_BYTES or axis == view.ndim - 1)
+    # Indexing the dimension that is dense in memory would leave single elements far from each other.
+    dense = min(range(view.ndim), key=lambda axis: abs(view.strides[axis]))
+    if dense < axis and inner[dense] <= _LARGEST_BLOCK_BYTES:
+        axis = dense
+    rows = _BLOCK_BYTES // inner[axis]
+    if axis == dense:
+        rows = max(rows, min(_RUN_BYTES // view.itemsize, _LARGEST_BLOCK_BYTES // inner[axis]))
+    return axis, max(1, rows)
+
+
+def _joined(array: np.ndarray) -> np.ndarray:
+    """The same elements with neighbouring dimensions made one where memory allows, and none of size 1."""
+    shape: list[int] = []
+    stride = 0
+    for size, step in zip(array.shape, array.strides, strict=True):
+        if size == 1:
+            continue
+        if shape and stride == size * step:
+            shape[-1] *= size
+        else:
+            shape.append(size)
+        stride = step
+    return array.reshape(shape)
+
+
+class Copier:
+    """Makes pieces contiguous in memory that it uses again and again; one for each thread."""
+
+    def __init__(self) -> None:
+        self._memory = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+
+    def bytes_of(self, piece: np.ndarray) -> memoryview:
+        """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call."""
+        if not piece.flags.c_contiguous:
+            piece = self._copied(_joined(_plain(piece)))
+        return piece.reshape(-1).view(np.uint8).data
+
+    def _copied(self, piece: np.ndarray) -> np.ndarray:
+        last = piece.ndim - 1
+        # The dimensions in the order of memory.
+        order = sorted(range(piece.ndim), key=lambda axis: abs(piece.strides[axis]), reverse=True)
+        if order[-1] == last or piece.size < _TILED_ELEMENTS:
+            made = self._array(0, piece, piece.shape)
+            np.copyto(made, piece)
+            return made
+        gathered = self._array(0, piece, [piece.shape[axis] for axis in order])
+        np.copyto(gathered, piece.transpose(order))
+        place = order.index(last)
+        if piece.shape[last] * math.prod(gathered.shape[place + 1 :]) < _TILED_ELEMENTS:
+            made = self._array(1, piece, piece.shape)
+            np.copyto(made, gathered.transpose(np.argsort(order)))
+            return made
+        turned_order = [*order[:place], *order[place + 1 :], last]
+        turned = self._array(1, piece, [piece.shape[axis] for axis in turned_order])
+        _turn(gathered.reshape(math.prod(gathered.shape[:place]), piece.shape[last], -1), turned)
+        if turned_order == sorted(turned_order):
+            return turned
+        made = self._array(0, piece, piece.shape)
+        np.copyto(made, turned.transpose(np.argsort(turned_order)))
+        return made
+
+    def _array(self, which: int, like: np.ndarray, shape: list[int] | tuple[int, ...]) -> np.ndarray:
+        if self._memory[which].nbytes < like.nbytes:
+            self._memory[which] = np.empty(like.nbytes, np.uint8)
+        return self._memory[which][: like.nbytes].view(like.dtype).reshape(shape)
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """The same bits as integers, which numpy copies faster than ml_dtypes' types, and which torch knows."""
+    return array.view(f"i{array.itemsize}") if array.itemsize <= 8 else array
+
+
+def _turn(matrices: np.ndarray, out: np.ndarray) -> None:
+    """(count, n, m) -> (count, m, n), both contiguous."""
+    import torch
+
+    # torch takes tiles for just this: all of one matrix, transposed, into a contiguous one.
+    count, rows, columns = matrices.shape
+    targets = torch.from_numpy(out.reshape(count, columns, rows))
+    for target, matrix in zip(targets, torch.from_numpy(matrices), strict=True):
+        target.copy_(matrix.t())
+
+
+def byte_blocks(array: np.ndarray) -> Iterator[memoryview]:
+    """The bytes of `array` in C order; each block is good until the next is asked for."""
+    copier = Copier()
+    for piece in pieces(array):
+        yield copier.bytes_of(piece)

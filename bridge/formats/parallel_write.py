@@ -1,0 +1,163 @@
+"""Files of tensors whose every byte has its place before any data is read: written by several threads at once.
+
+One thread turns a block around while another one's block goes to the file. What is written is handed to the disk at
+once, so that the sync at the end finds little left to do; pages of a mapped source are given back as they are passed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from easytorch.bridge.formats.base import Source, TensorInfo
+from easytorch.bridge.formats.blocks import Copier, pieces
+from easytorch.bridge.formats.mapped import check_announced, give_back
+
+# Writes to one file take turns in the kernel; more threads than this only hold memory.
+_MOST_THREADS = 4
+# Shorter writes are left to the sync: one disk request each would cost more than it saves.
+_HANDED_ON_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of a tensor in C order; `inserts` are bytes that stand before the element of that number."""
+
+    info: TensorInfo
+    inserts: Mapping[int, bytes] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in the file."""
+        return self.info.nbytes + sum(map(len, self.inserts.values()))
+
+
+# What a file is made of, in its order.
+Part = bytes | Elements
+
+
+def write_parts(path: Path, parts: Iterable[Part], source: Source) -> None:
+    """Writes the file `path`, which holds `parts` one after the other and nothing else.
+
+    At most two tensors are held at a time: the one being written and the next.
+    """
+    with path.open("wb") as stream:
+        _Writing(stream.fileno(), parts, source).run()
+
+
+class _Tensor:
+    """A tensor on its way to the file, whose first byte there is at `offset`."""
+
+    def __init__(self, part: Elements, offset: int, array: np.ndarray) -> None:
+        self.info = part.info
+        self.array = array
+        self.pieces = list(pieces(array))
+        self.waiting = len(self.pieces)
+        self._offset = offset
+        self._inserts = sorted(part.inserts.items())
+        self._starts = [start for start, _ in self._inserts]
+        self._before = [0, *accumulate(len(insert) for _, insert in self._inserts)]
+
+    def inserts(self) -> Iterator[tuple[int, bytes]]:
+        """The bytes between the elements: offset in the file, and what goes there."""
+        for (start, insert), before in zip(self._inserts, self._before, strict=False):
+            yield self._offset + start * self.array.itemsize + before, insert
+
+    def runs(self, start: int, content: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The bytes `content` of the elements from number `start` on, cut where something is inserted."""
+        width = self.array.itemsize
+        while content:
+            place = bisect_right(self._starts, start)
+            end = self._starts[place] if place < len(self._starts) else start + len(content) // width
+            run = content[: (end - start) * width]
+            yield self._offset + start * width + self._before[place], run
+            content, start = content[len(run) :], end
+
+
+class _Writing:
+    """One file being written."""
+
+    def __init__(self, descriptor: int, parts: Iterable[Part], source: Source) -> None:
+        self._descriptor = descriptor
+        self._source = source
+        self._work = self._handed_out(parts)
+        self._handing_out = threading.Lock()
+        self._counting = threading.Lock()
+        self._failed = False
+
+    def run(self) -> None:
+        helpers = min(_MOST_THREADS, _processors()) - 1
+        with ThreadPoolExecutor(max(1, helpers)) as pool:
+            others = [pool.submit(self._write) for _ in range(helpers)]
+            self._write()
+        for other in others:
+            other.result()
+
+    def _write(self) -> None:
+        """Writes pieces until none is left, or another thread has failed."""
+        copier = Copier()
+        try:
+            while not self._failed:
+                with self._handing_out:
+                    task = next(self._work, None)
+                if task is None:
+                    return
+                tensor, start, piece = task
+                for offset, content in tensor.runs(start, copier.bytes_of(piece)):
+                    self._put(offset, content)
+                self._passed(tensor, piece)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _handed_out(self, parts: Iterable[Part]) -> Iterator[tuple[_Tensor, int, np.ndarray]]:
+        """The pieces of every tensor, and the number of their first element; tensors are read one after the other."""
+        offset = 0
+        for part in parts:
+            if isinstance(part, bytes):
+                self._put(offset, part)
+                offset += len(part)
+                continue
+            array = self._source.read(part.info.name)
+            check_announced(part.info, array)
+            tensor = _Tensor(part, offset, array)
+            offset += part.nbytes
+            for place, insert in tensor.inserts():
+                self._put(place, insert)
+            if not tensor.pieces:
+                self._source.wrote(tensor.info)
+            start = 0
+            for piece in tensor.pieces:
+                yield tensor, start, piece
+                start += piece.size
+
+    def _passed(self, tensor: _Tensor, piece: np.ndarray) -> None:
+        if tensor.array.flags.c_contiguous:
+            give_back(piece)
+        with self._counting:
+            tensor.waiting -= 1
+            last = tensor.waiting == 0
+        if last:
+            give_back(tensor.array)
+            self._source.wrote(tensor.info)
+
+    def _put(self, offset: int, content: bytes | memoryview) -> None:
+        left, place = memoryview(content), offset
+        while left:
+            written = os.pwrite(self._descriptor, left, place)
+            left, place = left[written:], place + written
+        if len(content) >= _HANDED_ON_BYTES and hasattr(os, "posix_fadvise"):
+            # Linux starts to write what is dirty in the range and drops only what is on disk already.
+            os.posix_fadvise(self._descriptor, offset, len(content), os.POSIX_FADV_DONTNEED)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
