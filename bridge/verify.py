@@ -1,0 +1,179 @@
+"""`convert --verify`: every tensor read back, and where a jax forward exists, both sides run on the same inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from easytorch.bridge.bits import identical
+from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.dtypes import FLOATING
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import Reader, WritableFormat
+from easytorch.bridge.trees import flat, nested
+
+# Of float32 arithmetic in another order, relative to the largest output.
+TOLERANCE = 1e-4
+
+_LENGTH = 12
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A function of `bridge.forwards` and the inputs it takes: ids of one or two sequences, or pixels."""
+
+    module: str
+    function: str
+    inputs: Callable[[Any, np.random.Generator], dict[str, np.ndarray]]
+
+
+def _ids(settings: Any, rng: np.random.Generator) -> np.ndarray:
+    special = {getattr(settings, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+    plain = [token for token in range(min(settings.vocab_size, 1000)) if token not in special]
+    return rng.choice(plain, (2, _LENGTH)).astype(np.int32)
+
+
+def _text(settings: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"input_ids": _ids(settings, rng)}
+
+
+def _two_texts(settings: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"input_ids": _ids(settings, rng), "decoder_input_ids": _ids(settings, rng)}
+
+
+def _pixels(settings: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    size = settings.image_size
+    return {"pixel_values": rng.normal(size=(2, settings.num_channels, size, size)).astype(np.float32)}
+
+
+_FORWARDS = {
+    "bert": _Forward("encoder", "bert", _text),
+    "roberta": _Forward("encoder", "roberta", _text),
+    "xlm-roberta": _Forward("encoder", "roberta", _text),
+    "llama": _Forward("decoder", "llama", _text),
+    "mistral": _Forward("decoder", "llama", _text),
+    "gemma": _Forward("decoder", "gemma", _text),
+    "gpt2": _Forward("decoder", "gpt2", _text),
+    "t5": _Forward("encoder_decoder", "t5", _two_texts),
+    "vit": _Forward("vision", "vit", _pixels),
+}
+
+
+@dataclass(frozen=True)
+class OutputCheck:
+    """`difference` is the largest of the last hidden states, relative to their largest; None where nothing was run."""
+
+    difference: float | None
+    note: str | None = None
+
+
+def compare_tensors(folder: Path, form: WritableFormat, reader: Reader) -> None:
+    """Reads the weights written into `folder` and compares every tensor with what its source gives."""
+    file = form.detect(folder)
+    assert file is not None, f"{form.name} does not find what it has written"
+    with form.open(file) as written:
+        for name, info in reader.tensors.items():
+            if not identical(written.read(name), form.reads_back(info, reader.read(name))):
+                raise CheckpointError("was not written as it was read; check the disk", tensor=name)
+
+
+def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCheck:
+    """Runs transformers' model of `torch_folder` and the jax forward over the weights at `other`, both in float32.
+
+    `CheckpointError` when they differ by more than `TOLERANCE`.
+    """
+    forward = _FORWARDS.get(config.model_type)
+    if forward is None:
+        return OutputCheck(None, f"outputs were not compared: no jax forward of {config.model_type!r} is here")
+    if importlib.util.find_spec("jax") is None:
+        return OutputCheck(None, "outputs were not compared: jax is not installed")
+    settings = _settings(config)
+    if (reason := _not_carried(settings)) is not None:
+        return OutputCheck(None, f"outputs were not compared: the jax forward does not carry {reason}")
+    if (reason := _too_large(other, config)) is not None:
+        return OutputCheck(None, f"outputs were not compared: {reason}")
+    inputs = forward.inputs(settings, np.random.default_rng(_SEED))
+    expected, got = _torch_outputs(torch_folder, inputs), _jax_outputs(forward, other, config, settings, inputs)
+    difference = float(np.abs(got - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny))
+    if not difference <= TOLERANCE:
+        raise CheckpointError(
+            f"computes something else in torch and in jax: outputs differ by {difference:.2g} of their size "
+            f"({TOLERANCE:.0e} allowed)",
+            file=config.file,
+        )
+    return OutputCheck(difference)
+
+
+def _settings(config: Config) -> Any:
+    import transformers
+
+    return transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
+
+
+def _not_carried(settings: Any) -> str | None:
+    """What in the config the plain definitions of `bridge.forwards` leave out."""
+    rope = getattr(settings, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        return f"rope type {rope['rope_type']!r}"
+    if getattr(settings, "position_embedding_type", "absolute") not in ("absolute", None):
+        return f"position_embedding_type {settings.position_embedding_type!r}"
+    if getattr(settings, "scale_attn_by_inverse_layer_idx", False) or not getattr(settings, "scale_attn_weights", True):
+        return "scores scaled by layer"
+    if (getattr(settings, "sliding_window", None) or _LENGTH) < _LENGTH:
+        return "a sliding window"
+    if getattr(settings, "is_decoder", False) and settings.model_type in ("bert", "roberta", "xlm-roberta"):
+        return "an encoder used as a decoder"
+    if (
+        getattr(settings, "max_position_embeddings", None) is not None
+        and settings.max_position_embeddings < _LENGTH + 2
+    ):
+        return f"a position table under {_LENGTH + 2} rows"
+    return None
+
+
+def _too_large(path: Path, config: Config) -> str | None:
+    """Both models in float32 must fit into the memory that is free."""
+    with open_checkpoint(path, config=config) as checkpoint:
+        elements = sum(int(np.prod(info.shape)) for info in checkpoint.reader.tensors.values())
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 3 * 4 * elements
+    return f"they need {needed >> 30} GB of memory, {free >> 30} are free" if needed > free else None
+
+
+def _torch_outputs(folder: Path, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    import torch
+    import transformers
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that a base model leaves heads behind is no news here
+    try:
+        model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    finally:
+        transformers.logging.set_verbosity(before)
+    with torch.no_grad():
+        return model(**{name: torch.from_numpy(array) for name, array in inputs.items()}).last_hidden_state.numpy()
+
+
+def _jax_outputs(
+    forward: _Forward, path: Path, config: Config, settings: Any, inputs: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    import jax
+    import jax.numpy as jnp
+
+    function = getattr(importlib.import_module(f"easytorch.bridge.forwards.{forward.module}"), forward.function)
+    with open_checkpoint(path, config=config) as checkpoint, jax.default_device(jax.devices("cpu")[0]):
+        reader = checkpoint.renamed("flax", strict=False).reader
+        names = [name for name, info in reader.tensors.items() if info.dtype in FLOATING]
+        tree = nested({name: jnp.asarray(reader.read(name).astype(np.float32)) for name in names})
+        tree = tree if set(tree) - {"params", "batch_stats"} else tree["params"]
+        assert flat(tree), "a checkpoint without floating point weights was converted"
+        return np.asarray(function(tree, settings.to_dict(), **{name: jnp.asarray(a) for name, a in inputs.items()}))
