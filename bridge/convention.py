@@ -47,7 +47,7 @@ def convention_rules(names: HubNames, given: Iterable[str] = ()) -> Rules:
     """
     rows = _Rows()
     rows.add(names)
-    rows.add_from_tables(set(given) - rows.known, members_of(dict(names.model.named_modules())))
+    rows.add_from_tables(set(given) - rows.known, members_of(names))
     unknown = set(given) - rows.known
     for model_class in _siblings(type(names.model)) if unknown else ():
         unknown -= rows.known
@@ -136,7 +136,7 @@ Row = tuple[tuple[str, ...], str | None, str | Transform]
 def _model_rows(names: HubNames) -> Iterator[Row]:
     """Every row of one class, without prefixes of any kind but its own."""
     modules = dict(names.model.named_modules())
-    members = members_of(modules)
+    members = members_of(names)
     paths: dict[str, str | None] = {}
     for name, tensor in names.tensors.items():
         rows = next((rows for member in members if (rows := _in_table(name, member))), [])

@@ -36,12 +36,12 @@ def leaf_of(name: str, module: torch.nn.Module | None, rank: int) -> tuple[str, 
     """
     from torch import nn
 
-    path, _, last = name.rpartition(".")
+    *path, last = name.split(".")
     leaf, transform = last, "identity"
     if last in _STATISTICS:
         leaf = _STATISTICS[last]
-    elif last in _WEIGHT_NORM and path.endswith(".parametrizations.weight"):
-        path, leaf = path.removesuffix(".parametrizations.weight"), _WEIGHT_NORM[last]
+    elif last in _WEIGHT_NORM and path[-2:] == ["parametrizations", "weight"]:
+        path, leaf = path[:-2], _WEIGHT_NORM[last]
     elif last == "weight":
         convolution = isinstance(module, nn.modules.conv._ConvNd) or (module is None and rank in _CONVOLUTIONS)
         if isinstance(module, nn.Embedding):
@@ -52,7 +52,7 @@ def leaf_of(name: str, module: torch.nn.Module | None, rank: int) -> tuple[str, 
             leaf, transform = "kernel", _CONVOLUTIONS[rank]
         elif rank == 2:
             leaf, transform = "kernel", "linear"
-    return "/".join((*path.split("."), leaf) if path else (leaf,)), transform
+    return "/".join((*path, leaf)), transform
 
 
 def _is_linen_norm(module: torch.nn.Module | None) -> bool:

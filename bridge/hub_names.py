@@ -36,7 +36,7 @@ class HubNames:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.model = model
-        self.state: Mapping[str, torch.Tensor] = model.state_dict()
+        self.state: dict[str, torch.Tensor] = model.state_dict()
         self.tensors = self.to_hub(self.state)
         self.scratch = self.to_hub({**self.state, **dict(model.named_buffers())}).keys() - self.tensors.keys()
         changes = get_model_conversion_mapping(model)
@@ -73,7 +73,7 @@ class HubNames:
         from transformers.core_model_loading import rename_source_key
 
         base = self.model.base_model_prefix or None
-        place = Place(*rename_source_key(name, self._renamings, self._converters, base, dict(self.state)))
+        place = Place(*rename_source_key(name, self._renamings, self._converters, base, self.state))
         return place if place.name in self.state or name not in self.state else Place(name, None)
 
 

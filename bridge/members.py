@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from easytorch.bridge.families import native_rules
+from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.rules import RuleTable, compile_rules
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Member:
     """A model, or a part of one that is a model of another file of transformers.
 
-    `start` is the beginning of its names, `table` its family's, `level` the Flax folder around its leaves ("" or
+    `start` is the beginning of its hub names, `table` its family's, `level` the Flax folder around its leaves ("" or
     "vision_model/"): transformers 5 took a level of modules out of some towers, older checkpoints and Flax have it.
     """
 
@@ -34,21 +34,31 @@ class Member:
         return f"{head}{self.level}{path.removeprefix(head)}"
 
 
-def members_of(modules: Mapping[str, torch.nn.Module]) -> list[Member]:
-    """The model itself and the models in it, outer ones first; `modules` by name, its own is ""."""
+def members_of(names: HubNames) -> list[Member]:
+    """The model itself and the models in it, outer ones first."""
     from transformers import PreTrainedModel
 
     found: list[Member] = []
     files: dict[str, str] = {}
-    for prefix, module in modules.items():
+    for prefix, module in names.model.named_modules():
         if not isinstance(module, PreTrainedModel):
             continue
         start, file = f"{prefix}." if prefix else "", type(module).__module__
         # A stack of a model or the base model in a head's is no member of its own.
         if not any(file == other and start.startswith(outer) for outer, other in files.items()):
             files[start] = file
-            found.append(Member(start, _table(module), _level(module)))
+            found.append(Member(_on_disk(start, names), _table(module), _level(module)))
     return found
+
+
+def _on_disk(start: str, names: HubNames) -> str:
+    """What names that start with `start` in memory start with on disk: towers stand elsewhere there."""
+    starts = Counter(
+        hub.removesuffix(inside)
+        for hub, place in names.places.items()
+        if place.name.startswith(start) and hub.endswith(inside := place.name.removeprefix(start))
+    )
+    return starts.most_common(1)[0][0] if start and starts else start
 
 
 def _table(model: PreTrainedModel) -> RuleTable | None:
