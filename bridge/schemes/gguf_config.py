@@ -161,7 +161,7 @@ def _special(family: str, settings: Any, fields: Mapping[str, Any]) -> dict[str,
     elif family == "stablelm":
         made["use_parallel_residual"] = bool(settings.use_parallel_residual)
     elif family == "bert":
-        made |= {"attention.causal": False, "token_type_count": settings.type_vocab_size}
+        made["attention.causal"] = False
     if family in _SLIDING and settings.sliding_window:
         made["attention.sliding_window"] = settings.sliding_window
     elif family == "phi3":

@@ -87,7 +87,8 @@ def add_tokenizer(writer: GGUFWriter, config: Config) -> None:
     """Adds the tokenizer in the folder of `config`, or says that there is none."""
     import gguf
 
-    folder, tokens = config.file.parent, _Tokens(settings_of(config).vocab_size)
+    settings = settings_of(config)
+    folder, tokens = config.file.parent, _Tokens(settings.vocab_size)
     pieces = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
     described = folder / "tokenizer.json"
     content = read_json(described, limit=_LIMIT) if described.is_file() else {}
@@ -103,6 +104,8 @@ def add_tokenizer(writer: GGUFWriter, config: Config) -> None:
             tokens.add(token["id"], token["content"], special=token["special"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"is no tokenizer that GGUF can hold ({error!r})", file=pieces or described) from error
+    if getattr(settings, "type_vocab_size", None):
+        writer.add_token_type_count(settings.type_vocab_size)
     writer.add_token_list(_words(tokens) if content.get("model", {}).get("type") == "WordPiece" else tokens.texts)
     writer.add_token_scores(tokens.scores)
     writer.add_token_types(tokens.types)
