@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Rotary tables: transformers keeps one a model, checkpoints from before 4.40 one a layer.
-_ALWAYS_SCRATCH = re.compile(r"rotary_emb\.inv_freq$")
+_ALWAYS_SCRATCH = r"rotary_emb\.inv_freq$"
+
+Row = tuple[tuple[str, ...], str | None, str | Transform]
 
 
 def flax_rules(config: Config, architecture: Architecture) -> Rules:
@@ -45,92 +47,106 @@ def convention_rules(names: HubNames, given: Iterable[str] = ()) -> Rules:
     given: the names of the checkpoint, torch's or Flax's. Those the model does not have are looked for in the other
     classes of its family (another head, a pooler), and read as older spellings.
     """
-    rows = _Rows()
+    rows = _Rows(frozenset(given))
     rows.add(names)
-    rows.add_from_tables(set(given) - rows.known, members_of(names))
-    unknown = set(given) - rows.known
-    for model_class in _siblings(type(names.model)) if unknown else ():
-        unknown -= rows.known
-        if not unknown:
+    rows.add_from_tables(members_of(names))
+    for model_class in _siblings(type(names.model)):
+        if not rows.unknown:
             break
         if (model := _on_meta(model_class, names.model)) is not None:
             rows.add(HubNames(model))
-    unknown -= rows.known
-    ignored = [*(names.model._keys_to_ignore_on_load_unexpected or ()), _ALWAYS_SCRATCH.pattern]
-    rows.aliases(names.aliases(unknown))
-    rows.scratch(name for name in unknown - rows.known if any(re.search(pattern, name) for pattern in ignored))
+    rows.add_aliases(names)
+    rows.add_scratch((*(names.model._keys_to_ignore_on_load_unexpected or ()), _ALWAYS_SCRATCH))
     return rows.rules()
 
 
 class _Rows:
     """The rows of one or several classes of a family; the first to name a tensor or a leaf decides."""
 
-    def __init__(self) -> None:
-        self.known: set[str] = set()
+    def __init__(self, given: frozenset[str]) -> None:
+        self._given = given
+        self._known: set[str] = set()
         self._tied: set[str] = set()
         self._rows: list[Rule] = []
         self._batch_stats = False
 
     def rules(self) -> Rules:
+        """The table."""
         return tuple(self._rows)
 
+    @property
+    def unknown(self) -> list[str]:
+        """The names of the checkpoint that no row has."""
+        return sorted(self._given - self._known)
+
     def add(self, names: HubNames) -> None:
+        """The rows of one class, and those of a checkpoint of its base model alone or of a head around it."""
         self._batch_stats = self._batch_stats or any(map(is_statistic, names.tensors))
         base = names.model.base_model_prefix
         is_base = bool(base) and not hasattr(names.model, base)
-        for torch_names, path, kind in _model_rows(names):
-            self._add(torch_names, path, kind)
-            shorter = _without(base, torch_names, path)
-            if shorter is not None:
-                self._add(*shorter, kind)
-            elif is_base:
-                longer = None if path is None else f"{base}/{path}"
-                self._add(tuple(f"{base}.{name}" for name in torch_names), longer, kind)
+        others: list[Row] = []
+        for row in _model_rows(names):
+            self._add(*row)
+            others += _around(base, *row) if is_base else _without(base, *row)
+        others = [(torch_names, self._headed(torch_names, path), kind) for torch_names, path, kind in others]
+        if not self._given or any(not self._given.isdisjoint((*row[0], row[1])) for row in others):
+            for row in others:
+                self._append(*row)
 
-    def add_from_tables(self, given: Iterable[str], members: list[Member]) -> None:
+    def add_from_tables(self, members: list[Member]) -> None:
         """What a family's table names and this model does not have: Flax may hold more than torch."""
-        for name, member in product(sorted(given), members):
+        for name, member in product(self.unknown, members):
             if (inside := _inside(name.removeprefix("params/"), member.start.replace(".", "/"))) and member.table:
                 found = member.table.flax_rule(inside)
                 name = name if found is None else member.start + found[0].torch[0].fill(found[1])
             for row in _in_table(name, member):
                 self._add(*row)
 
-    def aliases(self, aliases: dict[str, str]) -> None:
-        for old, new in aliases.items():
+    def add_aliases(self, names: HubNames) -> None:
+        """What the checkpoint calls as another version of transformers does."""
+        for old, new in names.aliases(self.unknown).items():
             self._rows.append((old, new, ALIAS))
-            self.known.add(old)
+            self._known.add(old)
 
-    def scratch(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._add((name,), None, BUFFER)
+    def add_scratch(self, patterns: Iterable[str]) -> None:
+        """What the checkpoint has and transformers knows as needed no more: regular expressions."""
+        for name in self.unknown:
+            if any(re.search(pattern, name) for pattern in patterns):
+                self._append((name,), None, BUFFER)
 
     def _add(self, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> None:
-        if path is not None and self._batch_stats:
-            statistic = any(map(is_statistic, torch_names))
-            path = f"{'batch_stats' if statistic else 'params'}/{path}"
+        self._append(torch_names, self._headed(torch_names, path), kind)
+
+    def _headed(self, torch_names: tuple[str, ...], path: str | None) -> str | None:
+        if path is None or not self._batch_stats:
+            return path
+        return f"{'batch_stats' if any(map(is_statistic, torch_names)) else 'params'}/{path}"
+
+    def _append(self, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> None:
         if kind in TIES:
             if torch_names[0] not in self._tied:
                 self._tied.add(torch_names[0])
                 self._rows.append((torch_names[0], path, kind))
             return
-        if self.known.isdisjoint((*torch_names, path)):
+        if self._known.isdisjoint((*torch_names, path)):
             self._rows.append((torch_names[0] if len(torch_names) == 1 else torch_names, path, kind))
-            self.known.update(torch_names)
+            self._known.update(torch_names)
             if path is not None:
-                self.known.add(path)
+                self._known.add(path)
 
 
-def _without(base: str, torch_names: tuple[str, ...], path: str | None) -> tuple[tuple[str, ...], str | None] | None:
-    """A row of a checkpoint that holds the base model alone; None for what stands outside of it."""
+def _without(base: str, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> list[Row]:
+    """A row of a checkpoint that holds the base model alone; nothing for what stands outside of it."""
     inside = all(name.startswith(f"{base}.") for name in torch_names) and (path or f"{base}/").startswith(f"{base}/")
     if not base or not inside:
-        return None
+        return []
     shorter = tuple(name.removeprefix(f"{base}.") for name in torch_names)
-    return shorter, None if path is None else path.removeprefix(f"{base}/")
+    return [(shorter, None if path is None else path.removeprefix(f"{base}/"), kind)]
 
 
-Row = tuple[tuple[str, ...], str | None, str | Transform]
+def _around(base: str, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> list[Row]:
+    """A row of a checkpoint that holds a head besides."""
+    return [(tuple(f"{base}.{name}" for name in torch_names), None if path is None else f"{base}/{path}", kind)]
 
 
 def _model_rows(names: HubNames) -> Iterator[Row]:
