@@ -14,7 +14,6 @@ from typing import Any
 
 from easytorch import __version__
 from easytorch.bridge.atomic import Staging, refuse_existing, staged, sweep
-from easytorch.bridge.bits import identical
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
 from easytorch.bridge.companions import copy_companions, set_config_dtype
@@ -31,11 +30,16 @@ from easytorch.bridge.side import FILE_NAME as SIDE_FILE
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.sizes import parse_size
 from easytorch.bridge.source import Progress, ReaderSource
+from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did. `kept` are torch tensors stored beside a tree, `tied` the repeats left out."""
+    """What a conversion did. `kept` are torch tensors stored beside a tree, `tied` the repeats left out.
+
+    `verified`: every tensor was read back. `outputs_difference`: what torch and jax computed from the two sides, the
+    largest difference relative to the largest output; None where that was not asked for or could not be done.
+    """
 
     source: str
     destination: str
@@ -51,6 +55,7 @@ class ConversionReport:
     tied: tuple[str, ...]
     notes: tuple[str, ...]
     verified: bool
+    outputs_difference: float | None
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,10 +80,11 @@ def convert(
 
     Both are paths, names on the Hub or URLs (`bridge.locations`). `dst` is a new folder, or one file where its name
     ends as such a file's does (`out.safetensors`). Floating point weights are cast to `dtype` when it is given and
-    bit-exact otherwise. `verify` reads the result back and compares every tensor. Everything beside the weights
-    (config, tokenizer) is copied into a folder. `scheme` names the source's naming scheme where its names do not tell
-    it, `config` is the config.json of a source that has none.
-    `resume` goes on from the files a killed run of this very conversion had finished; an interrupted one keeps them.
+    bit-exact otherwise. `verify` reads the result back, compares every tensor, and where a jax forward exists runs
+    both sides on the same inputs. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme`
+    names the source's naming scheme where its names do not tell it, `config` is the config.json of a source that has
+    none. `resume` goes on from the files a killed run of this very conversion had finished; an interrupted one keeps
+    them.
     Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
     thing; `dst` is not there then.
     """
@@ -105,6 +111,7 @@ def convert(
                     file=destination,
                 )
             file = next(iter(layout)) if whole_file else None
+            outputs = OutputCheck(None)
             if resume and os.path.lexists(destination):
                 _refuse_another(destination, form, renamed.reader)
                 notes = [*sweep(destination), f"{destination}: stands there already, and every tensor of it is right"]
@@ -117,11 +124,13 @@ def convert(
                 }
                 with staged(destination, file, key=key, resume=resume) as staging:
                     _write(staging, form, layout, ReaderSource(renamed.reader, checkpoint.config, progress))
-                    if verify and (name := _wrong_tensor(staging.folder, form, renamed.reader)) is not None:
+                    if verify and (name := wrong_tensor(staging.folder, form, renamed.reader)) is not None:
                         raise CheckpointError("was not written as it was read; check the disk", tensor=name)
                     if not whole_file:
                         _write_beside(staging.folder, source, checkpoint, renamed, target.scheme, cast)
-                notes = staging.notes
+                        if verify and cast is None:
+                            outputs = compare_sides(checkpoint, source, staging.folder, target.scheme)
+                notes = [*staging.notes, *filter(None, [outputs.note])]
             return ConversionReport(
                 source=str(src),
                 destination=str(dst),
@@ -137,6 +146,7 @@ def convert(
                 tied=tuple(renamed.tied),
                 notes=(*renamed.notes, *notes),
                 verified=verify,
+                outputs_difference=outputs.difference,
                 seconds=time.perf_counter() - begun,
             )
 
@@ -206,21 +216,8 @@ def _digest(checkpoint: Checkpoint) -> str:
 
 def _refuse_another(destination: Path, form: WritableFormat, reader: Reader) -> None:
     """`CheckpointError` for what stands at `destination`, unless it is what would be written there."""
-    if form.detect(destination) is None or _wrong_tensor(destination, form, reader) is not None:
+    if form.detect(destination) is None or wrong_tensor(destination, form, reader) is not None:
         refuse_existing(destination)
-
-
-def _wrong_tensor(path: Path, form: WritableFormat, reader: Reader) -> str | None:
-    """A tensor that the checkpoint at `path` does not hold as `reader` gives it."""
-    file = form.detect(path)
-    assert file is not None, f"{form.name} does not find what it has written"
-    with form.open(file) as written:
-        for name, info in reader.tensors.items():
-            if name not in written.tensors:
-                return name
-            if not identical(written.read(name), form.reads_back(info, reader.read(name))):
-                return name
-    return None
 
 
 call_as(convert)

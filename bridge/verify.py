@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.bits import identical
-from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Reader, WritableFormat
-from easytorch.bridge.trees import flat, nested
+from easytorch.bridge.schemes.registry import TORCH
+from easytorch.bridge.sizes import human_size
+from easytorch.bridge.trees import nested
 
 # Of float32 arithmetic in another order, relative to the largest output.
 TOLERANCE = 1e-4
@@ -76,14 +79,27 @@ class OutputCheck:
     note: str | None = None
 
 
-def compare_tensors(folder: Path, form: WritableFormat, reader: Reader) -> None:
-    """Reads the weights written into `folder` and compares every tensor with what its source gives."""
-    file = form.detect(folder)
+def wrong_tensor(path: Path, form: WritableFormat, reader: Reader) -> str | None:
+    """A tensor that the checkpoint in `form` at `path` does not hold as `reader` gives it."""
+    file = form.detect(path)
     assert file is not None, f"{form.name} does not find what it has written"
     with form.open(file) as written:
         for name, info in reader.tensors.items():
+            if name not in written.tensors:
+                return name
             if not identical(written.read(name), form.reads_back(info, reader.read(name))):
-                raise CheckpointError("was not written as it was read; check the disk", tensor=name)
+                return name
+    return None
+
+
+def compare_sides(checkpoint: Checkpoint, source: Path, written: Path, scheme: str) -> OutputCheck:
+    """`compare_outputs` of the two ends of a conversion to `scheme`, if one is a folder of torch weights."""
+    if checkpoint.config is None or checkpoint.scheme == scheme or not (source.is_dir() and written.is_dir()):
+        return OutputCheck(None)
+    if TORCH not in (checkpoint.scheme, scheme):
+        return OutputCheck(None, "outputs were not compared: neither side is torch's")
+    torch_folder, other = (source, written) if checkpoint.scheme == TORCH else (written, source)
+    return compare_outputs(torch_folder, other, checkpoint.config)
 
 
 def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCheck:
@@ -99,10 +115,14 @@ def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCh
     settings = _settings(config)
     if (reason := _not_carried(settings)) is not None:
         return OutputCheck(None, f"outputs were not compared: the jax forward does not carry {reason}")
-    if (reason := _too_large(other, config)) is not None:
-        return OutputCheck(None, f"outputs were not compared: {reason}")
     inputs = forward.inputs(settings, np.random.default_rng(_SEED))
-    expected, got = _torch_outputs(torch_folder, inputs), _jax_outputs(forward, other, config, settings, inputs)
+    with open_checkpoint(other, config=config) as checkpoint:
+        if (reason := _unfit(checkpoint)) is not None:
+            return OutputCheck(None, f"outputs were not compared: {reason}")
+        got = _jax_outputs(forward, checkpoint, settings, inputs)
+        expected = _torch_outputs(torch_folder, config, checkpoint.architecture.base, inputs)
+    if not np.isfinite(expected).all() and not np.isfinite(got).all():
+        return OutputCheck(None, "outputs were not compared: they are not finite numbers")
     difference = float(np.abs(got - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny))
     if not difference <= TOLERANCE:
         raise CheckpointError(
@@ -140,40 +160,46 @@ def _not_carried(settings: Any) -> str | None:
     return None
 
 
-def _too_large(path: Path, config: Config) -> str | None:
-    """Both models in float32 must fit into the memory that is free."""
-    with open_checkpoint(path, config=config) as checkpoint:
-        elements = sum(int(np.prod(info.shape)) for info in checkpoint.reader.tensors.values())
+def _unfit(checkpoint: Checkpoint) -> str | None:
+    """Why the weights cannot be computed with: both models in float32 must fit into the memory that is free."""
+    tensors = checkpoint.reader.tensors.values()
+    narrow = FLOATING - {"float64"}
+    if odd := next((info for info in tensors if info.dtype not in narrow), None):
+        return f"{odd.name} is {odd.dtype}"
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = 3 * 4 * elements
-    return f"they need {needed >> 30} GB of memory, {free >> 30} are free" if needed > free else None
+    needed = 3 * 4 * sum(math.prod(info.shape) for info in tensors)
+    return f"they need {human_size(needed)} of memory, {human_size(free)} are free" if needed > free else None
 
 
-def _torch_outputs(folder: Path, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+def _torch_outputs(folder: Path, config: Config, prefix: str, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The base model's. Some heads hold it under another name than its own, and only they can read their weights."""
     import torch
     import transformers
 
+    base: Any = transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[config.model_type]]
+    holder = base if base.base_model_prefix == prefix else getattr(transformers, config.architecture or "")
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # that a base model leaves heads behind is no news here
     try:
-        model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = holder.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     finally:
         transformers.logging.set_verbosity(before)
     with torch.no_grad():
-        return model(**{name: torch.from_numpy(array) for name, array in inputs.items()}).last_hidden_state.numpy()
+        outputs = (model if holder is base else model.base_model)(
+            **{name: torch.from_numpy(array) for name, array in inputs.items()}
+        )
+    return outputs.last_hidden_state.numpy()
 
 
 def _jax_outputs(
-    forward: _Forward, path: Path, config: Config, settings: Any, inputs: Mapping[str, np.ndarray]
+    forward: _Forward, checkpoint: Checkpoint, settings: Any, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
     function = getattr(importlib.import_module(f"easytorch.bridge.forwards.{forward.module}"), forward.function)
-    with open_checkpoint(path, config=config) as checkpoint, jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(jax.devices("cpu")[0]):
         reader = checkpoint.renamed("flax", strict=False).reader
-        names = [name for name, info in reader.tensors.items() if info.dtype in FLOATING]
-        tree = nested({name: jnp.asarray(reader.read(name).astype(np.float32)) for name in names})
-        tree = tree if set(tree) - {"params", "batch_stats"} else tree["params"]
-        assert flat(tree), "a checkpoint without floating point weights was converted"
+        tree = nested({name: jnp.asarray(reader.read(name).astype(np.float32)) for name in reader.tensors})
+        tree = tree.get(checkpoint.architecture.base, tree)
         return np.asarray(function(tree, settings.to_dict(), **{name: jnp.asarray(a) for name, a in inputs.items()}))

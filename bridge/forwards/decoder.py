@@ -21,20 +21,20 @@ from easytorch.bridge.forwards.parts import (
 )
 
 
-def llama(params: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
+def llama(p: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
     """Llama, and Mistral while the sequence is shorter than its window."""
-    return _rotary_decoder(params, config, input_ids, offset=0.0, embedding_scale=1.0)
+    return _rotary_decoder(p, config, input_ids, offset=0.0, embedding_scale=1.0)
 
 
-def gemma(params: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
+def gemma(p: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
     """Norms scale by 1 + weight, and embeddings by the square root of their size."""
-    return _rotary_decoder(params, config, input_ids, offset=1.0, embedding_scale=config["hidden_size"] ** 0.5)
+    return _rotary_decoder(p, config, input_ids, offset=1.0, embedding_scale=config["hidden_size"] ** 0.5)
 
 
 def _rotary_decoder(
-    params: Params, config: Mapping[str, Any], input_ids: jax.Array, *, offset: float, embedding_scale: float
+    p: Params, config: Mapping[str, Any], input_ids: jax.Array, *, offset: float, embedding_scale: float
 ) -> jax.Array:
-    p, epsilon, count = params.get("model", params), config["rms_norm_eps"], config["num_attention_heads"]
+    epsilon, count = config["rms_norm_eps"], config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // count
     x = p["embed_tokens"]["embedding"][input_ids] * embedding_scale
     mask, activation = causal(input_ids.shape[1]), ACTIVATIONS[config.get("hidden_activation") or config["hidden_act"]]
@@ -67,9 +67,9 @@ def _rotate(x: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def gpt2(params: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
+def gpt2(p: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
     """Pre-norm, learned positions, and kernels that are stored (out, in)."""
-    p, epsilon, count = params.get("transformer", params), config["layer_norm_epsilon"], config["n_head"]
+    epsilon, count = config["layer_norm_epsilon"], config["n_head"]
     x = p["wte"]["embedding"][input_ids] + p["wpe"]["embedding"][jnp.arange(input_ids.shape[1])]
     mask = causal(input_ids.shape[1])
     for layer in layers(p["h"]):

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from easytorch.bridge.forwards.parts import ACTIVATIONS, Params, attend, dense, heads, layer_norm, layers
 
 
-def bert(params: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
+def bert(p: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
     """Positions count from zero."""
-    return _encoder(params.get("bert", params), config, input_ids, jnp.arange(input_ids.shape[1])[None])
+    return _encoder(p, config, input_ids, jnp.arange(input_ids.shape[1])[None])
 
 
-def roberta(params: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
+def roberta(p: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Array:
     """Positions count from the one after the padding's, whose tokens keep it."""
     padding = config["pad_token_id"]
     real = input_ids != padding
-    return _encoder(params.get("roberta", params), config, input_ids, jnp.cumsum(real, axis=1) * real + padding)
+    return _encoder(p, config, input_ids, jnp.cumsum(real, axis=1) * real + padding)
 
 
 def _encoder(p: Params, config: Mapping[str, Any], input_ids: jax.Array, positions: jax.Array) -> jax.Array:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from easytorch.bridge.forwards.parts import ACTIVATIONS, Params, attend, causal, dense, heads, layers, rms_norm
 
 
-def t5(params: Params, config: Mapping[str, Any], input_ids: jax.Array, decoder_input_ids: jax.Array) -> jax.Array:
+def t5(p: Params, config: Mapping[str, Any], input_ids: jax.Array, decoder_input_ids: jax.Array) -> jax.Array:
     """Scores are not scaled, and relative positions bias them in self-attention."""
-    table = params["shared"]["embedding"]
-    states = _stack(params["encoder"], config, table[input_ids], None)
-    return _stack(params["decoder"], config, table[decoder_input_ids], states)
+    table = p["shared"]["embedding"]
+    states = _stack(p["encoder"], config, table[input_ids], None)
+    return _stack(p["decoder"], config, table[decoder_input_ids], states)
 
 
 def _stack(p: Params, config: Mapping[str, Any], x: jax.Array, states: jax.Array | None) -> jax.Array:

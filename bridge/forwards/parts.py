@@ -1,4 +1,5 @@
-"""What the forward passes are made of. Arrays are jax's, in float32; `p` is the subtree of a module."""
+"""What the forward passes are made of. Arrays are jax's, in float32; `p` is the subtree of a module,
+that of the base model for a whole forward."""
 
 from __future__ import annotations
 

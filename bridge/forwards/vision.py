@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from easytorch.bridge.forwards.parts import ACTIVATIONS, Params, attend, dense, heads, layer_norm, layers
 
 
-def vit(params: Params, config: Mapping[str, Any], pixel_values: jax.Array) -> jax.Array:
+def vit(p: Params, config: Mapping[str, Any], pixel_values: jax.Array) -> jax.Array:
     """Pre-norm layers over the class token and the patches; a norm at the end."""
-    p, epsilon, count = params.get("vit", params), config["layer_norm_eps"], config["num_attention_heads"]
+    epsilon, count = config["layer_norm_eps"], config["num_attention_heads"]
     embeddings, size = p["embeddings"], config["patch_size"]
     projection = embeddings["patch_embeddings"]["projection"]
     patches = jax.lax.conv_general_dilated(

@@ -26,7 +26,7 @@ def command(
         str | None, typer.Option(help="Cast floating point weights (bf16, fp16, fp32, ...); bit-exact without.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as in 5GB or 512MiB.")] = "5GB",
-    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare every tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor, and outputs where jax can.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what a killed run has left.")] = False,
     scheme: Annotated[
         str | None,
@@ -100,6 +100,10 @@ def _print(report: ConversionReport) -> None:
         f"{report.destination}: {report.tensors} tensors, {human_size(report.bytes)}, {report.target_format} "
         f"in {report.seconds:.1f} s{', verified' if report.verified else ''}"
     )
+    if report.outputs_difference is not None:
+        console.print(
+            f"torch and jax compute the same: outputs differ by {report.outputs_difference:.1g} of their size"
+        )
     if report.kept:
         console.print(f"kept beside the weights: {', '.join(report.kept)}")
     if report.tied:
