@@ -12,7 +12,6 @@ from transformers import BertConfig, GPT2Config, GPT2Model, LlamaConfig
 
 import easytorch
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import families
 from easytorch.models.bert import BertForSequenceClassification
 from easytorch.models.llama import LlamaForCausalLM
 
@@ -213,12 +212,3 @@ def test_flax_checkpoints_that_are_broken(tmp_path) -> None:
     (tmp_path / "flax_model.msgpack").write_bytes(weights[:-50])
     with pytest.raises(CheckpointError, match=r"flax_model\.msgpack"):
         load(tmp_path)
-
-
-@pytest.mark.skipif(not FLAX.is_dir(), reason=f"no Flax fixtures at {FLAX}")
-@pytest.mark.parametrize("family", ["clip", "resnet", "vit", "wav2vec2", "t5"])
-def test_flax_checkpoints_of_families_without_rules(family) -> None:
-    if family in families():
-        pytest.skip(f"{family} has rules by now")
-    with pytest.raises(CheckpointError, match=rf"no rules for the family '{family}'"):
-        easytorch.AutoModel.from_pretrained(FLAX.parent / family)

@@ -12,10 +12,11 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
-from easytorch.auto.plugging import attention_for, native_class
+from easytorch.auto.plugging import attention_for, native_class, plug_bridge
 from easytorch.auto.report import report_on
 from easytorch.bridge.formats.sharding import read_json
-from easytorch.protocol.checkpoint import check_config, check_torch_files, flax_file
+from easytorch.protocol import flax_trees
+from easytorch.protocol.checkpoint import check_config, check_torch_files, flax_file, inferred_config
 from easytorch.protocol.flax_weights import load_flax
 from easytorch.protocol.loading import check_loaded_foreign
 from easytorch.protocol.native import NativeModel
@@ -66,10 +67,20 @@ class EasyTorchAuto(_Base):
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
         """A model with new weights, as `transformers.AutoModel.from_config`."""
         if _wants_remote_code(cls, config, kwargs):
-            return report_on(_theirs(cls).from_config(config, **kwargs), _REMOTE)
+            return report_on(plug_bridge(_theirs(cls).from_config(config, **kwargs)), _REMOTE)
         model_class = _model_class(cls, config)
         reason = _choose_attention(model_class, config, kwargs)
-        return report_on(super().from_config(config, **kwargs), reason)
+        return report_on(plug_bridge(super().from_config(config, **kwargs)), reason)
+
+    @classmethod
+    def from_flax(cls, config: PreTrainedConfig, params: Any, **kwargs: Any) -> Any:
+        """A model of `config` with the weights of a tree of jax's world: see `BridgeMixin.from_flax`, whose kwargs."""
+        model_class = _model_class(cls, config)
+        reason = _choose_attention(model_class, config, kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = flax_trees.from_flax(model_class, config, params, output_loading_info=True, **kwargs)
+        report_on(plug_bridge(model), reason)
+        return (model, info) if wants_info else model
 
     @classmethod
     def from_pretrained(
@@ -77,15 +88,15 @@ class EasyTorchAuto(_Base):
     ) -> Any:
         """A model with the weights of a folder or a name on the Hub, as `transformers.AutoModel.from_pretrained`.
 
-        Beyond its arguments: `from_flax` loads flax_model.msgpack, which is also found where there are no torch
-        weights; `strict=False` leaves missing and left-over weights at transformers' warning.
+        Beyond its arguments: `from_flax` loads flax_model.msgpack or another tree of arrays, which is also found where
+        there are no torch weights; `strict=False` leaves missing and left-over weights at transformers' warning.
         """
         path = pretrained_model_name_or_path
         config = _peek(path, kwargs)
         if _wants_remote_code(cls, config, kwargs):
             kwargs.pop("strict", None)
             loaded = _theirs(cls).from_pretrained(path, *model_args, **kwargs)
-            report_on(loaded[0] if isinstance(loaded, tuple) else loaded, _REMOTE)
+            report_on(plug_bridge(loaded[0] if isinstance(loaded, tuple) else loaded), _REMOTE)
             return loaded
         model_class = _model_class(cls, config)
         reason = _choose_attention(model_class, config, kwargs)
@@ -94,7 +105,7 @@ class EasyTorchAuto(_Base):
             model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
         else:
             model, info = _load_foreign(cls._load, model_class, path, model_args, kwargs)
-        report_on(model, reason)
+        report_on(plug_bridge(model), reason)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -166,6 +177,10 @@ def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
         adapter = folder / "adapter_config.json"
         if adapter.is_file() and not (folder / "config.json").is_file():
             return AutoConfig.from_pretrained(_base_of_adapter(adapter), **where)
+        inferred = inferred_config(folder)
+        if inferred is not None:
+            kwargs["config"] = inferred
+            return inferred
         if kwargs.get("gguf_file") is None:
             check_config(folder)
     return AutoConfig.from_pretrained(path if config is None else config, **where)

@@ -1,4 +1,4 @@
-"""Which class is native, and which of transformers' own can have its attention replaced: asked before it is built.
+"""Which class is native, and what transformers' own are given: our attention where they can have it, and the bridge.
 
 transformers accepts any registered attention name for any class. A class that computes attention by itself ignores it
 (bloom, mpt, deberta-v2), yet takes its mask from the name, which then is not the one its code expects: wrong numbers
@@ -19,9 +19,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from easytorch.bridge.families import families
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, INTERFACES
+from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.native import NativeModel
 
 ModelClass = type[PreTrainedModel]
+
+_BRIDGE = [name for name in vars(BridgeMixin) if not name.startswith("_")]
 
 
 def native_class(model_class: ModelClass) -> ModelClass:
@@ -42,6 +45,8 @@ def attention_for(
     """
     if issubclass(model_class, NativeModel):
         return asked or _of_config(config) or ("eager" if wants_weights else "easytorch"), None
+    if asked is None and _of_config(config) in INTERFACES:  # transformers writes its choice into the config it is given
+        asked = _of_config(config)
     if asked is None and wants_weights:
         return None, "output_attentions=True in the config makes transformers take its own eager attention"
     if asked is None and _of_config(config) is None:
@@ -70,6 +75,14 @@ def refusal_of(model_class: ModelClass) -> str | None:
             return f"{name} has no attention that could be replaced"
         return f"{name} takes no attention but transformers' eager: its code needs that one's mask"
     return None
+
+
+def plug_bridge(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives transformers' own class of `model`, once loaded here, what native ones have: `to_flax` and its kin."""
+    for name in _BRIDGE:
+        if not hasattr(type(model), name):
+            setattr(type(model), name, vars(BridgeMixin)[name])
+    return model
 
 
 def _automatic(model_class: ModelClass, config: PreTrainedConfig) -> tuple[dict[str, str] | None, str | None]:

@@ -6,39 +6,61 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.formats.registry import find, formats, kind_of
 from easytorch.bridge.formats.sharding import read_index, read_json
 from easytorch.bridge.formats.torch_bin import PickleFile
+from easytorch.bridge.locations import wanted
 
-FLAX_FILES = ("flax_model.msgpack.index.json", "flax_model.msgpack")
 # In the order transformers looks for them.
 TORCH_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _CONFIG_LIMIT = 16 << 20
 _AGAIN = "download or save it again"
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
 
 def flax_file(name_or_path: Any, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
-    """The Flax checkpoint to load, or None where torch weights are: asked for, or all that a folder holds.
+    """The checkpoint to load through the bridge, or None where transformers reads the weights itself.
 
-    A name on the Hub is only looked up there with `from_flax=True`.
+    That is a tree of JAX's world where it is asked for; and whatever the bridge reads (Flax, Orbax, npz, a torch.dcp
+    folder) where there are no weights in torch's own files. A name on the Hub is looked up there, in its cache first.
     """
     if name_or_path is None:
         return None
     folder = Path(name_or_path) / (kwargs.get("subfolder") or "")
     if folder.is_dir():
-        found = next((folder / name for name in FLAX_FILES if (folder / name).is_file()), None)
-        if from_flax and found is None:
-            raise CheckpointError(f"from_flax=True needs {' or '.join(reversed(FLAX_FILES))} there", file=folder)
-        return found if from_flax or not has_torch_weights(folder, kwargs) else None
-    return _from_hub(str(name_or_path), kwargs) if from_flax else None
+        return _in_folder(folder, from_flax, kwargs)
+    snapshot = _from_hub(str(name_or_path), from_flax, kwargs)
+    return None if snapshot is None else _in_folder(snapshot / (kwargs.get("subfolder") or ""), from_flax, kwargs)
+
+
+def _in_folder(folder: Path, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
+    if from_flax:
+        if not _bridge_reads(folder) or kind_of((found := find(folder, prefer="tree"))[0]) != "tree":
+            raise CheckpointError(
+                "from_flax=True needs flax_model.msgpack or another tree of arrays there", file=folder
+            )
+        return found[1]
+    if not has_torch_weights(folder, kwargs):
+        return find(folder, prefer="tree")[1] if _bridge_reads(folder) else None
+    # HF's Flax classes wrote safetensors under torch's file name.
+    named = kwargs.get("gguf_file") is None and any((folder / name).is_file() for name in TORCH_FILES)
+    form, file = find(folder, prefer="torch") if named else (None, None)
+    return file if form is not None and kind_of(form) == "tree" else None
+
+
+def _bridge_reads(folder: Path) -> bool:
+    return any(form.detect(folder) is not None for form in formats())
 
 
 def has_torch_weights(folder: Path, kwargs: dict[str, Any]) -> bool:
+    """Whether a folder holds weights under a name transformers looks for."""
     variant = kwargs.get("variant")
     names = [*TORCH_FILES, "adapter_config.json"]
     if variant:
@@ -46,15 +68,31 @@ def has_torch_weights(folder: Path, kwargs: dict[str, Any]) -> bool:
     return kwargs.get("gguf_file") is not None or any((folder / name).is_file() for name in names)
 
 
-def _from_hub(name: str, kwargs: dict[str, Any]) -> Path:
-    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-    for file in FLAX_FILES:
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub)
-        if found is not None:
-            if file.endswith(".index.json"):
-                get_checkpoint_shard_files(name, found, **hub)
-            return Path(found)
-    raise CheckpointError(f"from_flax=True needs {' or '.join(reversed(FLAX_FILES))} in the repository", file=name)
+def _from_hub(name: str, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
+    """The snapshot of a repository with the files the bridge will read; None for one that transformers reads itself."""
+    hub = {key: kwargs[key] for key in ("cache_dir", "token", "revision") if kwargs.get(key) is not None}
+    cached = {key: value for key, value in hub.items() if key != "token"}
+    inside = f"{kwargs['subfolder']}/" if kwargs.get("subfolder") else ""
+    there = (isinstance(try_to_load_from_cache(name, inside + file, **cached), str) for file in TORCH_FILES)
+    if not from_flax and (kwargs.get("gguf_file") is not None or any(there)):
+        return None
+    try:
+        if kwargs.get("local_files_only") or is_offline_mode():
+            return Path(snapshot_download(name, local_files_only=True, **hub))
+        listed = HfApi(token=hub.get("token")).list_repo_files(name, revision=hub.get("revision"))
+        if not from_flax and any(_is_torch(file.removeprefix(inside)) for file in listed):
+            return None
+        files = wanted(listed, "tree", name, lambda file: Path(hf_hub_download(name, file, **hub)))
+        return Path(snapshot_download(name, allow_patterns=files, **hub))
+    except (HfHubHTTPError, HFValidationError, OSError, CheckpointError) as error:
+        if not from_flax:
+            return None  # transformers says what is wrong with a name
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"from_flax=True needs flax_model.msgpack there: {reason}", file=name) from error
+
+
+def _is_torch(file: str) -> bool:
+    return file in TORCH_FILES or file == "adapter_config.json" or file.endswith(".gguf")
 
 
 def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
@@ -79,6 +117,15 @@ def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
                 _check_whole(file)
             return str(files[0] if len(files) == 1 else folder)
     return str(folder)
+
+
+def inferred_config(folder: Path) -> PreTrainedConfig | None:
+    """The config of a checkpoint that brings none, where its names and shapes tell it (Gemma's, MaxText's, T5X's)."""
+    if (folder / "config.json").is_file() or has_torch_weights(folder, {}) or not _bridge_reads(folder):
+        return None
+    with open_checkpoint(folder, prefer="tree") as checkpoint:
+        found = checkpoint.config
+    return None if found is None else CONFIG_MAPPING[found.model_type].from_dict(found.content)
 
 
 def check_config(folder: Path) -> None:

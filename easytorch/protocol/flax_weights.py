@@ -1,4 +1,4 @@
-"""A Flax checkpoint into a torch model: transformers 5 has no Flax, and takes a state dict only without a path."""
+"""A checkpoint transformers cannot read into its model: Flax's, for one. A state dict it takes only without a path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_flax(
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`load`, a `from_pretrained`, with the weights of the Flax checkpoint `file` given to it as a state dict.
+    """`load`, a `from_pretrained`, with the weights of the checkpoint `file` given to it as a state dict.
 
     dtype: None and "auto" are the dtype the checkpoint has, as for a torch checkpoint whose config does not say.
     """
@@ -40,6 +40,9 @@ def load_flax(
         raise CheckpointError("holds no weights; save it again", file=file)
     model, info = load(None, *model_args, config=config, state_dict=state_dict, **dtype, **kwargs)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
-    if model.can_generate() and (file.parent / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(file.parent)
+    if model.can_generate():
+        for folder in (file, *file.parents[:2]):  # a checkpoint that is a folder may stand in the model's
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+                break
     return model, info
