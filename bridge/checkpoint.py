@@ -16,6 +16,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, Reader
+from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import RuleTable, compile_rules
@@ -86,7 +87,8 @@ class Checkpoint:
             weights = UnwrappedReader(self.reader, as_stored=True) if stored else self._weights
             return Renamed(weights, notes=self._left_out())
         if self.scheme == TORCH:
-            return self._from_torch(Renamed(self.reader), scheme, checked=not strict)
+            weights = by_hub_names(self.reader, self.architecture.names)
+            return self._from_torch(Renamed(weights), scheme, checked=not strict)
         torch = self._to_torch(strict)
         return torch if scheme == TORCH else self._from_torch(torch, scheme, checked=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class HubNames:
         self._hubs: dict[Place, list[str]] = {}
         for name, place in self.places.items():
             self._hubs.setdefault(place, []).append(name)
+        # Module names of what is cut or joined on disk.
+        self.fused = frozenset(name for name in self.state if Place(name, None) not in self._hubs)
 
     def to_hub(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A state dict as `save_pretrained` would write it: views of the tensors where the layouts allow."""
@@ -57,6 +60,15 @@ class HubNames:
         """What the weight called `module_name` in memory is called on disk; None where it is not one there."""
         return next(iter(self._hubs.get(Place(module_name, None), ())), None)
 
+    def groups(self, fused: Iterable[str]) -> list[tuple[str, ...]]:
+        """Names of `fused` that are converted together: those that make the same tensors on disk."""
+        groups: dict[str, tuple[str, ...]] = {}
+        for name in fused:
+            made = self.to_hub({name: self.state[name]})
+            group = (*dict.fromkeys(one for hub in made for one in groups.get(hub, ())), name)
+            groups |= dict.fromkeys(made, group)
+        return list(dict.fromkeys(groups.values()))
+
     def aliases(self, names: Iterable[str]) -> dict[str, str]:
         """Those of `names` that are spelt as older or newer versions of transformers did -> the hub name.
 
@@ -66,7 +78,7 @@ class HubNames:
         for name in _sorted(set(names) - self.tensors.keys()):
             hubs = self._hubs.get(Place(name, None) if name in self.state else self._place(name), ())
             if hubs:
-                found[name] = max(hubs, key=lambda hub, name=name: _common_end(hub, name))
+                found[name] = max(hubs, key=partial(_common_end, name))
         return found
 
     def _place(self, name: str) -> Place:

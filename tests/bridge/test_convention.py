@@ -196,6 +196,22 @@ def test_experts_are_a_leaf_each_also_from_several_shards(tmp_path: Path) -> Non
     assert again.keys() == weights.keys() and all(torch.equal(again[name], weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_experts_stored_as_memory_holds_them_are_read_by_their_hub_names(family: str, tmp_path: Path) -> None:
+    name, settings = cases.LANGUAGE[family]
+    saved(tmp_path / "torch", name, settings)
+    model = getattr(transformers, name).from_pretrained(tmp_path / "torch", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    model.save_pretrained(tmp_path / "hub")
+    assert any(key.endswith("gate_up_proj") for key in load_file(tmp_path / "memory" / "model.safetensors"))
+    for folder in ("memory", "hub"):
+        convert(tmp_path / folder, tmp_path / f"{folder}-flax", to="flax", verify=True)
+    found, expected = (flat(load_tree(tmp_path / f"{folder}-flax")) for folder in ("memory", "hub"))
+    assert found.keys() == expected.keys()
+    for path, leaf in expected.items():
+        np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+
+
 def table_of(name: str, settings: dict[str, Any], given: tuple[str, ...] = ()) -> Any:
     model_class = getattr(transformers, name)
     with torch.device("meta"):

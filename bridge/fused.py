@@ -1,0 +1,82 @@
+"""Checkpoints that hold weights as memory does (experts in one stack, gate and up joined), read by their hub names.
+
+`save_pretrained(save_original_format=False)`, `torch.save(model.state_dict())` and DCP folders hold them so. What
+transformers' engine makes of one such tensor is made when one of its parts is asked for, and kept for the next ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from easytorch.bridge.dtypes import to_numpy, to_torch
+from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.hub_names import HubNames
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Tensors whose parts are kept: writers alternate between a layer's two (gate and up, down), and at its end between four.
+_KEPT = 4
+
+
+class HubReader:
+    """The weights of `reader` by hub names. It does not own `reader`."""
+
+    def __init__(self, reader: Reader, names: HubNames) -> None:
+        self._reader = reader
+        self._names = names
+        self.metadata = reader.metadata
+        self.files = reader.files
+        fused = sorted(names.fused & reader.tensors.keys())
+        tensors = {name: info for name, info in reader.tensors.items() if name not in names.fused}
+        # Hub name -> the stored tensors it is made of; several hub names share them.
+        self._sources: dict[str, tuple[str, ...]] = {}
+        for group in names.groups(fused):
+            info = reader.tensors[group[0]]
+            for name, made in names.to_hub({source: self._blank(source) for source in group}).items():
+                self._sources[name] = group
+                tensors[name] = TensorInfo(name, tuple(made.shape), info.dtype, info.file)
+        self.tensors: Mapping[str, TensorInfo] = tensors
+        self._lock = threading.Lock()
+        self._made: OrderedDict[tuple[str, ...], dict[str, torch.Tensor]] = OrderedDict()
+
+    def read(self, name: str) -> np.ndarray:
+        """The data of one tensor; of a part, a view of its group's where the layout allows."""
+        group = self._sources.get(name)
+        if group is None:
+            return self._reader.read(name)
+        with self._lock:
+            if group not in self._made:
+                if len(self._made) == _KEPT:
+                    self._made.popitem(last=False)
+                self._made[group] = self._names.to_hub({one: to_torch(self._reader.read(one)) for one in group})
+            self._made.move_to_end(group)
+            return to_numpy(self._made[group][name])
+
+    def _blank(self, name: str) -> torch.Tensor:
+        import torch
+
+        return torch.empty(self._reader.tensors[name].shape, device="meta")
+
+    def close(self) -> None:
+        """Nothing: whoever opened the reader closes it."""
+
+    def __enter__(self) -> HubReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def by_hub_names(reader: Reader, names: HubNames) -> Reader:
+    """`reader` itself where nothing in it is stored as memory holds it."""
+    return HubReader(reader, names) if names.fused & reader.tensors.keys() else reader
