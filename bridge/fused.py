@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Tensors whose parts are kept: writers alternate between a layer's two (gate and up, down), and at its end between four.
+# Tensors whose parts are kept: writers alternate between a layer's two (gate and up, down), at its end between four.
 _KEPT = 4
 
 
