@@ -30,8 +30,11 @@ def load_tensorstore() -> Any:
 
 
 def new_context() -> tensorstore.Context:
-    """A tensorstore context whose memory is bounded: few files and few chunks at once."""
-    limits = {"file_io_concurrency": {"limit": 8}, "data_copy_concurrency": {"limit": 4}}
+    """A tensorstore context whose memory is bounded: few files and few chunks at once.
+
+    Files are not synced one by one: whoever writes a checkpoint syncs the finished folder.
+    """
+    limits = {"file_io_concurrency": {"limit": 8}, "data_copy_concurrency": {"limit": 4}, "file_io_sync": False}
     return load_tensorstore().Context({**limits, "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}})
 
 

@@ -206,13 +206,9 @@ class OrbaxTree:
 
 
 class OrbaxZarr(OrbaxTree):
-    """Orbax with a folder of files for every array (plain zarr, `use_ocdbt=False`)."""
+    """Orbax with a folder of files for every array (plain zarr, `use_ocdbt=False`), read by `OrbaxTree`."""
 
     name = "Orbax zarr"
-
-    def detect(self, path: Path) -> Path | None:
-        """None: what `OrbaxTree` detects covers both."""
-        return None
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """One folder a tensor."""

@@ -26,7 +26,7 @@ from easytorch.bridge.formats.orbax_store import array_spec, load_tensorstore, n
 from easytorch.bridge.formats.sharding import split
 from easytorch.bridge.trees import nested
 
-# A chunk is compressed and read whole.
+# A chunk is read whole.
 _CHUNK_BYTES = 16 << 20
 # Copies of chunks that may wait to be written.
 _PENDING_BYTES = 64 << 20
@@ -102,7 +102,9 @@ def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
         "metadata": {
             "shape": list(info.shape),
             "chunks": list(chunk_shape(info)),
-            "compressor": {"id": "zstd", "level": 1},
+            # As with orbax's `use_compression=False`: zstd takes 8% off float32 weights, and writes at a third of the
+            # speed (0.13 against 0.4 GB/s on two cores).
+            "compressor": None,
         },
         "create": True,
         "store_data_equal_to_fill_value": True,
