@@ -28,7 +28,7 @@ def read_index(index: Path) -> dict[str, str]:
             "the index has no `weight_map` of tensors to files; save the checkpoint again", file=index
         )
     for tensor, file in weight_map.items():
-        if not _is_plain(file):
+        if not is_plain_name(file):
             raise CheckpointError(
                 f"the index names the file {file!r}, which is not a plain file name beside it; correct the index",
                 file=index,
@@ -37,7 +37,8 @@ def read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_plain(file: object) -> bool:
+def is_plain_name(file: object) -> bool:
+    """Whether `file` is the name of a file beside another, no path."""
     if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
         return False
     try:

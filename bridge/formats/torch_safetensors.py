@@ -19,7 +19,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK, Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
-from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
+from easytorch.bridge.formats.sharding import find, open_files, read_index, shard_names, split, write_index
 
 # The limit of the format's own implementation.
 _HEADER_LIMIT = 100_000_000
@@ -155,6 +155,16 @@ def write_file(path: Path, tensors: Sequence[TensorInfo], source: Source, metada
     write_parts(path, [start, *map(Elements, tensors)], source)
 
 
+def states_flax(file: Path) -> bool:
+    """Whether a file, or the first shard of an index, says that its names are Flax's; a damaged one does not say."""
+    try:
+        shard = file.parent / min(read_index(file).values()) if file.name.endswith(".index.json") else file
+        with SafetensorsFile(shard) as one:
+            return one.metadata.get("format") == "flax"
+    except CheckpointError:
+        return False
+
+
 class TorchSafetensors:
     """The format torch models are saved in by transformers."""
 
@@ -164,18 +174,16 @@ class TorchSafetensors:
     file_name = "model.safetensors"
 
     def detect(self, path: Path) -> Path | None:
-        """`model.safetensors.index.json`, else `model.safetensors`, in a folder; any `.safetensors` given as a file."""
-        return find(path, self.file_name, suffixes=(".safetensors", ".safetensors.index.json"))
+        """`model.safetensors.index.json`, else `model.safetensors`, in a folder; any `.safetensors` given as a file.
+
+        None where that states Flax names (`flax_safetensors`).
+        """
+        found = find(path, self.file_name, suffixes=(".safetensors", ".safetensors.index.json"))
+        return None if found is not None and states_flax(found) else found
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """The checkpoint behind an index or a single file."""
-        reader = open_files(file, partial(SafetensorsFile, writable=writable))
-        if reader.metadata.get("format") == "flax":
-            reader.close()
-            raise CheckpointError(
-                "holds Flax names (metadata format=flax), which are not read yet; give msgpack", file=file
-            )
-        return reader
+        return open_files(file, partial(SafetensorsFile, writable=writable))
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """Shards by name, so that each holds neighbouring layers."""

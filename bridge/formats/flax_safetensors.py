@@ -1,0 +1,118 @@
+"""safetensors with Flax names: `model.safetensors` whose metadata says `format: flax`; a path's parts joined by ".".
+
+Source: `FlaxPreTrainedModel.save_pretrained(safe_serialization=True)` of transformers 4.57, which writes shards as
+msgpack only. Shards here are its file in the layout of torch's: `model.safetensors.index.json` and the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
+from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, states_flax, storage_order, write_file
+
+
+class FlaxSafetensorsReader:
+    """The file, or its shards, by paths."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.files = reader.files
+        self.metadata: Mapping[str, str] = reader.metadata
+        self._names: dict[str, str] = {}
+        for name in reader.tensors:
+            path = name.replace(".", "/")
+            if self._names.setdefault(path, name) != name:
+                raise CheckpointError(f"and {self._names[path]!r} are one path", file=self.files[0], tensor=name)
+        self.tensors: Mapping[str, TensorInfo] = {
+            path: replace(reader.tensors[name], name=path) for path, name in self._names.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """A view of the mapped file."""
+        return self._reader.read(self._names[name])
+
+    def close(self) -> None:
+        """Lets go of the mapped files."""
+        self._reader.close()
+
+    def __enter__(self) -> FlaxSafetensorsReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Dotted:
+    """A source asked by the names that stand in the file."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.config = source.config
+
+    def read(self, name: str) -> np.ndarray:
+        return self._source.read(name.replace(".", "/"))
+
+    def wrote(self, info: TensorInfo) -> None:
+        self._source.wrote(replace(info, name=info.name.replace(".", "/")))
+
+
+class FlaxSafetensors:
+    """The format."""
+
+    name = "Flax safetensors"
+    scheme: str | None = None
+    suffix = ".safetensors"
+    file_name = "model.safetensors"
+
+    def detect(self, path: Path) -> Path | None:
+        """As torch's, of those that state Flax names."""
+        found = find(path, self.file_name, suffixes=(".safetensors", ".safetensors.index.json"))
+        return found if found is not None and states_flax(found) else None
+
+    def open(self, file: Path, *, writable: bool = False) -> Reader:
+        """The checkpoint behind an index or a single file."""
+        reader = open_files(file, partial(SafetensorsFile, writable=writable))
+        try:
+            return FlaxSafetensorsReader(reader)
+        except BaseException:
+            reader.close()
+            raise
+
+    def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
+        """Shards by path, so that each holds neighbouring layers."""
+        for info in tensors:
+            if "." in info.name:
+                message = "has a dot in its path, which would read as another path here; save it as msgpack"
+                raise CheckpointError(message, tensor=info.name)
+        groups = split(sorted(tensors, key=lambda info: info.name), max_shard_size)
+        files = shard_names(self.file_name, len(groups))
+        return {file: storage_order(group) for file, group in zip(files, groups, strict=True)}
+
+    def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
+        """One file of the layout."""
+        write_file(folder / file, _dotted(tensors), _Dotted(source), {"format": "flax"})
+
+    def finish(self, folder: Path, layout: Layout, source: Source) -> None:
+        """The index, when there are several files."""
+        if len(layout) > 1:
+            dotted = {file: _dotted(tensors) for file, tensors in layout.items()}
+            write_index(folder / f"{self.file_name}.index.json", dotted)
+
+    def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
+        """The same bits."""
+        return array
+
+
+def _dotted(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+    return [replace(info, name=info.name.replace("/", ".")) for info in tensors]
