@@ -67,7 +67,7 @@ def _table(model: PreTrainedModel) -> RuleTable | None:
     name = f"easytorch.bridge.tables.{model_type.replace('-', '_')}"
     if model_type and find_spec(name) is not None:
         module = importlib.import_module(name)
-        return compile_rules(module.rules(model.config) if hasattr(module, "rules") else module.RULES)
+        return compile_rules(module.rules(model) if hasattr(module, "rules") else module.RULES)
     rules = native_rules(model_type) if model_type else None
     return None if rules is None else compile_rules(rules)
 

@@ -39,7 +39,7 @@ def load_torch_state_dict(
     """
     with open_checkpoint(Path(path), prefer="tree", config=config, writable=True) as checkpoint:
         reader = checkpoint.renamed(TORCH, strict=False).reader
-        return {name: to_torch(reader.read(name)) for name in reader.tensors}
+        return _apart({name: to_torch(reader.read(name)) for name in reader.tensors})
 
 
 def tree_to_state_dict(
@@ -48,7 +48,7 @@ def tree_to_state_dict(
     """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU."""
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
     plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_never)
-    return tensors_of(plan, leaves, copy=copy)
+    return _apart(tensors_of(plan, leaves, copy=copy))
 
 
 def tree_to_dtensors(
@@ -87,6 +87,19 @@ def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
         if numpy_dtype(array.dtype.name) is None:
             raise CheckpointError(f"is of dtype {array.dtype}, not an array of numbers", tensor=name)
     return {name: TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()}
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, each over memory of its own: of two that share it, `save_pretrained` writes one.
+
+    A leaf under two torch names (an untied BART's embeddings) would be missing there when the model is loaded again.
+    """
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.data_ptr() in seen:
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return tensors
 
 
 def _same(read: Read) -> Same:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import ResNetConfig
+from transformers import PreTrainedModel
 
 from easytorch.bridge.rules import Rules
 
@@ -15,9 +15,9 @@ _LEAVES = (
 )
 
 
-def rules(config: ResNetConfig) -> Rules:
+def rules(model: PreTrainedModel) -> Rules:
     """The rows of the two convolutions of each layer."""
-    if config.layer_type != "basic":
+    if model.config.layer_type != "basic":
         return ()
     torch, flax = "[resnet.]encoder.stages.{stage}.layers.{i}.layer", "[resnet/]encoder/stages/{stage}/layers/{i}/layer"
     return tuple(

@@ -133,8 +133,6 @@ WAV2VEC2 = {
     "proj_codevector_dim": 12,
     "do_stable_layer_norm": True,
     "feat_extract_norm": "layer",
-    "mask_time_prob": 0.0,
-    "layerdrop": 0.0,
 }
 
 
@@ -235,7 +233,8 @@ def sequences() -> Iterator[Case]:
     yield Case("marian", "MarianMTModel", marian, seq2seq(60))
     gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     yield from t5_like("t5", "T5", T5, gated=gated)
-    yield from t5_like("mt5", "MT5", T5 | gated, tied={"tie_word_embeddings": True})
+    # Untied, as every checkpoint is: transformers 5 lost the scale that a tied MT5 has before its head.
+    yield from t5_like("mt5", "MT5", T5 | gated)
     # Blocks of a power of two: FlaxLongT5 numbers them by adding up 1 / size, which is not exact for others.
     long = T5 | {"local_radius": 4, "global_block_size": 4}
     yield from t5_like(

@@ -1,0 +1,14 @@
+"""DistilBERT: where positions are sinusoidal Flax computes them, torch holds them as a weight that is not trained."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from easytorch.bridge.rules import Rules
+
+
+def rules(model: PreTrainedModel) -> Rules:
+    """The row of the positions."""
+    if not model.config.sinusoidal_pos_embds:
+        return ()
+    return (("[distilbert.]embeddings.position_embeddings.weight", None, "buffer"),)
