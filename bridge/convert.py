@@ -128,7 +128,7 @@ def convert(
                         raise CheckpointError("was not written as it was read; check the disk", tensor=name)
                     if not whole_file:
                         _write_beside(staging.folder, source, checkpoint, renamed, target.scheme, cast)
-                        if verify and cast is None:
+                        if verify and dtype is None:
                             outputs = compare_sides(checkpoint, source, staging.folder, target.scheme)
                 notes = [*staging.notes, *filter(None, [outputs.note])]
             return ConversionReport(
