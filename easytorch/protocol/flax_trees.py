@@ -26,6 +26,7 @@ from easytorch.bridge.rules import Rules, compile_rules
 from easytorch.bridge.schemes.registry import recognise, scheme_called
 from easytorch.bridge.state import state_dict_to_tree, tree_to_dtensors, tree_to_state_dict
 from easytorch.layers.attention import INTERFACES
+from easytorch.protocol.loading import check_shapes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,8 +94,10 @@ def from_flax(
     architecture, rules, leaves = _open(model_class, config, params)
     weights = tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
     wants_info = kwargs.pop("output_loading_info", False)
-    kwargs |= {"config": config, "state_dict": weights, "output_loading_info": True}
-    model, info = cast(Any, model_class).from_pretrained(None, **kwargs)
+    ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, info = cast(Any, model_class).from_pretrained(None, config=config, state_dict=weights, **kwargs)
+    check_shapes(model, info, None, ignore)
     table, names = compile_rules(rules), architecture.names
     missing = [name for name in info["missing_keys"] if not table.is_buffer(names.hub_name(name) or name)]
     for what, left in (("is missing from", missing), ("is left over in", info["unexpected_keys"])):

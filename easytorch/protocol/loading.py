@@ -27,7 +27,7 @@ def check_loaded(
     `model.optional_weights` and `model.head_weights` are the patterns of names a checkpoint of the family may lack, or
     may have more.
     """
-    _check_shapes(model, info, source, ignore_mismatched_sizes)
+    check_shapes(model, info, source, ignore_mismatched_sizes)
     optional = re.compile("|".join(model.optional_weights) or r"(?!)")
     heads = re.compile("|".join(model.head_weights) or r"(?!)")
     same_head = type(model).__name__ in (model.config.architectures or ())
@@ -46,7 +46,7 @@ def check_loaded_foreign(
 
     A missing weight is an error when another layer has it, a left-over one when it is a layer the model does not have.
     """
-    _check_shapes(model, info, source, ignore_mismatched_sizes)
+    check_shapes(model, info, source, ignore_mismatched_sizes)
     expected = set(model.state_dict())
     absent = set(info["missing_keys"])
     loaded = {_any_layer(name) for name in expected - absent}
@@ -59,7 +59,8 @@ def check_loaded_foreign(
     _refuse_left_over(model, [n for n in info["unexpected_keys"] if _is_layered(n) and _any_layer(n) in known], source)
 
 
-def _check_shapes(model: PreTrainedModel, info: dict[str, Any], source: str | None, ignore: bool) -> None:
+def check_shapes(model: PreTrainedModel, info: dict[str, Any], source: str | None, ignore: bool) -> None:
+    """`CheckpointError` naming the first weight whose shape is not the model's."""
     if ignore or not info["mismatched_keys"]:
         return
     name, given, expected = min(info["mismatched_keys"])

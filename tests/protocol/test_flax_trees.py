@@ -1,0 +1,170 @@
+"""Trees of jax's world for models transformers has and EasyTorch has no class of: experts, ties, statistics, bf16."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import GPT2Config, MixtralConfig, ResNetConfig, T5Config
+
+import easytorch
+from easytorch.bridge.convert import convert
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.trees import flat
+from easytorch.protocol import BaseModuleProtocol, flax_trees
+
+jax = pytest.importorskip("jax")
+IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CASES = {
+    "experts": ("AutoModelForCausalLM", MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)),
+    "tied": (
+        "AutoModelForCausalLM",
+        GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=40, bos_token_id=1, eos_token_id=2),
+    ),
+    "shared": (
+        "AutoModelForSeq2SeqLM",
+        T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0),
+    ),
+    "statistics": (
+        "AutoModelForImageClassification",
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3),
+    ),
+}
+
+
+def inputs_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32).to(model.dtype)}
+    decoder = {"decoder_input_ids": IDS[:, :3]} if model.config.is_encoder_decoder else {}
+    return {"input_ids": IDS, **decoder}
+
+
+def outputs(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs_of(model)).logits
+
+
+def same_weights(one: torch.nn.Module, two: torch.nn.Module) -> None:
+    first, second = one.state_dict(), two.state_dict()
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        if not name.endswith("num_batches_tracked"):  # a counter of torch's
+            assert weight.dtype == second[name].dtype and torch.equal(weight, second[name]), name
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """(auto class, model with no weight 0 or 1)."""
+    auto, config = CASES[request.param]
+    torch.manual_seed(0)
+    model = getattr(easytorch, auto).from_config(copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return getattr(easytorch, auto), model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_torch_gives_what_transformers_runs_and_saves(case, dtype, tmp_path) -> None:
+    _, model = case
+    assert isinstance(model, BaseModuleProtocol)
+    plain = model.to(dtype).to_torch()
+    assert type(plain) is getattr(transformers, type(model).__name__) and plain.dtype == dtype
+    assert plain.config._attn_implementation in ("sdpa", "eager") and not hasattr(plain, "easytorch_report")
+    weights = dict(model.named_parameters())
+    assert all(weight is weights[name] for name, weight in plain.named_parameters())
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(outputs(plain), outputs(model), **tolerance)
+    plain.save_pretrained(tmp_path)
+    same_weights(type(plain).from_pretrained(tmp_path), model)
+    if model.can_generate() and dtype == torch.float32:
+        settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(plain.generate(IDS, **settings), model.generate(IDS, **settings))
+
+
+def test_to_torch_with_weights_of_its_own(case) -> None:
+    _, model = case
+    before = outputs(model)
+    plain = model.to_torch(copy_weights=True)
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.zero_()
+    assert torch.equal(outputs(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trees_both_ways_in_memory_and_through_a_checkpoint(case, dtype, tmp_path) -> None:
+    auto, model = case
+    tree = model.to(dtype).to_flax()
+    assert {leaf.dtype.name for leaf in flat(tree).values()} == {str(dtype).removeprefix("torch.")}
+    again = auto.from_flax(model.config, tree)
+    assert type(again) is type(model) and again.easytorch_report.attention == model.easytorch_report.attention
+    same_weights(again, model)
+    model.save_pretrained(tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "flax", to="flax")
+    on_disk, in_memory = flat(easytorch.bridge.load_tree(tmp_path / "flax")), flat(tree)
+    assert on_disk.keys() == in_memory.keys()
+    assert all(np.array_equal(leaf, on_disk[path]) for path, leaf in in_memory.items())
+    same_weights(auto.from_pretrained(tmp_path / "flax"), model)
+
+
+def test_jax_arrays_and_the_memory_they_share(case) -> None:
+    auto, model = case
+    tree = jax.tree.map(jax.numpy.asarray, model.to_flax())
+    before = jax.tree.map(np.array, tree)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+
+    def in_jax(made: torch.nn.Module) -> list[bool]:
+        return [weight.data_ptr() in pointers for weight in made.parameters()]
+
+    shared, own = auto.from_flax(model.config, tree, copy=False), auto.from_flax(model.config, tree)
+    same_weights(shared, model)
+    # transformers stacks experts
+    assert any(in_jax(shared)) and (all(in_jax(shared)) or model.config.model_type == "mixtral")
+    assert not any(in_jax(own))
+    with torch.no_grad():
+        for weight in own.parameters():
+            weight.zero_()
+    assert all(map(np.array_equal, jax.tree.leaves(tree), jax.tree.leaves(before)))
+    back = flat(shared.to_flax(framework="jax", copy=False))
+    assert all(np.array_equal(leaf, back[path]) for path, leaf in flat(before).items())
+
+
+def test_what_does_not_fit_is_refused(case) -> None:
+    auto, model = case
+    tree = flat(model.to_flax())
+    path = max(tree)
+    missing = {name: leaf for name, leaf in tree.items() if name != path}
+    with pytest.raises(CheckpointError, match="missing"):
+        auto.from_flax(model.config, missing)
+    with pytest.raises(CheckpointError, match="nonsense"):
+        auto.from_flax(model.config, tree | {f"{path.rpartition('/')[0]}/nonsense": tree[path]})
+    with pytest.raises(CheckpointError, match="shape"):
+        auto.from_flax(model.config, tree | {path: np.zeros((3, *tree[path].shape[1:]), np.float32)})
+
+
+def test_the_functions_take_any_model(case) -> None:
+    """One that EasyTorch never saw, as it is."""
+    _, model = case
+    theirs = getattr(transformers, type(model).__name__)(transformers.AutoConfig.for_model(**model.config.to_dict()))
+    theirs.load_state_dict(model.state_dict())
+    tree, transform = flax_trees.to_flax(theirs), flax_trees.transform_fn(theirs)
+    assert flat(tree).keys() == flat(model.to_flax()).keys() == flat(transform(theirs.state_dict())).keys()
+    same_weights(flax_trees.from_flax(type(theirs), theirs.config, tree), model)
+    same_weights(flax_trees.to_torch(theirs), model)
+    state = flax_trees.state_dict_from_flax(type(theirs), theirs.config, tree)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
+
+
+def test_models_stay_what_they_were(case) -> None:
+    """The methods stand on the class: copies and pickles carry nothing more."""
+    _, model = case
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model) and "to_flax" not in vars(other)
+        same_weights(other, model)
+        assert flat(other.to_flax()).keys() == flat(model.to_flax()).keys()
