@@ -82,7 +82,7 @@ def record(case: Case, check: bool) -> dict[str, Any]:
     outputs = {}
     for name, output in found.items():
         assert np.isfinite(output).all(), (case, name)
-        numbers = fill.sample(output, mask_of(arguments, output, name))
+        numbers = fill.sample(name, output, arguments)
         outputs[name] = {
             "shape": list(output.shape),
             "scale": rounded(np.abs(output).max()),
@@ -119,13 +119,6 @@ def flatten(output: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(output[name]) for name in OUTPUTS if output.get(name) is not None}
 
 
-def mask_of(arguments: dict[str, np.ndarray], output: np.ndarray, name: str) -> np.ndarray | None:
-    """The mask of the positions of an output: that of the encoder says nothing of what a decoder gives."""
-    if "decoder_input_ids" in arguments and not name.startswith("encoder"):
-        return None
-    return arguments.get("attention_mask")
-
-
 def rounded(number: float) -> float:
     return float(f"{number:.7g}")
 
@@ -146,8 +139,7 @@ def compare(case: Case, config: Any, params: Any, arguments: dict[str, np.ndarra
         if other is None:
             worst[name] = "absent"
             continue
-        mask = mask_of(arguments, output, name)
-        want, got = fill.sample(output, mask), fill.sample(other.numpy(), mask)
+        want, got = fill.sample(name, output, arguments), fill.sample(name, other.numpy(), arguments)
         worst[name] = float(f"{np.abs(want - got).max() / np.abs(output).max():.1e}")
     print("   ", case.model_class, case.variant, worst)
 

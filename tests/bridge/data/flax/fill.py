@@ -69,12 +69,14 @@ def _input(
     return ids
 
 
-def sample(output: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-    """Up to `SAMPLES` numbers spread evenly over an output, the positions where `mask` is 0 left out.
+def sample(name: str, output: np.ndarray, arguments: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Up to `SAMPLES` numbers spread evenly over the output `name` of a model called with `arguments`.
 
-    The mask counts where its shape begins the output's.
+    Positions that the attention mask leaves out hold nothing defined; it says nothing of what a decoder gives.
     """
-    if mask is not None and output.shape[: mask.ndim] == mask.shape:
+    mask = arguments.get("attention_mask")
+    of_decoder = "decoder_input_ids" in arguments and not name.startswith("encoder")
+    if mask is not None and not of_decoder and output.shape[: mask.ndim] == mask.shape:
         output = output[mask.astype(bool)]
     flat = np.asarray(output, np.float64).reshape(-1)
     return flat[np.unique(np.linspace(0, flat.size - 1, SAMPLES).astype(int))]
