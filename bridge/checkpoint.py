@@ -15,7 +15,7 @@ from easytorch.bridge.architecture import Architecture, architecture_of, check
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import DescribedReader, Format, Reader
+from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, Reader
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
@@ -169,7 +169,8 @@ def open_checkpoint(
         if form.scheme is not None:
             return Checkpoint(form, reader, _given(scheme, form, file), found)
         weights = UnwrappedReader(reader).tensors
-        chosen = recognise(weights, found) if scheme is None else scheme_called(scheme)
+        usual = form.usual_scheme if isinstance(form, OwnNames) else None
+        chosen = recognise(weights, found, usual) if scheme is None else scheme_called(scheme)
         if found is None and (content := chosen.infer_config(weights)) is not None:
             found = Config(_folder(path) / "config.json", content)
         return Checkpoint(form, reader, chosen.name, found)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 # Rotary tables: transformers keeps one a model, checkpoints from before 4.40 one a layer.
 _ALWAYS_SCRATCH = r"rotary_emb\.inv_freq$"
 
-Row = tuple[tuple[str, ...], str | None, str | Transform]
+# The leaf of a row, several where torch holds them as one, None for a buffer.
+Path = str | tuple[str, ...] | None
+Row = tuple[tuple[str, ...], Path, str | Transform]
+RowsOf = Callable[[HubNames], Iterator[Row]]
 
 
 def flax_rules(config: Config, architecture: Architecture) -> Rules:
@@ -41,15 +44,17 @@ def flax_rules(config: Config, architecture: Architecture) -> Rules:
     return convention_rules(architecture.names, architecture.given) if native is None else native
 
 
-def convention_rules(names: HubNames, given: Iterable[str] = ()) -> Rules:
+def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf | None = None) -> Rules:
     """The table of the model `names` stands for.
 
     given: the names of the checkpoint, torch's or Flax's. Those the model does not have are looked for in the other
     classes of its family (another head, a pooler), and read as older spellings.
+    rows_of: the rows of one class by another convention than HF Flax's.
     """
-    rows = _Rows(frozenset(given))
+    rows = _Rows(frozenset(given), rows_of)
     rows.add(names)
-    rows.add_from_tables(members_of(names))
+    if rows_of is None:
+        rows.add_from_tables(members_of(names))
     for model_class in _siblings(type(names.model)):
         if not rows.unknown:
             break
@@ -63,8 +68,9 @@ def convention_rules(names: HubNames, given: Iterable[str] = ()) -> Rules:
 class _Rows:
     """The rows of one or several classes of a family; the first to name a tensor or a leaf decides."""
 
-    def __init__(self, given: frozenset[str]) -> None:
+    def __init__(self, given: frozenset[str], rows_of: RowsOf | None) -> None:
         self._given = given
+        self._rows_of = rows_of
         self._known: set[str] = set()
         self._tied: set[str] = set()
         self._rows: list[Rule] = []
@@ -81,15 +87,15 @@ class _Rows:
 
     def add(self, names: HubNames) -> None:
         """The rows of one class, and those of a checkpoint of its base model alone or of a head around it."""
-        self._batch_stats = self._batch_stats or any(map(is_statistic, names.tensors))
+        self._batch_stats = self._batch_stats or (self._rows_of is None and any(map(is_statistic, names.tensors)))
         base = names.model.base_model_prefix
         is_base = bool(base) and not hasattr(names.model, base)
         others: list[Row] = []
-        for row in _model_rows(names):
+        for row in (self._rows_of or _model_rows)(names):
             self._add(*row)
             others += _around(base, *row) if is_base else _without(base, *row)
         others = [(torch_names, self._headed(torch_names, path), kind) for torch_names, path, kind in others]
-        if not self._given or any(not self._given.isdisjoint((*row[0], row[1])) for row in others):
+        if not self._given or any(not self._given.isdisjoint((*row[0], *_leaves(row[1]))) for row in others):
             for row in others:
                 self._append(*row)
 
@@ -114,46 +120,53 @@ class _Rows:
             if any(re.search(pattern, name) for pattern in patterns):
                 self._append((name,), None, BUFFER)
 
-    def _add(self, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> None:
+    def _add(self, torch_names: tuple[str, ...], path: Path, kind: str | Transform) -> None:
         self._append(torch_names, self._headed(torch_names, path), kind)
 
-    def _headed(self, torch_names: tuple[str, ...], path: str | None) -> str | None:
-        if path is None or not self._batch_stats:
+    def _headed(self, torch_names: tuple[str, ...], path: Path) -> Path:
+        if not self._batch_stats:
             return path
-        return f"{'batch_stats' if any(map(is_statistic, torch_names)) else 'params'}/{path}"
+        collection = "batch_stats" if any(map(is_statistic, torch_names)) else "params"
+        return _changed(path, lambda leaf: f"{collection}/{leaf}")
 
-    def _append(self, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> None:
+    def _append(self, torch_names: tuple[str, ...], path: Path, kind: str | Transform) -> None:
         if kind in TIES:
             if torch_names[0] not in self._tied:
                 self._tied.add(torch_names[0])
                 self._rows.append((torch_names[0], path, kind))
             return
-        if self._known.isdisjoint((*torch_names, path)):
+        if self._known.isdisjoint((*torch_names, *_leaves(path))):
             self._rows.append((torch_names[0] if len(torch_names) == 1 else torch_names, path, kind))
-            self._known.update(torch_names)
-            if path is not None:
-                self._known.add(path)
+            self._known.update(torch_names, _leaves(path))
 
 
-def _without(base: str, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> list[Row]:
+def _leaves(path: Path) -> tuple[str, ...]:
+    return (path,) if isinstance(path, str) else path or ()
+
+
+def _changed(path: Path, change: Callable[[str], str]) -> Path:
+    return change(path) if isinstance(path, str) else path and tuple(map(change, path))
+
+
+def _without(base: str, torch_names: tuple[str, ...], path: Path, kind: str | Transform) -> list[Row]:
     """A row of a checkpoint that holds the base model alone; nothing for what stands outside of it."""
-    inside = all(name.startswith(f"{base}.") for name in torch_names) and (path or f"{base}/").startswith(f"{base}/")
-    if not base or not inside:
+    inside = all(name.startswith(f"{base}.") for name in torch_names)
+    if not base or not inside or not all(leaf.startswith(f"{base}/") for leaf in _leaves(path)):
         return []
     shorter = tuple(name.removeprefix(f"{base}.") for name in torch_names)
-    return [(shorter, None if path is None else path.removeprefix(f"{base}/"), kind)]
+    return [(shorter, _changed(path, lambda leaf: leaf.removeprefix(f"{base}/")), kind)]
 
 
-def _around(base: str, torch_names: tuple[str, ...], path: str | None, kind: str | Transform) -> list[Row]:
+def _around(base: str, torch_names: tuple[str, ...], path: Path, kind: str | Transform) -> list[Row]:
     """A row of a checkpoint that holds a head besides."""
-    return [(tuple(f"{base}.{name}" for name in torch_names), None if path is None else f"{base}/{path}", kind)]
+    return [(tuple(f"{base}.{name}" for name in torch_names), _changed(path, lambda leaf: f"{base}/{leaf}"), kind)]
 
 
 def _model_rows(names: HubNames) -> Iterator[Row]:
     """Every row of one class, without prefixes of any kind but its own."""
     modules = dict(names.model.named_modules())
     members = members_of(names)
-    paths: dict[str, str | None] = {}
+    paths: dict[str, Path] = {}
     for name, tensor in names.tensors.items():
         rows = next((rows for member in members if (rows := _in_table(name, member))), [])
         for row in rows or [_by_convention(name, tensor, names, modules, members)]:

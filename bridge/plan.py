@@ -88,7 +88,9 @@ def plan_to_torch(
     plan = Plan()
     kept = frozenset(kept)
     tied = frozenset(tied)
-    leaves = _steps_to_torch(tensors, table)
+    unread = [path for path in tensors if table.is_unread(path)]
+    plan.notes += [f"{path} is left out: the config ties it, and its program does not read it" for path in unread]
+    leaves = _steps_to_torch({path: info for path, info in tensors.items() if path not in unread}, table)
     for step in leaves.values():
         repeats = table.tie(step.targets[0].name)
         if repeats is not None and repeats[0].kind == TIED_IN_TORCH and tie and step.targets[0].name not in tied:

@@ -13,12 +13,13 @@ Flax modules hold their parameters.
   fuses, the other pattern is the tuple, and the transform is read from the leaves to torch.
 - Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
 
-Five names in the transform's place say what is not a change of layout:
+Six names in the transform's place say what is not a change of layout:
 
 - `buffer` (Flax pattern None): Flax has no such leaf; conversion keeps the tensor beside the Flax weights.
 - `tied`: this torch tensor repeats what Flax holds once at the path.
 - `tied_always`: the same, where the config does not say whether: torch has both names filled also if it ties nothing.
 - `tied_in_torch`: torch may leave this tensor out because it repeats the one at the path; Flax holds both.
+- `unread`: a leaf that its own program does not compute with, because this torch tensor is tied to another.
 - `alias`: another spelling that torch checkpoints have; the second name, literal too, is the torch one it stands for.
 """
 
@@ -42,6 +43,7 @@ TIED_ALWAYS = "tied_always"
 TIED_IN_TORCH = "tied_in_torch"
 TIES = (TIED, TIED_ALWAYS, TIED_IN_TORCH)
 ALIAS = "alias"
+UNREAD = "unread"
 
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -129,6 +131,7 @@ class RuleTable:
         compiled = [one for number, rule in rows for one in _compile(number, rule)]
         self.weights = [rule for rule in compiled if rule.transform is not None]
         self.buffers = [rule for rule in compiled if rule.kind == BUFFER]
+        self._unread = {rule.flax.fill(()) for rule in compiled if rule.kind == UNREAD}
         ties = [rule for rule in compiled if rule.kind in TIES]
         self._torch = _Side(_torch_side(self.weights), rules, unique=True)
         self._flax = _Side(
@@ -165,6 +168,10 @@ class RuleTable:
     def is_buffer(self, name: str) -> bool:
         """Whether `name` is a torch tensor that the tree has no place for."""
         return next(self._buffers.matches(name), None) is not None
+
+    def is_unread(self, path: str) -> bool:
+        """Whether leaf `path` is nothing that its program computes with."""
+        return path in self._unread
 
     def torch_names(self, names: Iterable[str]) -> dict[str, str]:
         """Each name as the table knows it -> as given: the same but for legacy names, which are read as aliases."""
@@ -216,7 +223,7 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
         transform, kind = change, change.name
     else:
         kind = change
-        if kind not in (BUFFER, *TIES):
+        if kind not in (BUFFER, UNREAD, *TIES):
             transform = transform_called(kind)
     if transform is not None and transform.to_torch is None:
         raise ValueError(

@@ -105,6 +105,13 @@ class Format(Protocol):
         """
 
 
+@runtime_checkable
+class OwnNames(Protocol):
+    """A format of trees that one program writes: names that could be anybody's are of its scheme, `usual_scheme`."""
+
+    usual_scheme: str
+
+
 class WritableFormat(Format, Protocol):
     """A format that can also be written, a file at a time: files can be resumed, and written side by side."""
 

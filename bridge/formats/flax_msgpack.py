@@ -33,11 +33,15 @@ class MsgpackFile:
         self._scalars: dict[str, np.ndarray] = {}
         tensors: dict[str, TensorInfo] = {}
         try:
-            self._index(Walk(path, self._map.bytes, self._map.size).tree(), (), tensors)
+            self._index(self._tree(Walk(path, self._map.bytes, self._map.size)), (), tensors)
         except BaseException:
             self.close()
             raise
         self.tensors: Mapping[str, TensorInfo] = tensors
+
+    def _tree(self, walk: Walk) -> Tree:
+        """The file's tree: all of it is one map."""
+        return walk.tree()
 
     def _fail(self, message: str, name: str) -> CheckpointError:
         return CheckpointError(f"{message}; download or save the file again", file=self.files[0], tensor=name)

@@ -6,7 +6,7 @@ known before any of them is read. Source: flax.serialization, flax 0.12.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgpack
 
@@ -31,6 +31,14 @@ def tree_parts(tree: InfoTree) -> Iterator[Part]:
             yield _leaf(child)
         else:
             yield from tree_parts(child)
+
+
+def pair_parts(tensors: Iterable[TensorInfo]) -> Iterator[Part]:
+    """What a file of `(keys, value)` pairs is made of, the keys of a path each its own, every value `to_bytes`."""
+    for info in tensors:
+        leaf = _leaf(info)
+        before = msgpack.Packer().pack_array_header(2) + msgpack.packb(info.name.split("/")) + _head(0xC4, leaf.nbytes)
+        yield Elements(info, {**leaf.inserts, 0: before + leaf.inserts[0]})
 
 
 def _leaf(info: TensorInfo) -> Elements:

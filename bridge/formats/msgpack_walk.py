@@ -75,6 +75,44 @@ class Walk:
             raise self._fail(f"has {self._end - self._position} bytes after its end", ())
         return tree
 
+    def stream(self) -> Tree:
+        """The tree of a file of `(keys, value)` pairs, one after the other, each value bytes that hold an object."""
+        tree: Tree = {}
+        while self._position < self._end:
+            if self._head(()) != ("array", 2):
+                raise self._fail("is no stream of pairs of keys and a value", ())
+            path = self._keys()
+            node: Any = tree
+            for key in path[:-1]:
+                node = node.setdefault(key, {}) if isinstance(node, dict) else None
+            if not isinstance(node, dict) or path[-1] in node:
+                raise self._fail("has the name twice", path)
+            node[path[-1]] = self._inside(self._head(path), path)
+        return tree
+
+    def _keys(self) -> tuple[str, ...]:
+        """Where a value of a stream belongs; list positions are numbers."""
+        head = self._head(())
+        if not isinstance(head, tuple) or head[0] != "array" or not 0 < head[1] <= _MAX_DEPTH:
+            raise self._fail(f"has a value whose keys are not a list of 1 to {_MAX_DEPTH}", ())
+        keys = [self._head(()) for _ in range(head[1])]
+        named = [self._text(key, ()) if isinstance(key, _Span) and key.kind == "str" else key for key in keys]
+        if not all(type(key) in (str, int) for key in named):
+            raise self._fail("has a key that is neither a name nor a number", ())
+        return tuple(str(key) for key in named)
+
+    def _inside(self, span: object, path: tuple[str, ...]) -> Any:
+        """The object that the bytes of a value hold; msgpack before 1.0 called bytes text."""
+        if not isinstance(span, _Span) or span.kind == "ext":
+            raise self._fail("is corrupt: a value is not bytes", path)
+        outside = self._position, self._end
+        self._position, self._end = span.start, span.start + span.length
+        found = self._value(path)
+        if self._position != self._end:
+            raise self._fail("is corrupt: a value is shorter than its bytes", path)
+        self._position, self._end = outside
+        return found
+
     def _fail(self, message: str, path: tuple[str, ...]) -> CheckpointError:
         message = f"{message} (at byte {self._position}); download or save the file again"
         return CheckpointError(message, file=self._path, tensor="/".join(path) or None)

@@ -8,6 +8,9 @@ from typing import Literal
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Format, Reader, WritableFormat
+from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
+from easytorch.bridge.formats.easydel_safetensors import EasydelSafetensors
+from easytorch.bridge.formats.easydel_store import EasydelStore
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.gguf_file import Gguf
 from easytorch.bridge.formats.npz_file import Npz
@@ -33,6 +36,8 @@ _FORMATS: dict[str, Format] = {}
 TARGETS: dict[str, Target] = {
     "torch": Target(TorchSafetensors(), "torch"),
     "flax": Target(FlaxMsgpack(), "flax"),
+    "easydel": Target(EasydelStore(), "easydel"),
+    "easydel-msgpack": Target(EasydelMsgpack(), "easydel"),
     "big_vision": Target(Npz(), "big_vision"),
     "gguf": Target(Gguf(), "gguf"),
     "orbax": Target(OrbaxTree(), "flax"),
@@ -55,6 +60,9 @@ for _format in (
     TorchBin(),
     TARGETS["flax"].form,
     TARGETS["gguf"].form,
+    TARGETS["easydel"].form,
+    TARGETS["easydel-msgpack"].form,
+    EasydelSafetensors(),
     TARGETS["big_vision"].form,
     TARGETS["orbax"].form,
 ):

@@ -8,6 +8,7 @@ from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.schemes.base import Scheme
 from easytorch.bridge.schemes.big_vision_tree import BigVisionTree
+from easytorch.bridge.schemes.easydel_tree import EasydelTree
 from easytorch.bridge.schemes.flax_tree import FlaxTree
 from easytorch.bridge.schemes.gemma_tree import GemmaTree
 from easytorch.bridge.schemes.gguf_names import GgufNames
@@ -23,6 +24,7 @@ _SCHEMES: tuple[Scheme, ...] = (
     GemmaTree(),
     MaxTextTree(scanned=True),
     MaxTextTree(scanned=False),
+    EasydelTree(),
     FlaxTree(),
 )
 
@@ -40,6 +42,7 @@ def scheme_called(name: str) -> Scheme:
     raise ValueError(f"no naming scheme is called {name!r}; known: {', '.join(names())}")
 
 
-def recognise(tensors: Mapping[str, TensorInfo], config: Config | None) -> Scheme:
-    """The first scheme whose names `tensors` carry."""
-    return next(scheme for scheme in _SCHEMES if scheme.recognises(tensors, config))
+def recognise(tensors: Mapping[str, TensorInfo], config: Config | None, usual: str | None = None) -> Scheme:
+    """The first scheme whose names `tensors` carry; `usual` for names that could be anybody's."""
+    found = next(scheme for scheme in _SCHEMES if scheme.recognises(tensors, config))
+    return scheme_called(usual) if usual is not None and found is _SCHEMES[-1] else found
