@@ -38,12 +38,16 @@ class HubNames:
 
         self.model = model
         self.state: dict[str, torch.Tensor] = model.state_dict()
-        self.tensors = self.to_hub(self.state)
-        self.scratch = self.to_hub({**self.state, **dict(model.named_buffers())}).keys() - self.tensors.keys()
+        tensors = self.to_hub(self.state)
+        self.scratch = self.to_hub({**self.state, **dict(model.named_buffers())}).keys() - tensors.keys()
         changes = get_model_conversion_mapping(model)
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
-        self.places = {name: self._place(name) for name in _sorted(self.tensors)}
+        self.places = {name: self._place(name) for name in _sorted(tensors)}
+        # In the order of the modules.
+        order = {name: number for number, name in enumerate(self.state)}
+        ranks = {name: order.get(place.name, len(order)) for name, place in self.places.items()}
+        self.tensors = {name: tensors[name] for name in sorted(self.places, key=ranks.__getitem__)}
         self._hubs: dict[Place, list[str]] = {}
         for name, place in self.places.items():
             self._hubs.setdefault(place, []).append(name)
