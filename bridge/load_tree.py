@@ -8,22 +8,30 @@ from typing import Any
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.locations import local_source
+from easytorch.bridge.memory import Framework, Shardings, placing
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.trees import nested
 
 
 def load_tree(
-    path: str | PathLike[str], *, scheme: str | None = None, config: str | PathLike[str] | None = None
+    path: str | PathLike[str],
+    *,
+    scheme: str | None = None,
+    config: str | PathLike[str] | None = None,
+    framework: Framework = "numpy",
+    shardings: Shardings = None,
 ) -> dict[str, Any]:
-    """The weights at `path` (`bridge.locations`), in any format, as a nested dict of numpy arrays.
+    """The weights at `path` (`bridge.locations`), in any format, as a nested dict of arrays of `framework`.
 
     The names are those of `scheme`; without it a tree keeps its own, and a torch checkpoint gets HF Flax's. `config`
-    is the config.json of a checkpoint that has none. Arrays are read-only views of the mapped file where layouts allow.
+    is the config.json of a checkpoint that has none. numpy's arrays are read-only views of the mapped file where
+    layouts allow; jax's stand where `shardings` says (`bridge.memory`), each device being given its part alone.
     """
     with local_source(path, prefer="tree") as local, open_checkpoint(local, prefer="tree", config=config) as checkpoint:
         wanted = scheme or ("flax" if checkpoint.scheme == TORCH else checkpoint.scheme)
         reader = checkpoint.renamed(wanted, strict=False).reader
-        return nested({name: reader.read(name) for name in reader.tensors})
+        place = placing(framework, shardings)
+        return nested({name: place(name, reader.read(name)) for name in reader.tensors})
 
 
 call_as(load_tree)

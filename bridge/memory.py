@@ -36,17 +36,20 @@ Shardings = Any
 
 
 class MemoryTree:
-    """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.unwrap`)."""
+    """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.unwrap`).
+
+    as_stored: leaves them on.
+    """
 
     metadata: Mapping[str, str]
     files: tuple[Path, ...]
 
-    def __init__(self, tree: Any) -> None:
-        given = _leaves(tree)
-        infos = {path: _info(path, leaf) for path, leaf in given.items()}
-        names, self.left_out = unwrapped(infos)
+    def __init__(self, tree: Any, *, as_stored: bool = False) -> None:
+        given = leaves_of(tree)
+        infos = {path: info_of(path, leaf) for path, leaf in given.items()}
+        names, self.left_out = ({path: path for path in given}, ()) if as_stored else unwrapped(infos)
         self.leaves = {path: given[name] for path, name in names.items()}
-        self.tensors = {path: _info(path, leaf) for path, leaf in self.leaves.items()}
+        self.tensors = {path: info_of(path, leaf) for path, leaf in self.leaves.items()}
         self.metadata, self.files = {}, ()
 
     def read(self, name: str) -> np.ndarray:
@@ -94,23 +97,30 @@ def tree_of(
 
     read: a torch tensor by name, as a numpy view of its memory. shardings: where jax is to put the leaves.
     """
-    if framework not in ("numpy", "jax"):
-        raise ValueError(f"framework={framework!r}; it is 'numpy' or 'jax'")
-    if shardings is not None and framework != "jax":
-        raise ValueError("shardings are jax's: pass framework='jax' with them")
-    placed = _by_path(shardings)
+    place = placing(framework, shardings, copy=copy)
     leaves: dict[str, Any] = {}
     for step in plan.steps:
         arrays = [read(name) for name in step.sources]
         for info, view in zip(step.targets, step.run(arrays), strict=True):
-            if framework == "jax":
-                leaves[info.name] = to_jax(view, info.name, sharding=placed(info.name), copy=copy is not False)
-            else:
-                leaves[info.name] = np.array(view, order="C") if copy and _shares(view, arrays) else view
+            leaves[info.name] = place(info.name, view)
     return nested(leaves)
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def placing(
+    framework: Framework, shardings: Shardings, *, copy: bool | None = None
+) -> Callable[[str, np.ndarray], Any]:
+    """What makes a leaf, given its path and a numpy view of its elements, an array of `framework` in its place."""
+    if framework not in ("numpy", "jax"):
+        raise ValueError(f"framework={framework!r}; it is 'numpy' or 'jax'")
+    if shardings is not None and framework != "jax":
+        raise ValueError("shardings are jax's: pass framework='jax' with them")
+    if framework == "numpy":
+        return lambda path, view: np.array(view, order="C") if copy else view
+    placed = _by_path(shardings)
+    return lambda path, view: to_jax(view, path, sharding=placed(path), copy=copy is not False)
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
     """Every array by its path, out of flax's boxes; what nnx keeps for random numbers is no weight and left out."""
     boxed = {path: leaf for path, leaf in flat(_plain(tree)).items() if not _is_kind(leaf, "RngState")}
     statistics = {path for path, leaf in boxed.items() if _is_kind(leaf, "BatchStat")}
@@ -154,7 +164,8 @@ def _unboxed(leaf: Any) -> Any:
     return leaf
 
 
-def _info(path: str, leaf: Any) -> TensorInfo:
+def info_of(path: str, leaf: Any) -> TensorInfo:
+    """What a leaf is; `CheckpointError` for what is no array of numbers."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     name = str(leaf.dtype).removeprefix("torch.")
@@ -203,6 +214,7 @@ def _shares(view: np.ndarray, arrays: list[np.ndarray]) -> bool:
 
 
 def _by_path(shardings: Shardings) -> Callable[[str], Any]:
+    """`shardings`, however given, as a function of the path."""
     if shardings is None or hasattr(shardings, "device_set"):
         return lambda path: shardings
     if callable(shardings):

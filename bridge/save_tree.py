@@ -8,34 +8,31 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from easytorch.bridge.atomic import new_folder
 from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats import registry
+from easytorch.bridge.memory import MemoryTree
 from easytorch.bridge.sizes import parse_size
-from easytorch.bridge.source import ArraySource
-from easytorch.bridge.state import infos_of
-from easytorch.bridge.trees import flat
+from easytorch.bridge.source import ReaderSource
 
 
 def save_tree(
-    tree: Mapping[str, Any],
+    tree: Any,
     dst: str | PathLike[str],
     *,
     to: str = "flax",
     config: Mapping[str, Any] | None = None,
     max_shard_size: str | int = "5GB",
 ) -> None:
-    """Writes a nested dict of numpy or jax arrays as the new folder `dst` in the format `to`, names as they are.
+    """Writes a tree of arrays (`bridge.memory`) as the new folder `dst` in the format `to`, names as they are.
 
     `config` becomes its config.json.
     """
-    leaves = {path: np.asarray(leaf) for path, leaf in flat(tree).items()}
+    leaves = MemoryTree(tree, as_stored=True)
     form = registry.target(to).form
-    layout = form.layout(list(infos_of(leaves).values()), parse_size(max_shard_size))
-    source = ArraySource(leaves, None if config is None else Config(Path(dst) / "config.json", dict(config)))
+    layout = form.layout(list(leaves.tensors.values()), parse_size(max_shard_size))
+    source = ReaderSource(leaves, None if config is None else Config(Path(dst) / "config.json", dict(config)))
     with new_folder(Path(dst)) as folder:
         for file, infos in layout.items():
             form.write(folder, file, infos, source)

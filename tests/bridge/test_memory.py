@@ -326,3 +326,16 @@ dist.destroy_process_group()
         assert report["dense.weight"] == ["(Shard(dim=0), Shard(dim=1))", [24, 4], [24, 8]]
         assert report["conv.weight"] == ["(Shard(dim=0), Shard(dim=0))", [2, 16, 3, 5], [4, 16, 3, 5]]
         assert "mesh_dim_names" in unnamed and "conv/kernel: dimension 3 is split over ('data', 'model')" in turned
+
+
+def test_checkpoints_are_read_onto_devices_and_written_from_them(tmp_path) -> None:
+    code = """
+from easytorch import bridge
+bridge.save_tree({"params": tree}, sys.argv[1] + "/new")
+stored = bridge.load_tree(sys.argv[1] + "/new")
+assert all(np.array_equal(flat(stored)[path], array) for path, array in whole.items()), list(flat(stored))
+places = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+made = flat(bridge.load_tree(sys.argv[1] + "/new", framework="jax", shardings=lambda path: places[path]))
+assert all(made[path].sharding == leaf.sharding and np.array_equal(made[path], leaf) for path, leaf in leaves.items())
+"""
+    run(code, tmp_path)
