@@ -20,8 +20,8 @@ TORCH = "torch"
 # The most particular first; the last one takes every tree.
 _SCHEMES: tuple[Scheme, ...] = (
     GgufNames(),
-    BigVisionTree(),
     GemmaTree(),
+    BigVisionTree(),
     MaxTextTree(scanned=True),
     MaxTextTree(scanned=False),
     EasydelTree(),

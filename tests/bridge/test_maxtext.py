@@ -31,7 +31,9 @@ FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "mixtral": {
-        **{"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "qwen2": {"hidden_size": 32},
