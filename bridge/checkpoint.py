@@ -15,7 +15,7 @@ from easytorch.bridge.architecture import Architecture, architecture_of, check
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, Reader
+from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
@@ -88,13 +88,13 @@ class Checkpoint:
             return Renamed(weights, notes=self._left_out())
         if self.scheme == TORCH:
             weights = by_hub_names(self.reader, self.architecture.names)
-            return self._from_torch(Renamed(weights), scheme, checked=not strict)
+            return self._from_torch(Renamed(weights, notes=self._left_out()), scheme, checked=not strict)
         torch = self._to_torch(strict)
         return torch if scheme == TORCH else self._from_torch(torch, scheme, checked=True)
 
     def _left_out(self) -> list[str]:
         """A note on what stands beside the parameters in a training state."""
-        names = self._weights.left_out if isinstance(self._weights, UnwrappedReader) else ()
+        names = self._weights.left_out if isinstance(self._weights, PartialReader) else ()
         kinds = ", ".join(sorted({name.split("/")[0] for name in names}))
         return [f"{len(names)} arrays beside the parameters are left out ({kinds})"] if names else []
 

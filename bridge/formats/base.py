@@ -76,6 +76,13 @@ class DescribedReader(Reader, Protocol):
         """What config.json would hold; None where it is of a model not known here."""
 
 
+@runtime_checkable
+class PartialReader(Reader, Protocol):
+    """A reader of the model in a checkpoint that holds more; `left_out` are the names of the rest, joined by "/"."""
+
+    left_out: tuple[str, ...]
+
+
 class Source(Protocol):
     """What a writer takes its data from."""
 

@@ -52,8 +52,8 @@ class Saved:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def read_metadata(file: Path) -> tuple[dict[str, Saved], list[str]]:
-    """The tensors by name, and the names of what is no tensor; `CheckpointError` where they do not fit together."""
+def read_metadata(file: Path) -> tuple[dict[str, Saved], list[tuple[str, ...]]]:
+    """The tensors by name, and the paths of what is no tensor; `CheckpointError` where they do not fit together."""
     try:
         with file.open("rb") as stream:
             data = stream.read(_LIMIT + 1)
@@ -77,17 +77,17 @@ class _Metadata:
     def _fail(self, message: str, name: str) -> CheckpointError:
         return CheckpointError(f"{message}; {_AGAIN}", file=self._file, tensor=name)
 
-    def read(self, value: Any) -> tuple[dict[str, Saved], list[str]]:
+    def read(self, value: Any) -> tuple[dict[str, Saved], list[tuple[str, ...]]]:
         root = _made(value, "Metadata").fields
         paths = root.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
         found: dict[str, Saved] = {}
-        others: list[str] = []
+        others: list[tuple[str, ...]] = []
         for name, entry in root["state_dict_metadata"].items():
             if isinstance(entry, Made) and entry.name.endswith(".TensorStorageMetadata"):
                 found[name] = self._tensor(name, entry.fields, _path(paths.get(name), name))
             else:
-                others.append(name)
+                others.append(_path(paths.get(name), name))
         places = {}
         for index, info in root["storage_data"].items():
             where = _made(index, "MetadataIndex").fields

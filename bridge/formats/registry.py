@@ -12,10 +12,12 @@ from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
 from easytorch.bridge.formats.easydel_safetensors import EasydelSafetensors
 from easytorch.bridge.formats.easydel_store import EasydelStore
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
+from easytorch.bridge.formats.flax_safetensors import FlaxSafetensors
 from easytorch.bridge.formats.gguf_file import Gguf
 from easytorch.bridge.formats.npz_file import Npz
 from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
 from easytorch.bridge.formats.torch_bin import TorchBin
+from easytorch.bridge.formats.torch_dcp import TorchDcp
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
 
 # Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
@@ -36,9 +38,11 @@ _FORMATS: dict[str, Format] = {}
 TARGETS: dict[str, Target] = {
     "torch": Target(TorchSafetensors(), "torch"),
     "flax": Target(FlaxMsgpack(), "flax"),
+    "flax-safetensors": Target(FlaxSafetensors(), "flax"),
     "easydel": Target(EasydelStore(), "easydel"),
     "easydel-msgpack": Target(EasydelMsgpack(), "easydel"),
     "big_vision": Target(Npz(), "big_vision"),
+    "dcp": Target(TorchDcp(), "torch"),
     "gguf": Target(Gguf(), "gguf"),
     "orbax": Target(OrbaxTree(), "flax"),
     "orbax-zarr": Target(OrbaxZarr(), "flax"),
@@ -58,7 +62,9 @@ def register(form: Format) -> None:
 for _format in (
     TARGETS["torch"].form,
     TorchBin(),
+    TARGETS["dcp"].form,
     TARGETS["flax"].form,
+    TARGETS["flax-safetensors"].form,
     TARGETS["gguf"].form,
     TARGETS["easydel"].form,
     TARGETS["easydel-msgpack"].form,

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: a folder of `.metadata` and `__0_0.distcp`, `__1_0.distcp`, ..., one or more a rank.
 
 Tensors sharded over ranks (FSDP, DTensor) are put together from their pieces. Of a training state only the model is
-read: what optimizers, schedulers and loops keep is left out, and named in the reader's metadata. The safetensors that
+read: what optimizers, schedulers and loops keep is left out, and reported. The safetensors that
 `HuggingFaceStorageWriter` writes a shard a rank are read too; those it writes whole are ordinary ones.
 Source: torch.distributed.checkpoint of torch 2.13: filesystem.py, hf_storage.py, default_planner.py.
 """
@@ -46,14 +46,14 @@ class DcpReader:
     """The model in an open checkpoint."""
 
     def __init__(
-        self, files: Sequence[Path], saved: Mapping[str, Saved], others: Sequence[str], read: ReadPiece
+        self, files: Sequence[Path], saved: Mapping[str, Saved], others: Sequence[Sequence[str]], read: ReadPiece
     ) -> None:
         self.files = tuple(files)
         self._read = read
         names, left_out = _model(saved, files[0])
-        left_out += others
+        self.left_out = (*left_out, *(training_path(path) or "/".join(path) for path in others))
         self._saved = {name: saved[given] for name, given in names.items()}
-        self.metadata: Mapping[str, str] = {"left out": ", ".join(left_out)} if left_out else {}
+        self.metadata: Mapping[str, str] = {}
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(name, one.shape, one.dtype, str(files[0])) for name, one in self._saved.items()
         }
@@ -94,21 +94,29 @@ def _closed(piece: Piece, name: str) -> np.ndarray:
 
 
 def _model(saved: Mapping[str, Saved], file: Path) -> tuple[dict[str, str], list[str]]:
-    """The model's tensors by their own names -> their names in the checkpoint, and the names left out."""
+    """The model's tensors by their own names -> their names in the checkpoint, and what is left out."""
     found: dict[str, str] = {}
     left_out: list[str] = []
     for given, one in saved.items():
-        *outer, own = one.path
-        if any(_TRAINING.match(key) for key in outer) or (not outer and _TRAINING.match(own)):
-            left_out.append(given)
+        if (rest := training_path(one.path)) is not None:
+            left_out.append(rest)
             continue
+        *outer, own = one.path
         name = _BETWEEN.sub("", ".".join([*(key for key in outer if key not in _WRAPPERS), own]))
         if name in found:
-            raise CheckpointError(
-                f"and {found[name]!r} are both called {name!r}; save one model", file=file, tensor=given
-            )
+            message = f"and {found[name]!r} are both called {name!r}; save one model"
+            raise CheckpointError(message, file=file, tensor=given)
         found[name] = given
     return found, left_out
+
+
+def training_path(path: Sequence[str]) -> str | None:
+    """The path of what a training state keeps beside the model, from there on; None for a tensor of the model."""
+    for number, key in enumerate(path):
+        # The last key is a module's own name, except where nothing stands above it.
+        if _TRAINING.match(key) and (number < len(path) - 1 or number == 0):
+            return "/".join(path[number:])
+    return None
 
 
 class _Files:

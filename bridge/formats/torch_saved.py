@@ -90,8 +90,8 @@ def read_saved(mapped: MappedFile, start: int, end: int, name: str) -> np.ndarra
             if order is not None and archive.read(order) != b"little":
                 raise ValueError("big-endian data")
             content = archive.read(pickled)
-            storage = entries[f"{root}data/0"]
         layout = _layout(read_pickle(content, mapped.path, lambda dotted: _ALLOWED.fullmatch(dotted) is not None))
+        storage = entries[f"{root}data/0"]
         first = start + storage.header_offset + _LOCAL_HEADER
         lengths = mapped.bytes[first - 4 : first]
         first += int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
