@@ -1,0 +1,67 @@
+"""Backends: computations built operation by operation and run on XLA, torch or NumPy (GoMLX's package backends).
+
+registry.py        names, configuration strings, the environment variable
+interface.py       `Backend`, its data interface, `Executable`
+builder.py         `Builder`; its operations stand in elementwise_ops.py, structural_ops.py and extended_ops.py
+graph.py           what a builder records; shapeinference/ says the shapes
+xla/, torch_aten.py, numpy_reference.py, notimplemented.py     the backends
+"""
+
+from easytorch.backends.builder import Builder
+from easytorch.backends.dtypes import DType
+from easytorch.backends.errors import BackendError, OpNotImplementedError
+from easytorch.backends.graph import Op
+from easytorch.backends.interface import Backend, Buffer, DataInterface, Executable
+from easytorch.backends.registry import (
+    CONFIG_ENV_VAR,
+    Constructor,
+    list,
+    must_new,
+    new,
+    new_or_err,
+    new_with_config,
+    register,
+)
+from easytorch.backends.shapes import Shape, make_shape
+from easytorch.backends.types import (
+    Capabilities,
+    ConvolveAxesConfig,
+    DeviceNum,
+    FFTType,
+    OpType,
+    PadAxis,
+    ReduceOpType,
+)
+
+# What `new()` takes without a configuration and without the environment variable; may be set.
+DEFAULT_CONFIG = "xla"
+
+__all__ = [
+    "CONFIG_ENV_VAR",
+    "DEFAULT_CONFIG",
+    "Backend",
+    "BackendError",
+    "Buffer",
+    "Builder",
+    "Capabilities",
+    "Constructor",
+    "ConvolveAxesConfig",
+    "DType",
+    "DataInterface",
+    "DeviceNum",
+    "Executable",
+    "FFTType",
+    "Op",
+    "OpNotImplementedError",
+    "OpType",
+    "PadAxis",
+    "ReduceOpType",
+    "Shape",
+    "list",
+    "make_shape",
+    "must_new",
+    "new",
+    "new_or_err",
+    "new_with_config",
+    "register",
+]

@@ -1,0 +1,137 @@
+"""`Builder`: records operations in a graph, checked and with their shapes, and hands it to its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from easytorch.backends.composites import decompose, is_composite
+from easytorch.backends.dtypes import dtype_of
+from easytorch.backends.elementwise_ops import ElementwiseOps
+from easytorch.backends.errors import BackendError, OpNotImplementedError
+from easytorch.backends.extended_ops import Closure, ExtendedOps
+from easytorch.backends.graph import Graph, Op
+from easytorch.backends.shapeinference import infer
+from easytorch.backends.shapes import Shape, ints
+from easytorch.backends.structural_ops import StructuralOps
+from easytorch.backends.types import OpType
+
+if TYPE_CHECKING:
+    from easytorch.backends.interface import Backend, Executable
+
+
+class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
+    """One computation of `backend`. Every method that adds an operation raises `BackendError` for operands that do not
+    fit, and `OpNotImplementedError` for what the backend does not have."""
+
+    def __init__(self, backend: Backend, name: str, num_devices: int = 1, parent: Builder | None = None) -> None:
+        self.backend = backend
+        self.num_devices = num_devices
+        self.graph: Graph = Graph(name, None if parent is None else parent.graph)
+        self._parent = parent
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The name of the computation."""
+        return self.graph.name
+
+    def op_shape(self, op: Op) -> Shape:
+        """The shape of an operation's output; adds nothing."""
+        return self._resolve(op, "op_shape").shape
+
+    def parameter(self, name: str, shape: Shape) -> Op:
+        """An input, fed in the order in which they are made."""
+        self._refuse_closed("Parameter")
+        if any(op.node.attributes["name"] == name for op in self.graph.parameters):
+            raise BackendError(f"Parameter: {self.name!r} has a parameter {name!r} already; choose another name")
+        return self._parameter(name, shape)
+
+    def constant(self, flat: Any, *dims: int | Sequence[int]) -> Op:
+        """An array in the computation: the values `flat` under `dims`, by default the shape that numpy gives them.
+
+        The values are copied. Large arrays are better parameters.
+        """
+        array = np.array(flat)
+        dimensions = ints(dims) if dims else array.shape
+        if array.size != int(np.prod(dimensions, dtype=np.int64)):
+            raise BackendError(f"Constant: {array.size} values do not fill the dimensions {dimensions}")
+        array = array.reshape(dimensions)
+        array.setflags(write=False)
+        shape = Shape(dtype_of(array.dtype), dimensions)
+        return self._record(OpType.CONSTANT, (), {"value": array}, (shape,))[0]
+
+    def compile(self, *outputs: Op) -> Executable:
+        """The program that computes `outputs`. The builder takes no further operations."""
+        self._refuse_closed("Compile")
+        if self._parent is not None:
+            raise BackendError("Compile: a closure is compiled with the computation around it")
+        if not outputs:
+            raise BackendError(f"Compile: {self.name!r} has no outputs; give at least one operation")
+        self.graph.outputs = tuple(self._resolve(op, "Compile") for op in outputs)
+        self._closed = True
+        return self.backend.compile_graph(self.graph, self.num_devices)
+
+    def _add_one(self, op_type: OpType, *operands: Any, **attributes: Any) -> Op:
+        return self._add(op_type, *operands, **attributes)[0]
+
+    def _add(self, op_type: OpType, *operands: Any, **attributes: Any) -> tuple[Op, ...]:
+        inputs = tuple(self._resolve(operand, op_type.go_name) for operand in operands)
+        shapes = infer(op_type, [op.shape for op in inputs], attributes, num_devices=self.num_devices)
+        capabilities = self.backend.capabilities()
+        dtype = (inputs[0].shape if inputs else shapes[0]).dtype
+        if not capabilities.supports(op_type, dtype):
+            if is_composite(op_type):
+                return decompose(self, op_type, inputs, attributes)
+            of = f" of {dtype}" if op_type in capabilities.operations else ""
+            raise OpNotImplementedError(
+                f"{op_type.go_name}: the backend {self.backend.name!r} has no such operation{of}"
+            )
+        return self._record(op_type, inputs, attributes, shapes)
+
+    def _record(
+        self, op_type: OpType, inputs: tuple[Op, ...], attributes: dict[str, Any], shapes: tuple[Shape, ...]
+    ) -> tuple[Op, ...]:
+        self._refuse_closed(op_type.go_name)
+        if any(shape.dtype not in self.backend.capabilities().dtypes for shape in shapes):
+            names = ", ".join(str(shape) for shape in shapes)
+            raise OpNotImplementedError(f"{op_type.go_name}: the backend {self.backend.name!r} does not hold {names}")
+        node = self.graph.add(op_type, inputs, attributes, shapes)
+        return tuple(Op(node, output) for output in range(len(shapes)))
+
+    def _parameter(self, name: str, shape: Shape) -> Op:
+        (op,) = self._record(OpType.PARAMETER, (), {"name": name, "index": len(self.graph.parameters)}, (shape,))
+        self.graph.parameters.append(op)
+        return op
+
+    def _closure(self, function: Closure, shapes: Sequence[Shape], name: str) -> Graph:
+        inner = Builder(self.backend, f"{self.name}.{name}", self.num_devices, parent=self)
+        result = function(inner, *(inner.parameter(f"x{number}", shape) for number, shape in enumerate(shapes)))
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        inner.graph.outputs = tuple(inner._resolve(op, name) for op in outputs)
+        inner._closed = True
+        return inner.graph
+
+    def _shapes(self, operands: Sequence[Op]) -> list[Shape]:
+        return [self._resolve(op, "closure").shape for op in operands]
+
+    def _resolve(self, op: Any, what: str) -> Op:
+        """The operation in this graph that `op` is: itself, or, of a graph around this closure, its capture."""
+        if not isinstance(op, Op):
+            raise BackendError(f"{what}: {op!r} is no operation; make it one with `constant` or `parameter`")
+        if op.node.graph is self.graph:
+            return op
+        if self._parent is None:
+            raise BackendError(f"{what}: {op!r} belongs to another builder than {self.name!r}")
+        outer = self._parent._resolve(op, what)
+        if outer not in self.graph.captures:
+            self.graph.captures[outer] = self._parameter(f"captured{len(self.graph.captures)}", outer.shape)
+        return self.graph.captures[outer]
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            raise BackendError(f"{what}: {self.name!r} is compiled already; make a new builder")
+        if self.backend.is_finalized():
+            raise BackendError(f"{what}: the backend {self.backend.name!r} is finalized; make a new one")

@@ -1,0 +1,109 @@
+"""Element types, by numpy's names and those of ml_dtypes for what numpy lacks."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from easytorch.backends.errors import BackendError
+
+
+class DType(StrEnum):
+    """An element type; its value is the name numpy, torch and jax know it by."""
+
+    BOOL = "bool"
+    INT4 = "int4"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+    UINT4 = "uint4"
+    UINT8 = "uint8"
+    UINT16 = "uint16"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
+
+    @property
+    def numpy(self) -> np.dtype:
+        """The numpy dtype."""
+        return _NUMPY[self]
+
+    @property
+    def size(self) -> int:
+        """Bytes of one element as numpy holds it: the four-bit kinds one to a byte."""
+        return _NUMPY[self].itemsize
+
+    @property
+    def bits(self) -> int:
+        """Bits that carry the value."""
+        return 4 if self in (DType.INT4, DType.UINT4) else 8 * self.size
+
+    @property
+    def is_float(self) -> bool:
+        """A real floating point type."""
+        return self in FLOATS
+
+    @property
+    def is_complex(self) -> bool:
+        """A complex type."""
+        return self in COMPLEX
+
+    @property
+    def is_integer(self) -> bool:
+        """A signed or unsigned integer; bool is none."""
+        return self in SIGNED or self in UNSIGNED
+
+    @property
+    def real(self) -> DType:
+        """The type of the parts of a complex type; itself for any other."""
+        return {DType.COMPLEX64: DType.FLOAT32, DType.COMPLEX128: DType.FLOAT64}.get(self, self)
+
+    @property
+    def complex(self) -> DType:
+        """The complex type with parts of this one; `BackendError` where there is none."""
+        found = {DType.FLOAT32: DType.COMPLEX64, DType.FLOAT64: DType.COMPLEX128}.get(self)
+        if found is None:
+            raise BackendError(f"there is no complex type with parts of {self}; use float32 or float64")
+        return found
+
+
+_NUMPY = {dtype: np.dtype(getattr(ml_dtypes, dtype.value, dtype.value)) for dtype in DType}
+_BY_NUMPY = {numpy: dtype for dtype, numpy in _NUMPY.items()}
+SIGNED = (DType.INT4, DType.INT8, DType.INT16, DType.INT32, DType.INT64)
+UNSIGNED = (DType.UINT4, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64)
+FLOATS = tuple(dtype for dtype in DType if "float" in dtype.value)
+COMPLEX = (DType.COMPLEX64, DType.COMPLEX128)
+
+
+def dtype_of(given: Any) -> DType:
+    """The element type that `given` names: a `DType`, its name, a numpy or a torch dtype, or a Python type.
+
+    `BackendError` listing the known ones for anything else.
+    """
+    if isinstance(given, DType):
+        return given
+    text = str(given).removeprefix("torch.")
+    try:
+        return DType(text)
+    except ValueError:
+        pass
+    try:
+        found = _BY_NUMPY.get(np.dtype(given))
+    except TypeError:
+        found = None
+    if found is None:
+        raise BackendError(f"{given!r} is no element type; known: {', '.join(DType)}")
+    return found

@@ -1,0 +1,60 @@
+"""What every executable checks before its backend runs anything: PJRT for one compares only the sizes in bytes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from easytorch.backends.errors import BackendError
+from easytorch.backends.graph import Graph
+from easytorch.backends.interface import Backend, Buffer, Executable
+from easytorch.backends.shapes import Shape
+
+
+class CheckedExecutable(Executable):
+    """Inputs are counted and their shapes, devices and validity compared; `_run` is the backend's."""
+
+    def __init__(self, backend: Backend, graph: Graph, num_devices: int = 1) -> None:
+        self._backend = backend
+        self._name = graph.name
+        self._num_devices = num_devices
+        self._names = [op.node.attributes["name"] for op in graph.parameters]
+        self._input_shapes = list(graph.parameter_shapes)
+        self._output_shapes = list(graph.output_shapes)
+        self._finalized = False
+
+    def inputs(self) -> tuple[list[str], list[Shape]]:
+        """Names and shapes of the parameters."""
+        return list(self._names), list(self._input_shapes)
+
+    def outputs(self) -> list[Shape]:
+        """Shapes of the outputs."""
+        return list(self._output_shapes)
+
+    def execute(self, inputs: Sequence[Buffer], donate: Sequence[bool] | None = None) -> list[Buffer]:
+        """Checks, then runs."""
+        if self._finalized:
+            raise BackendError(f"{self._name!r} is finalized; compile it again")
+        if self._backend.is_finalized():
+            raise BackendError(f"{self._name!r}: its backend {self._backend.name!r} is finalized")
+        count = len(self._names)
+        if len(inputs) != count * self._num_devices:
+            each = f" for each of {self._num_devices} devices" if self._num_devices > 1 else ""
+            raise BackendError(f"{self._name!r} takes {count} inputs{each}, and {len(inputs)} were given")
+        donated = [False] * len(inputs) if donate is None else list(donate)
+        if len(donated) != len(inputs):
+            raise BackendError(f"{self._name!r}: donate has {len(donated)} entries for {len(inputs)} inputs")
+        for number, buffer in enumerate(inputs):
+            wanted, given = self._input_shapes[number % count], self._backend.buffer_shape(buffer)
+            if given != wanted:
+                name = self._names[number % count]
+                raise BackendError(f"{self._name!r}: input {number} ({name!r}) is {wanted}, and {given} was given")
+        return self._run(inputs, donated)
+
+    @abstractmethod
+    def _run(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> list[Buffer]:
+        """Runs on checked inputs."""
+
+    def finalize(self) -> None:
+        """Frees the program."""
+        self._finalized = True

@@ -1,0 +1,73 @@
+"""The backends there are, by name, and the configuration string that chooses one."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+from collections.abc import Callable
+
+from easytorch import backends
+from easytorch.backends.errors import BackendError
+from easytorch.backends.interface import Backend
+
+# Takes what follows the colon of a configuration, or "".
+Constructor = Callable[[str], Backend]
+
+CONFIG_ENV_VAR = "EASYTORCH_BACKEND"
+
+# Backends of this package, imported when they are first asked for.
+_OURS = {
+    "xla": "easytorch.backends.xla.backend",
+    "torch": "easytorch.backends.torch_aten",
+    "numpy": "easytorch.backends.numpy_reference",
+}
+_CONSTRUCTORS: dict[str, Constructor] = {}
+
+
+def register(name: str, constructor: Constructor) -> None:
+    """Makes a backend known; of a name that is taken the last one counts, as in GoMLX."""
+    _CONSTRUCTORS[name] = constructor
+
+
+def list() -> builtins.list[str]:
+    """The names of all backends, sorted."""
+    return sorted({*_OURS, *_CONSTRUCTORS})
+
+
+def new(config: str | None = None) -> Backend:
+    """The backend of `"<name>:<its own configuration>"`, or of the name alone.
+
+    Without `config`: that of $EASYTORCH_BACKEND, else `backends.DEFAULT_CONFIG`, else the first that is registered.
+    `BackendError` listing the known ones for an unknown name.
+    """
+    if config is not None:
+        return new_with_config(config)
+    if (chosen := os.environ.get(CONFIG_ENV_VAR)) is not None:
+        return new_with_config(chosen)
+    default = backends.DEFAULT_CONFIG
+    if default.partition(":")[0] in list():
+        return new_with_config(default)
+    if not list():
+        raise BackendError("no backends are registered")
+    return new_with_config(list()[0])
+
+
+def new_with_config(config: str) -> Backend:
+    """The backend that `config` names; an empty name is an error."""
+    name, _, rest = config.partition(":")
+    if name not in _CONSTRUCTORS and name in _OURS:
+        importlib.import_module(_OURS[name])
+    if name not in _CONSTRUCTORS:
+        raise BackendError(f"no backend is called {name!r}; known: {', '.join(list())}")
+    return _CONSTRUCTORS[name](rest)
+
+
+def must_new() -> Backend:
+    """`new()`: in Python both raise."""
+    return new()
+
+
+def new_or_err() -> Backend:
+    """`new()`, under GoMLX's deprecated name."""
+    return new()

@@ -1,0 +1,41 @@
+"""The shape an operation gives, and whether its operands fit: our own, before anything is compiled.
+
+`infer` finds the rule of an operation in the tables of the modules here; a rule is a function of the operands' shapes
+and the attributes, by the names of the builder's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from easytorch.backends.errors import BackendError
+from easytorch.backends.shapeinference import elementwise
+from easytorch.backends.shapeinference.rule import Rule
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType
+
+RULES: dict[OpType, Rule] = {**elementwise.RULES}
+
+
+def infer(
+    op_type: OpType, shapes: Sequence[Shape], attributes: Mapping[str, Any], *, num_devices: int = 1
+) -> tuple[Shape, ...]:
+    """The shapes of the outputs; `BackendError` naming the operation and the shapes where they do not fit.
+
+    num_devices: on how many the computation runs, which the shapes of collectives depend on.
+    """
+    rule = RULES.get(op_type)
+    if rule is None:
+        raise BackendError(f"{op_type.go_name} is no operation whose shape is inferred")
+    try:
+        found = rule(*shapes, **attributes, **({"num_devices": num_devices} if op_type in _OVER_DEVICES else {}))
+    except BackendError as error:
+        given = ", ".join(map(str, shapes))
+        raise BackendError(f"{op_type.go_name}({given}): {error}") from None
+    return found if isinstance(found, tuple) else (found,)
+
+
+_OVER_DEVICES = frozenset(
+    {OpType.ALL_REDUCE, OpType.ALL_GATHER, OpType.REDUCE_SCATTER, OpType.ALL_TO_ALL, OpType.COLLECTIVE_PERMUTE}
+)

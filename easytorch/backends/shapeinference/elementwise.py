@@ -1,0 +1,166 @@
+"""Operations on elements."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
+from easytorch.backends.errors import BackendError
+from easytorch.backends.shapeinference.rule import Rule, broadcast_shapes, require_dtype, require_same_dtype
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType
+
+_INTEGERS = (*SIGNED, *UNSIGNED)
+_BOOL = (DType.BOOL,)
+_NUMBERS = (*_INTEGERS, *FLOATS, *COMPLEX)
+_ORDERED = (*_INTEGERS, *FLOATS, *_BOOL)
+_FLOATING = (*FLOATS, *COMPLEX)
+
+
+def _unary(allowed: Collection[DType], what: str) -> Rule:
+    def rule(x: Shape) -> Shape:
+        require_dtype(x, allowed, what)
+        return x
+
+    return rule
+
+
+def _binary(allowed: Collection[DType], what: str) -> Rule:
+    def rule(x0: Shape, x1: Shape) -> Shape:
+        require_same_dtype(x0, x1)
+        require_dtype(x0, allowed, what)
+        return Shape(x0.dtype, broadcast_shapes(x0, x1))
+
+    return rule
+
+
+def _comparison(allowed: Collection[DType], what: str) -> Rule:
+    binary = _binary(allowed, what)
+
+    def rule(x0: Shape, x1: Shape) -> Shape:
+        binary(x0, x1)
+        return Shape(DType.BOOL, broadcast_shapes(x0, x1))
+
+    return rule
+
+
+def _test(x: Shape) -> Shape:
+    require_dtype(x, FLOATS, "floats")
+    return x.with_dtype(DType.BOOL)
+
+
+def _abs(x: Shape) -> Shape:
+    require_dtype(x, (*SIGNED, *FLOATS, *COMPLEX), "signed integers, floats and complex numbers")
+    return x.with_dtype(x.dtype.real)
+
+
+def _part(x: Shape) -> Shape:
+    require_dtype(x, _FLOATING, "floats and complex numbers")
+    return x.with_dtype(x.dtype.real)
+
+
+def _complex(x0: Shape, x1: Shape) -> Shape:
+    require_same_dtype(x0, x1)
+    return Shape(x0.dtype.complex, broadcast_shapes(x0, x1))
+
+
+def _clamp(min: Shape, x: Shape, max: Shape) -> Shape:
+    require_same_dtype(min, x, max)
+    require_dtype(x, _ORDERED, "integers, floats and bool")
+    if any(bound.rank and bound.dimensions != x.dimensions for bound in (min, max)):
+        raise BackendError("the bounds must be scalars or have the shape of what they bound")
+    return x
+
+
+def _where(condition: Shape, on_true: Shape, on_false: Shape) -> Shape:
+    require_dtype(condition, _BOOL, "a condition is bool")
+    require_same_dtype(on_true, on_false)
+    return Shape(on_true.dtype, broadcast_shapes(condition, on_true, on_false))
+
+
+def _convert(x: Shape, dtype: DType) -> Shape:
+    return x.with_dtype(dtype)
+
+
+def _bitcast(x: Shape, target_dtype: DType) -> Shape:
+    if DType.BOOL in (x.dtype, target_dtype) and x.dtype != target_dtype:
+        raise BackendError("bool has no bits to be read as another type; convert it")
+    here, there = x.dtype.bits, target_dtype.bits
+    if here == there:
+        return x.with_dtype(target_dtype)
+    if here > there:
+        return Shape(target_dtype, (*x.dimensions, here // there))
+    if not x.rank or x.dimensions[-1] != there // here:
+        raise BackendError(f"the last axis must have {there // here} elements of {x.dtype} for one of {target_dtype}")
+    return Shape(target_dtype, x.dimensions[:-1])
+
+
+_FLOAT_ONLY = _unary(FLOATS, "floats")
+_ANALYTIC = _unary(_FLOATING, "floats and complex numbers")
+_BITS = _unary((*_INTEGERS, *_BOOL), "integers and bool")
+_COUNT = _unary(_INTEGERS, "integers")
+_ARITHMETIC = _binary(_NUMBERS, "integers, floats and complex numbers")
+_SUM = _binary((*_NUMBERS, *_BOOL), "any")
+_BITWISE = _binary((*_INTEGERS, *_BOOL), "integers and bool")
+_SHIFT = _binary(_INTEGERS, "integers")
+_LOGICAL = _binary(_BOOL, "bool")
+_EQUALITY = _comparison((*_NUMBERS, *_BOOL), "any")
+_ORDER = _comparison(_ORDERED, "integers, floats and bool")
+_TOTAL = _comparison(FLOATS, "floats")
+
+RULES: dict[OpType, Rule] = {
+    OpType.ABS: _abs,
+    OpType.NEG: _unary(_NUMBERS, "integers, floats and complex numbers"),
+    OpType.SIGN: _unary((*SIGNED, *FLOATS, *COMPLEX), "signed integers, floats and complex numbers"),
+    OpType.CONJ: _unary(COMPLEX, "complex numbers"),
+    OpType.REAL: _part,
+    OpType.IMAG: _part,
+    OpType.IS_FINITE: _test,
+    OpType.IS_NAN: _test,
+    **dict.fromkeys((OpType.CEIL, OpType.FLOOR, OpType.ROUND, OpType.ERF), _FLOAT_ONLY),
+    **dict.fromkeys(
+        (
+            *(OpType.COS, OpType.SIN, OpType.EXP, OpType.EXPM1, OpType.LOG, OpType.LOG1P, OpType.LOGISTIC),
+            *(OpType.RSQRT, OpType.SQRT, OpType.TANH),
+        ),
+        _ANALYTIC,
+    ),
+    OpType.LOGICAL_NOT: _unary(_BOOL, "bool"),
+    OpType.BITWISE_NOT: _BITS,
+    OpType.BIT_COUNT: _COUNT,
+    OpType.CLZ: _COUNT,
+    OpType.ADD: _SUM,
+    OpType.MUL: _SUM,
+    OpType.SUB: _ARITHMETIC,
+    OpType.DIV: _ARITHMETIC,
+    OpType.REM: _binary((*_INTEGERS, *FLOATS), "integers and floats"),
+    OpType.POW: _ARITHMETIC,
+    OpType.MAX: _binary(_ORDERED, "integers, floats and bool"),
+    OpType.MIN: _binary(_ORDERED, "integers, floats and bool"),
+    OpType.ATAN2: _binary(FLOATS, "floats"),
+    **dict.fromkeys((OpType.BITWISE_AND, OpType.BITWISE_OR, OpType.BITWISE_XOR), _BITWISE),
+    **dict.fromkeys((OpType.SHIFT_LEFT, OpType.SHIFT_RIGHT_ARITHMETIC, OpType.SHIFT_RIGHT_LOGICAL), _SHIFT),
+    **dict.fromkeys((OpType.LOGICAL_AND, OpType.LOGICAL_OR, OpType.LOGICAL_XOR), _LOGICAL),
+    OpType.COMPLEX: _complex,
+    OpType.EQUAL: _EQUALITY,
+    OpType.NOT_EQUAL: _EQUALITY,
+    **dict.fromkeys(
+        (OpType.LESS_THAN, OpType.LESS_OR_EQUAL, OpType.GREATER_THAN, OpType.GREATER_OR_EQUAL),
+        _ORDER,
+    ),
+    **dict.fromkeys(
+        (
+            *(OpType.EQUAL_TOTAL_ORDER, OpType.NOT_EQUAL_TOTAL_ORDER, OpType.LESS_THAN_TOTAL_ORDER),
+            *(OpType.LESS_OR_EQUAL_TOTAL_ORDER, OpType.GREATER_THAN_TOTAL_ORDER),
+            OpType.GREATER_OR_EQUAL_TOTAL_ORDER,
+        ),
+        _TOTAL,
+    ),
+    OpType.CLAMP: _clamp,
+    OpType.WHERE: _where,
+    OpType.CONVERT_DTYPE: _convert,
+    OpType.BITCAST: _bitcast,
+    # A composite, but an operation on elements.
+    OpType.GELU: _FLOAT_ONLY,
+    OpType.IDENTITY: lambda x: x,
+}

@@ -1,0 +1,45 @@
+"""What a rule is, and the checks that rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from easytorch.backends.dtypes import DType
+from easytorch.backends.errors import BackendError
+from easytorch.backends.shapes import Shape
+
+Rule = Callable[..., Shape | tuple[Shape, ...]]
+
+
+def require_dtype(shape: Shape, allowed: Collection[DType], what: str) -> None:
+    """`BackendError` unless `shape` is of one of the element types."""
+    if shape.dtype not in allowed:
+        raise BackendError(f"{shape.dtype} is none of the types it takes: {what}")
+
+
+def require_same_dtype(*shapes: Shape) -> None:
+    """`BackendError` unless all have one element type: nothing is promoted."""
+    if len({shape.dtype for shape in shapes}) > 1:
+        raise BackendError("the operands must have one element type; convert them with `convert_dtype`")
+
+
+def require_axis(shape: Shape, axis: int, what: str = "axis") -> None:
+    """`BackendError` unless `axis` is one of the shape's, counted from 0."""
+    if not 0 <= axis < shape.rank:
+        raise BackendError(f"{what} {axis} is not one of the {shape.rank} axes of {shape}")
+
+
+def broadcast_shapes(*shapes: Shape) -> tuple[int, ...]:
+    """The dimensions of operands that are scalars, or of one rank with equal axes or axes of size one."""
+    ranked = [shape.dimensions for shape in shapes if shape.rank]
+    if not ranked:
+        return ()
+    if len({len(dimensions) for dimensions in ranked}) > 1:
+        raise BackendError("only scalars and operands of one rank go together; reshape or broadcast the other")
+    result = []
+    for axis, sizes in enumerate(zip(*ranked, strict=True)):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            raise BackendError(f"axis {axis} has the sizes {', '.join(map(str, sizes))}; they must be equal, or 1")
+        result.append(wide.pop() if wide else 1)
+    return tuple(result)

@@ -1,0 +1,421 @@
+"""The operations that move, gather, put together and multiply whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from easytorch.backends.dtypes import dtype_of
+from easytorch.backends.shapes import Shape, ints
+from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType, PadAxis, ReduceOpType
+
+if TYPE_CHECKING:
+    from easytorch.backends.graph import Op
+
+Ints = Sequence[int]
+
+
+class StructuralOps:
+    """Axes and sizes are plain integers, known when the computation is built. Negative axes are refused."""
+
+    def _add_one(self, op_type: OpType, *operands: Any, **attributes: Any) -> Op:
+        raise NotImplementedError
+
+    def _add(self, op_type: OpType, *operands: Any, **attributes: Any) -> tuple[Op, ...]:
+        raise NotImplementedError
+
+    def identity(self, x: Op) -> Op:
+        """x itself, as a new operation."""
+        return self._add_one(OpType.IDENTITY, x)
+
+    def iota(self, shape: Shape, iota_axis: int) -> Op:
+        """An array that counts from 0 along `iota_axis`."""
+        return self._add_one(OpType.IOTA, shape=shape, iota_axis=iota_axis)
+
+    def reshape(self, x: Op, *dimensions: int | Ints) -> Op:
+        """The same elements, in the same order, under other dimensions."""
+        return self._add_one(OpType.RESHAPE, x, dimensions=ints(dimensions))
+
+    def transpose(self, x: Op, *permutations: int | Ints) -> Op:
+        """Axis i of the output is axis `permutations[i]` of x."""
+        return self._add_one(OpType.TRANSPOSE, x, permutations=ints(permutations))
+
+    def broadcast(self, x: Op, *prefix_dims: int | Ints) -> Op:
+        """x repeated under new leading axes."""
+        return self._add_one(OpType.BROADCAST, x, prefix_dims=ints(prefix_dims))
+
+    def broadcast_in_dim(self, x: Op, output_shape: Shape, broadcast_axes: Ints) -> Op:
+        """Axis i of x becomes axis `broadcast_axes[i]` (increasing) of the output, repeated if its size is one."""
+        return self._add_one(
+            OpType.BROADCAST_IN_DIM, x, output_shape=output_shape, broadcast_axes=ints(tuple(broadcast_axes))
+        )
+
+    def concatenate(self, axis: int, *operands: Op) -> Op:
+        """The operands one after the other along `axis`."""
+        return self._add_one(OpType.CONCATENATE, *operands, axis=axis)
+
+    def slice(self, x: Op, starts: Ints, limits: Ints, strides: Ints | None = None) -> Op:
+        """The elements from `starts` up to before `limits`, every `strides`-th (1 if None)."""
+        strides = (1,) * len(tuple(starts)) if strides is None else strides
+        return self._add_one(OpType.SLICE, x, starts=_t(starts), limits=_t(limits), strides=_t(strides))
+
+    def dynamic_slice(self, operand: Op, start_indices: Sequence[Op], slice_dims: Ints) -> Op:
+        """`slice_dims` elements from `start_indices`, integer scalars, one an axis, clamped so that all are inside."""
+        return self._add_one(OpType.DYNAMIC_SLICE, operand, *start_indices, slice_dims=_t(slice_dims))
+
+    def dynamic_update_slice(self, operand: Op, update: Op, start_indices: Sequence[Op]) -> Op:
+        """operand with `update` written at `start_indices`, clamped so that all of it is inside."""
+        return self._add_one(OpType.DYNAMIC_UPDATE_SLICE, operand, update, *start_indices)
+
+    def pad(self, x: Op, fill_value: Op, *axes_config: PadAxis) -> Op:
+        """x with `fill_value` (a scalar) around and between its elements; axes without a config stay as they are."""
+        return self._add_one(OpType.PAD, x, fill_value, axes_config=tuple(axes_config))
+
+    def reverse(self, x: Op, *axes: int | Ints) -> Op:
+        """x read backwards along `axes`."""
+        return self._add_one(OpType.REVERSE, x, axes=ints(axes))
+
+    def arg_min_max(self, x: Op, axis: int, output_dtype: Any, is_min: bool) -> Op:
+        """The index of the least (or greatest) element along `axis`, which goes; the first of several; NaN wins."""
+        return self._add_one(OpType.ARG_MIN_MAX, x, axis=axis, output_dtype=dtype_of(output_dtype), is_min=bool(is_min))
+
+    def dot(self, x0: Op, x1: Op) -> Op:
+        """Vectors, matrix and vector, or matrices: the last axis of x0 against the first of x1."""
+        return self._add_one(OpType.DOT, x0, x1)
+
+    def dot_general(
+        self,
+        lhs: Op,
+        lhs_contracting_axes: Ints,
+        lhs_batch_axes: Ints,
+        rhs: Op,
+        rhs_contracting_axes: Ints,
+        rhs_batch_axes: Ints,
+    ) -> Op:
+        """Sums over the contracting axes; the output has the batch axes, the rest of lhs, the rest of rhs."""
+        return self._add_one(
+            OpType.DOT_GENERAL,
+            lhs,
+            rhs,
+            lhs_contracting_axes=_t(lhs_contracting_axes),
+            lhs_batch_axes=_t(lhs_batch_axes),
+            rhs_contracting_axes=_t(rhs_contracting_axes),
+            rhs_batch_axes=_t(rhs_batch_axes),
+        )
+
+    def conv_general_dilated(
+        self,
+        operand: Op,
+        filter: Op,
+        axes: ConvolveAxesConfig,
+        strides: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+        input_dilation: Ints | None = None,
+        filter_dilation: Ints | None = None,
+        filter_group_count: int = 1,
+        batch_group_count: int = 1,
+    ) -> Op:
+        """A convolution, without turning the filter round, over any number of axes; None is 1, or no padding."""
+        spatial = len(axes.input_spatial)
+        return self._add_one(
+            OpType.CONV_GENERAL_DILATED,
+            operand,
+            filter,
+            axes=axes,
+            strides=_or(strides, spatial, 1),
+            paddings=_pairs(paddings, spatial),
+            input_dilation=_or(input_dilation, spatial, 1),
+            filter_dilation=_or(filter_dilation, spatial, 1),
+            filter_group_count=filter_group_count,
+            batch_group_count=batch_group_count,
+        )
+
+    def fft(self, operand: Op, fft_type: FFTType, fft_length: Ints) -> Op:
+        """The discrete Fourier transform over the last axes, one for each entry of `fft_length`."""
+        return self._add_one(OpType.FFT, operand, fft_type=FFTType(fft_type), fft_length=_t(fft_length))
+
+    def gather(
+        self,
+        operand: Op,
+        start_indices: Op,
+        index_vector_axis: int,
+        offset_output_axes: Ints,
+        collapsed_slice_axes: Ints,
+        start_index_map: Ints,
+        slice_sizes: Ints,
+        indices_are_sorted: bool = False,
+    ) -> Op:
+        """Slices of `slice_sizes` at the index vectors of `start_indices`, clamped so that all are inside.
+
+        See https://openxla.org/stablehlo/spec#gather.
+        """
+        return self._add_one(
+            OpType.GATHER,
+            operand,
+            start_indices,
+            index_vector_axis=index_vector_axis,
+            offset_output_axes=_t(offset_output_axes),
+            collapsed_slice_axes=_t(collapsed_slice_axes),
+            start_index_map=_t(start_index_map),
+            slice_sizes=_t(slice_sizes),
+            indices_are_sorted=bool(indices_are_sorted),
+        )
+
+    def scatter_max(
+        self,
+        operand: Op,
+        scatter_indices: Op,
+        updates: Op,
+        index_vector_axis: int,
+        update_window_axes: Ints,
+        inserted_window_axes: Ints,
+        scatter_axes_to_operand_axes: Ints,
+        indices_are_sorted: bool = False,
+        unique_indices: bool = False,
+    ) -> Op:
+        """operand with `updates` at the index vectors of `scatter_indices`: the greater stays.
+
+        A slice partly outside is left out. See https://openxla.org/stablehlo/spec#scatter.
+        """
+        return self._add_one(
+            OpType.SCATTER_MAX,
+            operand,
+            scatter_indices,
+            updates,
+            index_vector_axis=index_vector_axis,
+            update_window_axes=_t(update_window_axes),
+            inserted_window_axes=_t(inserted_window_axes),
+            scatter_axes_to_operand_axes=_t(scatter_axes_to_operand_axes),
+            indices_are_sorted=bool(indices_are_sorted),
+            unique_indices=bool(unique_indices),
+        )
+
+    def scatter_min(
+        self,
+        operand: Op,
+        scatter_indices: Op,
+        updates: Op,
+        index_vector_axis: int,
+        update_window_axes: Ints,
+        inserted_window_axes: Ints,
+        scatter_axes_to_operand_axes: Ints,
+        indices_are_sorted: bool = False,
+        unique_indices: bool = False,
+    ) -> Op:
+        """operand with `updates` at the index vectors of `scatter_indices`: the less stays.
+
+        A slice partly outside is left out. See https://openxla.org/stablehlo/spec#scatter.
+        """
+        return self._add_one(
+            OpType.SCATTER_MIN,
+            operand,
+            scatter_indices,
+            updates,
+            index_vector_axis=index_vector_axis,
+            update_window_axes=_t(update_window_axes),
+            inserted_window_axes=_t(inserted_window_axes),
+            scatter_axes_to_operand_axes=_t(scatter_axes_to_operand_axes),
+            indices_are_sorted=bool(indices_are_sorted),
+            unique_indices=bool(unique_indices),
+        )
+
+    def scatter_sum(
+        self,
+        operand: Op,
+        scatter_indices: Op,
+        updates: Op,
+        index_vector_axis: int,
+        update_window_axes: Ints,
+        inserted_window_axes: Ints,
+        scatter_axes_to_operand_axes: Ints,
+        indices_are_sorted: bool = False,
+        unique_indices: bool = False,
+    ) -> Op:
+        """operand with `updates` at the index vectors of `scatter_indices`: they are added.
+
+        A slice partly outside is left out. See https://openxla.org/stablehlo/spec#scatter.
+        """
+        return self._add_one(
+            OpType.SCATTER_SUM,
+            operand,
+            scatter_indices,
+            updates,
+            index_vector_axis=index_vector_axis,
+            update_window_axes=_t(update_window_axes),
+            inserted_window_axes=_t(inserted_window_axes),
+            scatter_axes_to_operand_axes=_t(scatter_axes_to_operand_axes),
+            indices_are_sorted=bool(indices_are_sorted),
+            unique_indices=bool(unique_indices),
+        )
+
+    def reduce_bitwise_and(self, x: Op, *axes: int | Ints) -> Op:
+        """The and of the bits over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_BITWISE_AND, x, axes=ints(axes))
+
+    def reduce_bitwise_or(self, x: Op, *axes: int | Ints) -> Op:
+        """The or of the bits over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_BITWISE_OR, x, axes=ints(axes))
+
+    def reduce_bitwise_xor(self, x: Op, *axes: int | Ints) -> Op:
+        """The exclusive or of the bits over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_BITWISE_XOR, x, axes=ints(axes))
+
+    def reduce_logical_and(self, x: Op, *axes: int | Ints) -> Op:
+        """Whether all are true over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_LOGICAL_AND, x, axes=ints(axes))
+
+    def reduce_logical_or(self, x: Op, *axes: int | Ints) -> Op:
+        """Whether any is true over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_LOGICAL_OR, x, axes=ints(axes))
+
+    def reduce_logical_xor(self, x: Op, *axes: int | Ints) -> Op:
+        """Whether an odd number is true over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_LOGICAL_XOR, x, axes=ints(axes))
+
+    def reduce_max(self, x: Op, *axes: int | Ints) -> Op:
+        """The greatest over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_MAX, x, axes=ints(axes))
+
+    def reduce_min(self, x: Op, *axes: int | Ints) -> Op:
+        """The least over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_MIN, x, axes=ints(axes))
+
+    def reduce_product(self, x: Op, *axes: int | Ints) -> Op:
+        """The product over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_PRODUCT, x, axes=ints(axes))
+
+    def reduce_sum(self, x: Op, *axes: int | Ints) -> Op:
+        """The sum over `axes`, which go; over all of them if none is given."""
+        return self._add_one(OpType.REDUCE_SUM, x, axes=ints(axes))
+
+    def reduce_window(
+        self,
+        x: Op,
+        reduction_type: ReduceOpType,
+        window_dimensions: Ints,
+        strides: Ints | None = None,
+        base_dilations: Ints | None = None,
+        window_dilations: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+    ) -> Op:
+        """The reduction of every window; strides are the window's own size, dilations 1 and paddings 0 if None."""
+        rank = len(tuple(window_dimensions))
+        return self._add_one(
+            OpType.REDUCE_WINDOW,
+            x,
+            reduction_type=ReduceOpType(reduction_type),
+            window_dimensions=_t(window_dimensions),
+            strides=_t(window_dimensions if strides is None else strides),
+            base_dilations=_or(base_dilations, rank, 1),
+            window_dilations=_or(window_dilations, rank, 1),
+            paddings=_pairs(paddings, rank),
+        )
+
+    def select_and_scatter_max(
+        self,
+        operand: Op,
+        source: Op,
+        window_dimensions: Ints,
+        window_strides: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+    ) -> Op:
+        """Adds each element of `source` at the place that its window over `operand` selects: the greatest element.
+
+        See https://openxla.org/stablehlo/spec#select_and_scatter.
+        """
+        return self._add_one(
+            OpType.SELECT_AND_SCATTER_MAX,
+            operand,
+            source,
+            window_dimensions=_t(window_dimensions),
+            window_strides=_t(window_dimensions if window_strides is None else window_strides),
+            paddings=_pairs(paddings, len(tuple(window_dimensions))),
+        )
+
+    def select_and_scatter_min(
+        self,
+        operand: Op,
+        source: Op,
+        window_dimensions: Ints,
+        window_strides: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+    ) -> Op:
+        """Adds each element of `source` at the place that its window over `operand` selects: the least element.
+
+        See https://openxla.org/stablehlo/spec#select_and_scatter.
+        """
+        return self._add_one(
+            OpType.SELECT_AND_SCATTER_MIN,
+            operand,
+            source,
+            window_dimensions=_t(window_dimensions),
+            window_strides=_t(window_dimensions if window_strides is None else window_strides),
+            paddings=_pairs(paddings, len(tuple(window_dimensions))),
+        )
+
+    def select_and_scatter_sum(
+        self,
+        operand: Op,
+        source: Op,
+        window_dimensions: Ints,
+        window_strides: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+    ) -> Op:
+        """Adds each element of `source` at the place that its window over `operand` selects: all of it.
+
+        See https://openxla.org/stablehlo/spec#select_and_scatter.
+        """
+        return self._add_one(
+            OpType.SELECT_AND_SCATTER_SUM,
+            operand,
+            source,
+            window_dimensions=_t(window_dimensions),
+            window_strides=_t(window_dimensions if window_strides is None else window_strides),
+            paddings=_pairs(paddings, len(tuple(window_dimensions))),
+        )
+
+    def rng_bit_generator(self, state: Op, shape: Shape) -> tuple[Op, Op]:
+        """The next state, and random bits of `shape`, by Philox 4x32-10 (Salmon et al. 2011), as XLA's.
+
+        state: uint64[3], key and counter. The bits are the same on every backend.
+        """
+        new_state, values = self._add(OpType.RNG_BIT_GENERATOR, state, shape=shape)
+        return new_state, values
+
+    def batch_norm_for_inference(
+        self, operand: Op, scale: Op, offset: Op, mean: Op, variance: Op, epsilon: float, axis: int
+    ) -> Op:
+        """(operand - mean) / sqrt(variance + epsilon) * scale + offset along `axis` (Ioffe and Szegedy 2015)."""
+        return self._add_one(
+            OpType.BATCH_NORM_FOR_INFERENCE, operand, scale, offset, mean, variance, epsilon=float(epsilon), axis=axis
+        )
+
+    def batch_norm_for_training(
+        self, operand: Op, scale: Op, offset: Op, epsilon: float, axis: int
+    ) -> tuple[Op, Op, Op]:
+        """The same by the batch's own mean and (biased) variance: normalized, mean, variance."""
+        normalized, mean, variance = self._add(
+            OpType.BATCH_NORM_FOR_TRAINING, operand, scale, offset, epsilon=float(epsilon), axis=axis
+        )
+        return normalized, mean, variance
+
+    def batch_norm_gradient(
+        self, operand: Op, scale: Op, mean: Op, variance: Op, grad_output: Op, epsilon: float, axis: int
+    ) -> tuple[Op, Op, Op]:
+        """The gradients of `batch_norm_for_training` with respect to operand, scale and offset."""
+        grad_operand, grad_scale, grad_offset = self._add(
+            OpType.BATCH_NORM_GRADIENT, operand, scale, mean, variance, grad_output, epsilon=float(epsilon), axis=axis
+        )
+        return grad_operand, grad_scale, grad_offset
+
+
+def _t(values: Ints) -> tuple[int, ...]:
+    return ints((tuple(values),))
+
+
+def _or(values: Ints | None, count: int, default: int) -> tuple[int, ...]:
+    return (default,) * count if values is None else _t(values)
+
+
+def _pairs(pairs: Sequence[Ints] | None, count: int) -> tuple[tuple[int, ...], ...]:
+    return ((0, 0),) * count if pairs is None else tuple(_t(pair) for pair in pairs)
