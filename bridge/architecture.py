@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 # What transformers and torch raise for values of the wrong kind or size.
 UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 
+# What a config calls the number of its layers, blocks or experts, and how many of them are built in no time.
+_COUNT = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?|(num_)?blocks|depth|(\w+_)?experts")
+_HARMLESS = 512
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -46,11 +50,7 @@ def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    layers = config.content.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > tensors:
-        raise CheckpointError(
-            f"`num_hidden_layers` is {layers}, the checkpoint has {tensors} tensors", file=config.file
-        )
+    _refuse_counts(config.content, config, tensors)
     if config.model_type not in transformers.CONFIG_MAPPING:
         hint = nearest(config.model_type, transformers.CONFIG_MAPPING)
         raise CheckpointError(
@@ -62,6 +62,7 @@ def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -
         model_class = _model_class(config, type(settings))
         with torch.device("meta"):
             model = model_class(settings)
+        return architecture_like(model, given)
     except CheckpointError:
         raise
     except (StrictDataclassError, *UNBUILDABLE) as error:
@@ -69,7 +70,6 @@ def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -
         raise CheckpointError(
             f"describes no model that can be built ({reason}); correct it", file=config.file
         ) from error
-    return architecture_like(model, given)
 
 
 def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Architecture:
@@ -92,6 +92,17 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
         names=names,
         given=given,
     )
+
+
+def _refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:
+    """Refuses layers and experts by the billion, each of which would be a module or a name."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            _refuse_counts(value, config, tensors)
+        # Not every count is of what this class has (a decoder's, in the config of an encoder).
+        limit = tensors if key == "num_hidden_layers" else max(tensors, _HARMLESS)
+        if isinstance(value, int) and _COUNT.fullmatch(key) and value > limit:
+            raise CheckpointError(f"`{key}` is {value}, the checkpoint has {tensors} tensors", file=config.file)
 
 
 def _with_floats(content: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,21 @@ def test_another_head_of_the_family_is_known_only_where_a_checkpoint_has_it() ->
     assert leaf_in(table_of(name, settings), "score.weight") is None
     assert leaf_in(table_of(name, settings, given=("score.weight",)), "score.weight") == "score/kernel"
     assert table_of(name, settings, given=("score/kernel",)).flax_rule("score/kernel") is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("mixtral", "num_local_experts"), ("deepseek_v3", "n_routed_experts"), ("mpt", "n_layers"), ("qwen2_vl", "depth")],
+)
+def test_a_count_beyond_the_checkpoint_is_refused_before_anything_is_built(
+    family: str, key: str, tmp_path: Path
+) -> None:
+    name, settings = (cases.LANGUAGE | cases.OTHERS)[family]
+    saved(tmp_path / "torch", name, settings)
+    config = tmp_path / "torch" / "config.json"
+    config.write_text(re.sub(rf'"{key}": \d+', f'"{key}": 1000000000', config.read_text()))
+    with pytest.raises(CheckpointError, match=key):
+        convert(tmp_path / "torch", tmp_path / "flax", to="flax")
 
 
 def test_a_layer_too_many_is_an_error(tmp_path: Path) -> None:
