@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from threading import Lock
 from types import TracebackType
 
 import numpy as np
@@ -10,12 +11,14 @@ import numpy as np
 from easytorch.bridge.bits import identical
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.plan import Plan, Same, Step
+from easytorch.bridge.spool import put_aside
 
 
 class PlannedReader:
     """The targets of `plan` as a checkpoint of its own, so that conversions can be chained.
 
-    Sources are read from `reader`, those it does not have from `beside`. It owns neither.
+    Sources are read from `reader`, those it does not have from `beside`. It owns neither. The tensors of a leaf that
+    holds several (stacked layers) are all made when the first is asked for, and put aside until they are.
     """
 
     def __init__(self, reader: Reader, plan: Plan, beside: Reader | None = None) -> None:
@@ -24,15 +27,27 @@ class PlannedReader:
         self.files = reader.files
         self._home = {} if beside is None else dict.fromkeys(beside.tensors, beside)
         self._home |= dict.fromkeys(reader.tensors, reader)
-        self._makers = {info.name: (step, place) for step in plan.steps for place, info in enumerate(step.targets)}
+        self._makers = {info.name: step for step in plan.steps for info in step.targets}
+        self._aside: dict[str, np.ndarray] = {}
+        self._locks = {step.sources: Lock() for step in plan.steps if len(step.targets) > 1}
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor: a view of the source's where the layout allows."""
-        step, place = self._makers[name]
-        return step.run([self._home[source].read(source) for source in step.sources])[place]
+        step = self._makers[name]
+        if len(step.targets) == 1:
+            return self._run(step)[0]
+        with self._locks[step.sources]:
+            if name not in self._aside:
+                for info, array in zip(step.targets, self._run(step), strict=True):
+                    self._aside[info.name] = put_aside(array)
+            return self._aside.pop(name)
+
+    def _run(self, step: Step) -> Sequence[np.ndarray]:
+        return step.run([self._home[source].read(source) for source in step.sources])
 
     def close(self) -> None:
-        """Nothing: the readers behind it are closed by whoever opened them."""
+        """Lets go of what was put aside; the readers behind it are closed by whoever opened them."""
+        self._aside.clear()
 
     def __enter__(self) -> PlannedReader:
         return self

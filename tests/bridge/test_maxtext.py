@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from easytorch.bridge import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.formats.orbax_tree import OrbaxReader
 from easytorch.bridge.schemes.registry import recognise
 from easytorch.bridge.trees import flat, nested
 
@@ -291,3 +292,16 @@ def test_other_families_are_refused(tmp_path, tiny_torch):
     with pytest.raises(CheckpointError, match="known here for llama"):
         convert(tiny_torch, tmp_path / "out", to="maxtext")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stack_is_read_once(tmp_path, monkeypatch):
+    """However many layers are in it, and in whatever order they are written."""
+    source = saved(model("llama"), tmp_path / "torch")
+    convert(source, tmp_path / "maxtext", to="maxtext")
+    read, seen = OrbaxReader.read, []
+    monkeypatch.setattr(OrbaxReader, "read", lambda self, name: seen.append(name) or read(self, name))
+    monkeypatch.setattr("easytorch.bridge.spool._LEAST_BYTES", 1)
+    convert(tmp_path / "maxtext", tmp_path / "back", to="torch")
+    assert sorted(seen) == sorted(read_tree(tmp_path / "maxtext"))
+    given, back = (load_file(tmp_path / name / "model.safetensors") for name in ("torch", "back"))
+    assert all(torch.allclose(given[name], back[name], rtol=1e-6) for name in given)
