@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from easytorch.bridge.formats.base import Source, TensorInfo
-from easytorch.bridge.formats.blocks import Copier, pieces
+from easytorch.bridge.formats.blocks import WRITE_BYTES, Copier, pieces
 from easytorch.bridge.formats.mapped import check_announced, give_back
 
 # Writes to one file take turns in the kernel; more threads than this only hold memory.
@@ -152,7 +152,7 @@ class _Writing:
     def _put(self, offset: int, content: bytes | memoryview) -> None:
         left, place = memoryview(content), offset
         while left:
-            written = os.pwrite(self._descriptor, left, place)
+            written = os.pwrite(self._descriptor, left[:WRITE_BYTES], place)
             left, place = left[written:], place + written
         if len(content) >= _HANDED_ON_BYTES and hasattr(os, "posix_fadvise"):
             # Linux starts to write what is dirty in the range and drops only what is on disk already.

@@ -31,6 +31,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     monkeypatch.setattr(blocks, "_PLAIN_BYTES", max(size, 16))
     monkeypatch.setattr(blocks, "_RUN_BYTES", min(size, 256))
     monkeypatch.setattr(blocks, "_LARGEST_BLOCK_BYTES", 4 * size)
+    monkeypatch.setattr(blocks, "_TILE_BYTES", 3 * size)
     return size
 
 
