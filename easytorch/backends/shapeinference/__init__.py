@@ -10,12 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from easytorch.backends.errors import BackendError
-from easytorch.backends.shapeinference import elementwise
+from easytorch.backends.shapeinference import control, elementwise, indexing, movement, product, reduction
 from easytorch.backends.shapeinference.rule import Rule
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 
-RULES: dict[OpType, Rule] = {**elementwise.RULES}
+RULES: dict[OpType, Rule] = {
+    **elementwise.RULES,
+    **movement.RULES,
+    **reduction.RULES,
+    **product.RULES,
+    **indexing.RULES,
+    **control.RULES,
+}
 
 
 def infer(
@@ -29,13 +36,8 @@ def infer(
     if rule is None:
         raise BackendError(f"{op_type.go_name} is no operation whose shape is inferred")
     try:
-        found = rule(*shapes, **attributes, **({"num_devices": num_devices} if op_type in _OVER_DEVICES else {}))
+        found = rule(*shapes, **attributes, **({"num_devices": num_devices} if op_type in control.COLLECTIVES else {}))
     except BackendError as error:
         given = ", ".join(map(str, shapes))
         raise BackendError(f"{op_type.go_name}({given}): {error}") from None
     return found if isinstance(found, tuple) else (found,)
-
-
-_OVER_DEVICES = frozenset(
-    {OpType.ALL_REDUCE, OpType.ALL_GATHER, OpType.REDUCE_SCATTER, OpType.ALL_TO_ALL, OpType.COLLECTIVE_PERMUTE}
-)

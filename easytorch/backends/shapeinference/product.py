@@ -1,0 +1,179 @@
+"""Products: dot, convolution, Fourier transforms, and attention."""
+
+from __future__ import annotations
+
+import itertools
+
+from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
+from easytorch.backends.errors import BackendError
+from easytorch.backends.shapeinference.reduction import window_sizes
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
+
+_NUMBERS = (*SIGNED, *UNSIGNED, *FLOATS, *COMPLEX)
+
+
+def _dot(x0: Shape, x1: Shape) -> Shape:
+    if x0.rank not in (1, 2) or x1.rank not in (1, 2) or (x0.rank, x1.rank) == (1, 2):
+        raise BackendError("it takes two vectors, a matrix and a vector, or two matrices; see `dot_general`")
+    return _dot_general(x0, x1, (x0.rank - 1,), (), (0,), ())
+
+
+def _dot_general(
+    lhs: Shape,
+    rhs: Shape,
+    lhs_contracting_axes: tuple[int, ...],
+    lhs_batch_axes: tuple[int, ...],
+    rhs_contracting_axes: tuple[int, ...],
+    rhs_batch_axes: tuple[int, ...],
+) -> Shape:
+    require_same_dtype(lhs, rhs)
+    require_dtype(lhs, _NUMBERS, "integers, floats and complex numbers")
+    for name, one, other in (
+        ("contracting", lhs_contracting_axes, rhs_contracting_axes),
+        ("batch", lhs_batch_axes, rhs_batch_axes),
+    ):
+        if len(one) != len(other):
+            raise BackendError(f"{len(one)} {name} axes of lhs go with {len(other)} of rhs")
+        for left, right in zip(one, other, strict=True):
+            require_axis(lhs, left, f"lhs_{name}_axes:")
+            require_axis(rhs, right, f"rhs_{name}_axes:")
+            if lhs.dimensions[left] != rhs.dimensions[right]:
+                sizes = f"{lhs.dimensions[left]} and {rhs.dimensions[right]}"
+                raise BackendError(f"the {name} axes {left} of lhs and {right} of rhs have the sizes {sizes}")
+    sides = []
+    for name, shape, used in (
+        ("lhs", lhs, (*lhs_contracting_axes, *lhs_batch_axes)),
+        ("rhs", rhs, (*rhs_contracting_axes, *rhs_batch_axes)),
+    ):
+        if len(set(used)) != len(used):
+            raise BackendError(f"an axis of {name} is used twice: {used}")
+        sides.append(tuple(size for axis, size in enumerate(shape.dimensions) if axis not in used))
+    batch = tuple(lhs.dimensions[axis] for axis in lhs_batch_axes)
+    return Shape(lhs.dtype, (*batch, *sides[0], *sides[1]))
+
+
+def _convolution(
+    operand: Shape,
+    filter: Shape,
+    axes: ConvolveAxesConfig,
+    strides: tuple[int, ...],
+    paddings: tuple[tuple[int, ...], ...],
+    input_dilation: tuple[int, ...],
+    filter_dilation: tuple[int, ...],
+    filter_group_count: int,
+    batch_group_count: int,
+) -> Shape:
+    require_same_dtype(operand, filter)
+    require_dtype(operand, _NUMBERS, "integers, floats and complex numbers")
+    _check_axes("input", operand, (axes.input_batch, axes.input_channel, *axes.input_spatial))
+    _check_axes("kernel", filter, (axes.kernel_input_channel, axes.kernel_output_channel, *axes.kernel_spatial))
+    outputs = (axes.output_batch, axes.output_channel, *axes.output_spatial)
+    _check_axes("output", Shape(operand.dtype, (1,) * operand.rank), outputs)
+    if operand.rank != filter.rank:
+        raise BackendError("operand and filter must have the same number of axes")
+    channels, kernel_channels = operand.dimensions[axes.input_channel], filter.dimensions[axes.kernel_input_channel]
+    features, batch = filter.dimensions[axes.kernel_output_channel], operand.dimensions[axes.input_batch]
+    if filter_group_count < 1 or batch_group_count < 1 or min(filter_group_count, batch_group_count) > 1:
+        raise BackendError("group counts are 1 or more, and only one of them more than 1")
+    if channels != kernel_channels * filter_group_count:
+        raise BackendError(
+            f"{channels} input channels, the filter takes {kernel_channels} in each of {filter_group_count} groups"
+        )
+    if features % filter_group_count or features % batch_group_count or batch % batch_group_count:
+        raise BackendError(
+            f"{features} output channels or a batch of {batch} cannot be cut into "
+            f"{filter_group_count} filter and {batch_group_count} batch groups"
+        )
+    spatial = window_sizes(
+        tuple(operand.dimensions[axis] for axis in axes.input_spatial),
+        tuple(filter.dimensions[axis] for axis in axes.kernel_spatial),
+        strides,
+        input_dilation,
+        filter_dilation,
+        paddings,
+    )
+    sizes = dict(zip(outputs, (batch // batch_group_count, features, *spatial), strict=True))
+    return Shape(operand.dtype, tuple(sizes[axis] for axis in range(operand.rank)))
+
+
+def _check_axes(name: str, shape: Shape, axes: tuple[int, ...]) -> None:
+    if sorted(axes) != list(range(shape.rank)):
+        raise BackendError(f"the {name} axes {axes} are not every one of {shape.rank} axes once")
+
+
+def _fft(operand: Shape, fft_type: FFTType, fft_length: tuple[int, ...]) -> Shape:
+    if not 1 <= len(fft_length) <= 3:
+        raise BackendError(f"fft_length has {len(fft_length)} entries; it takes 1 to 3 axes")
+    if operand.rank < len(fft_length) or any(length < 1 for length in fft_length):
+        raise BackendError(f"fft_length {fft_length} does not fit")
+    last = operand.dimensions[-len(fft_length) :]
+    if fft_type is FFTType.FORWARD_REAL:
+        require_dtype(operand, (DType.FLOAT32, DType.FLOAT64), "float32 and float64")
+        _lengths(last, fft_length)
+        return Shape(operand.dtype.complex, (*operand.dimensions[:-1], fft_length[-1] // 2 + 1))
+    require_dtype(operand, COMPLEX, "complex numbers")
+    if fft_type is FFTType.INVERSE_REAL:
+        _lengths(last, (*fft_length[:-1], fft_length[-1] // 2 + 1))
+        return Shape(operand.dtype.real, (*operand.dimensions[:-1], fft_length[-1]))
+    _lengths(last, fft_length)
+    return operand
+
+
+def _lengths(given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if given != wanted:
+        raise BackendError(f"its last axes must have the sizes {wanted}")
+
+
+def _softmax(x: Shape, axis: int) -> Shape:
+    require_dtype(x, FLOATS, "floats")
+    require_axis(x, axis)
+    return x
+
+
+def _layer_norm(x: Shape, scale: Shape, offset: Shape, axes: tuple[int, ...], epsilon: float) -> Shape:
+    require_dtype(x, FLOATS, "floats")
+    for axis in axes:
+        require_axis(x, axis)
+    if not axes or any(one >= other for one, other in itertools.pairwise(axes)):
+        raise BackendError(f"axes {axes} must increase, and be at least one")
+    wanted = Shape(x.dtype, tuple(x.dimensions[axis] for axis in axes))
+    for parameter in (scale, offset):
+        if parameter != wanted:
+            raise BackendError(f"scale and offset must be {wanted}, and one is {parameter}")
+    return x
+
+
+def _attention(
+    query: Shape, key: Shape, value: Shape, mask: Shape | None = None, *, is_causal: bool, scale: float | None
+) -> Shape:
+    require_same_dtype(query, key, value)
+    require_dtype(query, FLOATS, "floats")
+    if not query.rank == key.rank == value.rank == 4:
+        raise BackendError("query, key and value are (batch, heads, sequence, head size)")
+    batch, heads, length, size = query.dimensions
+    if key.dimensions[0] != batch or key.dimensions[3] != size or value.dimensions[:3] != key.dimensions[:3]:
+        raise BackendError("batch, head size, and the keys' heads and sequence must agree")
+    if not key.dimensions[1] or heads % key.dimensions[1]:
+        raise BackendError(f"{heads} query heads are not a multiple of {key.dimensions[1]} key heads")
+    if mask is not None:
+        require_dtype(mask, (DType.BOOL, query.dtype), "a mask is bool, or added and of query's type")
+        full = (batch, heads, length, key.dimensions[2])
+        fits = mask.rank <= 4 and all(
+            one in (1, other) for one, other in zip(reversed(mask.dimensions), reversed(full), strict=False)
+        )
+        if not fits:
+            raise BackendError(f"the mask {mask} cannot be broadcast to {full}")
+    return Shape(query.dtype, (batch, heads, length, value.dimensions[3]))
+
+
+RULES: dict[OpType, Rule] = {
+    OpType.DOT: _dot,
+    OpType.DOT_GENERAL: _dot_general,
+    OpType.CONV_GENERAL_DILATED: _convolution,
+    OpType.FFT: _fft,
+    OpType.SOFTMAX: _softmax,
+    OpType.LAYER_NORM: _layer_norm,
+    OpType.SCALED_DOT_PRODUCT_ATTENTION: _attention,
+}

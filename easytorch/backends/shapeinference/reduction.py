@@ -1,0 +1,162 @@
+"""Reductions, windows, and normalization over a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
+from easytorch.backends.errors import BackendError
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType, ReduceOpType
+
+_INTEGERS = (*SIGNED, *UNSIGNED)
+_NUMBERS = (*_INTEGERS, *FLOATS, *COMPLEX)
+_ORDERED = (*_INTEGERS, *FLOATS, DType.BOOL)
+
+
+def _reduce(allowed: Collection[DType], what: str) -> Rule:
+    def rule(x: Shape, axes: tuple[int, ...]) -> Shape:
+        require_dtype(x, allowed, what)
+        if len(set(axes)) != len(axes):
+            raise BackendError(f"axes {axes} name one twice")
+        for axis in axes:
+            require_axis(x, axis)
+        gone = axes or range(x.rank)
+        return Shape(x.dtype, tuple(size for axis, size in enumerate(x.dimensions) if axis not in gone))
+
+    return rule
+
+
+def _arg_min_max(x: Shape, axis: int, output_dtype: DType, is_min: bool) -> Shape:
+    require_dtype(x, _ORDERED, "integers, floats and bool")
+    require_axis(x, axis)
+    require_dtype(Shape(output_dtype), _INTEGERS, "indices are integers")
+    if not x.dimensions[axis]:
+        raise BackendError(f"axis {axis} has no elements to choose from")
+    return Shape(output_dtype, (*x.dimensions[:axis], *x.dimensions[axis + 1 :]))
+
+
+def window_sizes(
+    dimensions: tuple[int, ...],
+    window: tuple[int, ...],
+    strides: tuple[int, ...],
+    base_dilations: tuple[int, ...],
+    window_dilations: tuple[int, ...],
+    paddings: tuple[tuple[int, ...], ...],
+) -> tuple[int, ...]:
+    """How many windows fit along each axis; `BackendError` for settings that are not one an axis, or not positive."""
+    rank = len(dimensions)
+    positive = {
+        "window_dimensions": window,
+        "strides": strides,
+        "base_dilations": base_dilations,
+        "window_dilations": window_dilations,
+    }
+    for name, values in (*positive.items(), ("paddings", paddings)):
+        if len(values) != rank:
+            raise BackendError(f"{name} has {len(values)} entries, one for each of {rank} axes is needed")
+    for name, sizes in positive.items():
+        if any(size < 1 for size in sizes):
+            raise BackendError(f"{name} {sizes} must all be 1 or more")
+    if any(len(pair) != 2 for pair in paddings):
+        raise BackendError(f"paddings {paddings} must be pairs, before and after each axis")
+    counts = []
+    for axis, size in enumerate(dimensions):
+        base = max((size - 1) * base_dilations[axis] + 1, 0) if size else 0
+        padded = base + sum(paddings[axis])
+        if padded < 0:
+            raise BackendError(f"axis {axis} of size {size} is cropped to less than nothing by {paddings[axis]}")
+        span = (window[axis] - 1) * window_dilations[axis] + 1
+        counts.append(0 if padded < span else (padded - span) // strides[axis] + 1)
+    return tuple(counts)
+
+
+def _reduce_window(
+    x: Shape,
+    reduction_type: ReduceOpType,
+    window_dimensions: tuple[int, ...],
+    strides: tuple[int, ...],
+    base_dilations: tuple[int, ...],
+    window_dilations: tuple[int, ...],
+    paddings: tuple[tuple[int, ...], ...],
+) -> Shape:
+    reducible(x, reduction_type)
+    settings = (window_dimensions, strides, base_dilations, window_dilations, paddings)
+    return Shape(x.dtype, window_sizes(x.dimensions, *settings))
+
+
+def reducible(x: Shape, reduction_type: ReduceOpType) -> None:
+    """`BackendError` unless elements of `x` can be put together so."""
+    if reduction_type is ReduceOpType.UNDEFINED:
+        raise BackendError("the reduction is UNDEFINED; choose SUM, PRODUCT, MAX or MIN")
+    ordered = reduction_type in (ReduceOpType.MAX, ReduceOpType.MIN)
+    require_dtype(x, _ORDERED if ordered else _NUMBERS, "integers and floats")
+
+
+def _select_and_scatter(
+    operand: Shape,
+    source: Shape,
+    window_dimensions: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    paddings: tuple[tuple[int, ...], ...],
+) -> Shape:
+    require_same_dtype(operand, source)
+    require_dtype(operand, (*_INTEGERS, *FLOATS), "integers and floats")
+    ones = (1,) * operand.rank
+    sizes = window_sizes(operand.dimensions, window_dimensions, window_strides, ones, ones, paddings)
+    if source.dimensions != sizes:
+        raise BackendError(f"the source must have one element for each of {sizes} windows")
+    return operand
+
+
+def _batch_norm_inference(
+    operand: Shape, scale: Shape, offset: Shape, mean: Shape, variance: Shape, epsilon: float, axis: int
+) -> Shape:
+    _features(operand, axis, scale, offset, mean, variance)
+    return operand
+
+
+def _batch_norm_training(operand: Shape, scale: Shape, offset: Shape, epsilon: float, axis: int) -> tuple[Shape, ...]:
+    _features(operand, axis, scale, offset)
+    return operand, scale, scale
+
+
+def _batch_norm_gradient(
+    operand: Shape, scale: Shape, mean: Shape, variance: Shape, grad_output: Shape, epsilon: float, axis: int
+) -> tuple[Shape, ...]:
+    _features(operand, axis, scale, mean, variance)
+    if grad_output != operand:
+        raise BackendError(f"grad_output is {grad_output}; it must be as the operand, {operand}")
+    return operand, scale, scale
+
+
+def _features(operand: Shape, axis: int, *vectors: Shape) -> None:
+    require_dtype(operand, FLOATS, "floats")
+    require_axis(operand, axis)
+    wanted = Shape(operand.dtype, (operand.dimensions[axis],))
+    for vector in vectors:
+        if vector != wanted:
+            raise BackendError(f"scale, offset, mean and variance must be {wanted}, and one is {vector}")
+
+
+_BITS = _reduce((*_INTEGERS, DType.BOOL), "integers and bool")
+_LOGICAL = _reduce((DType.BOOL,), "bool")
+_EXTREME = _reduce(_ORDERED, "integers, floats and bool")
+_ARITHMETIC = _reduce(_NUMBERS, "integers, floats and complex numbers")
+
+RULES: dict[OpType, Rule] = {
+    **dict.fromkeys((OpType.REDUCE_BITWISE_AND, OpType.REDUCE_BITWISE_OR, OpType.REDUCE_BITWISE_XOR), _BITS),
+    **dict.fromkeys((OpType.REDUCE_LOGICAL_AND, OpType.REDUCE_LOGICAL_OR, OpType.REDUCE_LOGICAL_XOR), _LOGICAL),
+    **dict.fromkeys((OpType.REDUCE_MAX, OpType.REDUCE_MIN), _EXTREME),
+    **dict.fromkeys((OpType.REDUCE_SUM, OpType.REDUCE_PRODUCT), _ARITHMETIC),
+    OpType.ARG_MIN_MAX: _arg_min_max,
+    OpType.REDUCE_WINDOW: _reduce_window,
+    **dict.fromkeys(
+        (OpType.SELECT_AND_SCATTER_MAX, OpType.SELECT_AND_SCATTER_MIN, OpType.SELECT_AND_SCATTER_SUM),
+        _select_and_scatter,
+    ),
+    OpType.BATCH_NORM_FOR_INFERENCE: _batch_norm_inference,
+    OpType.BATCH_NORM_FOR_TRAINING: _batch_norm_training,
+    OpType.BATCH_NORM_GRADIENT: _batch_norm_gradient,
+}
