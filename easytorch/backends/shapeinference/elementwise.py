@@ -161,6 +161,6 @@ RULES: dict[OpType, Rule] = {
     OpType.CONVERT_DTYPE: _convert,
     OpType.BITCAST: _bitcast,
     # A composite, but an operation on elements.
-    OpType.GELU: _FLOAT_ONLY,
+    OpType.GELU: lambda x, approximate: _FLOAT_ONLY(x),
     OpType.IDENTITY: lambda x: x,
 }
