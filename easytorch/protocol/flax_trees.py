@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import rename_source_key
 
 from easytorch.bridge.architecture import Architecture, architecture_like
 from easytorch.bridge.errors import CheckpointError
@@ -93,6 +94,7 @@ def from_flax(
     """
     architecture, rules, leaves = _open(model_class, config, params)
     weights = tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
+    weights = _as_loaded(model_class, weights)
     wants_info = kwargs.pop("output_loading_info", False)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -145,6 +147,16 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
         loaded.generation_config = copies.deepcopy(model.generation_config)
     loaded.train(model.training)
     return loaded
+
+
+def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`weights` by the names under which transformers' loader puts each where it belongs.
+
+    The loader takes off the base model's name, or adds it, wherever the model has the result too: a class with both
+    (BeitForMaskedImageModeling: `layernorm` and `beit.layernorm`) gets them exchanged. Exchanged before, they are right.
+    """
+    base = model_class.base_model_prefix or None
+    return {rename_source_key(name, [], [], base, weights)[0]: weight for name, weight in weights.items()}
 
 
 def _open(model_class: ModelClass, config: PreTrainedConfig, params: Any) -> tuple[Architecture, Rules, MemoryTree]:
