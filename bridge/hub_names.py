@@ -88,9 +88,13 @@ class HubNames:
     def _place(self, name: str) -> Place:
         from transformers.core_model_loading import rename_source_key
 
-        base = self.model.base_model_prefix or None
-        place = Place(*rename_source_key(name, self._renamings, self._converters, base, self.state))
-        return place if place.name in self.state or name not in self.state else Place(name, None)
+        place = Place(*rename_source_key(name, self._renamings, self._converters))
+        if place.name not in self.state and name in self.state:
+            return Place(name, None)
+        if place.name not in self.state and (base := self.model.base_model_prefix):
+            # Another head's checkpoint, or the base model's.
+            return Place(*rename_source_key(name, self._renamings, self._converters, base, self.state))
+        return place
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
