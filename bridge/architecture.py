@@ -23,6 +23,10 @@ UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, Ar
 # What a config calls the number of its layers, blocks or experts, and how many of them are built in no time.
 _COUNT = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?|(num_)?blocks|depth|(\w+_)?experts")
 _HARMLESS = 512
+# Lists that say the same stage by stage: `[3, 4, 6, 3]`, `[[["global", "local"], 12]]`.
+_STAGES = ("depths", "attention_types")
+# Each would be an entry of two tables that transformers makes; ImageNet-21k has 21 843.
+_MOST_LABELS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,21 @@ def _refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> Non
     for key, value in content.items():
         if isinstance(value, dict):
             _refuse_counts(value, config, tensors)
+        if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
+            raise CheckpointError(f"`{key}` is {value}; {_MOST_LABELS} is the most", file=config.file)
+        if key in _STAGES:
+            value = _sum(value)
         # Not every count is of what this class has (a decoder's, in the config of an encoder).
         limit = tensors if key == "num_hidden_layers" else max(tensors, _HARMLESS)
-        if isinstance(value, int) and _COUNT.fullmatch(key) and value > limit:
+        if isinstance(value, int) and (key in _STAGES or _COUNT.fullmatch(key)) and value > limit:
             raise CheckpointError(f"`{key}` is {value}, the checkpoint has {tensors} tensors", file=config.file)
+
+
+def _sum(value: object) -> int:
+    """The whole numbers in nested lists, added up."""
+    if isinstance(value, list):
+        return sum(map(_sum, value))
+    return value if isinstance(value, int) else 0
 
 
 def _with_floats(content: dict[str, Any]) -> dict[str, Any]:
