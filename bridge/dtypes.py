@@ -37,7 +37,15 @@ NAMES_OF_CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
 _ONLY_FLAX = ("complex128", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "int4", "uint4")
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*SAFETENSORS_CODES, *_ONLY_FLAX)}
 FLOATING = frozenset(name for name in _NUMPY if "float" in name)
-_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
+_ALIASES = {
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
 
 
 def numpy_dtype(name: str) -> np.dtype | None:

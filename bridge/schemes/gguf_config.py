@@ -72,6 +72,7 @@ _FRACTIONS = {
 _T5_KEYS: dict[str, str | None] = {
     "context_length": "n_positions",
     "feed_forward_length": "d_ff",
+    "attention.head_count_kv": None,
     "attention.key_length": "d_kv",
     "attention.value_length": "d_kv",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
@@ -80,10 +81,20 @@ _T5_KEYS: dict[str, str | None] = {
     "decoder_start_token_id": "decoder_start_token_id",
     "attention.relative_buckets_count": "relative_attention_num_buckets",
 }
-# Where a family calls it otherwise; None: llama.cpp takes no such key there.
+# Where a family calls it otherwise; None: its config does not say it.
 _OTHERWISE: dict[str, dict[str, str | None]] = {
-    "gpt2": {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
-    "bloom": {"context_length": "seq_length", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    "bert": {"attention.head_count_kv": None},
+    "gpt2": {
+        "feed_forward_length": "n_inner",
+        "attention.head_count_kv": None,
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    },
+    "bloom": {
+        "context_length": "seq_length",
+        "feed_forward_length": None,
+        "attention.head_count_kv": None,
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    },
     "falcon": {
         "feed_forward_length": "ffn_hidden_size",
         "attention.head_count_kv": "num_kv_heads",
@@ -263,6 +274,7 @@ def _made(
     import transformers
 
     arch = ARCHITECTURES[family]
+    config_class = transformers.CONFIG_MAPPING[family]
     content: dict[str, Any] = {"model_type": family}
     for key, attribute, kind in _keys(family):
         value = fields.get(f"{arch}.{key}")
@@ -286,7 +298,6 @@ def _made(
         content |= rope
     if family == "falcon":
         content |= _falcon(content, tensors)
-    config_class = transformers.CONFIG_MAPPING[family]
     content["architectures"] = [_head(family, config_class)]
     return content
 
@@ -316,7 +327,7 @@ def _falcon(content: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
     alone = content.get("num_kv_heads") == 1
     return {
         "new_decoder_architecture": grouped,
-        "multi_query": not grouped and alone,
+        "multi_query": grouped or alone,
         "bias": "blk.0.attn_qkv.bias" in tensors,
         "alibi": False,
     }
