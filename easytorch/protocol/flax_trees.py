@@ -63,14 +63,17 @@ def transform_fn(
     copy: bool | None = None,
     scheme: str = "flax",
 ) -> Transform:
-    """torch state dict -> tree, for models like `model`: what `to_flax` does. It keeps none of the model's weights."""
+    """torch state dict -> tree, for models like `model`: what `to_flax` does. It keeps none of the model's weights.
+
+    Weights that are `DTensor`s (FSDP, tensor parallel) are gathered one by one, so every process calls it.
+    """
     config = _plain(model.config)
     architecture = _architecture(type(model), config, model.state_dict())
     rules = _rules(architecture, config, scheme)
     fill = architecture.shapes if architecture.tie else ()
 
     def transform(state_dict: StateDict) -> Tree:
-        plain = architecture.names.to_hub({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
+        plain = architecture.names.to_hub({name: _whole(tensor) for name, tensor in state_dict.items()})
         return state_dict_to_tree(
             plain,
             rules,
@@ -153,10 +156,16 @@ def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dic
     """`weights` by the names under which transformers' loader puts each where it belongs.
 
     The loader takes off the base model's name, or adds it, wherever the model has the result too: a class with both
-    (BeitForMaskedImageModeling: `layernorm` and `beit.layernorm`) gets them exchanged. Exchanged before, they are right.
+    (BeitForMaskedImageModeling: `layernorm`, `beit.layernorm`) gets them exchanged. Exchanged before, they are right.
     """
     base = model_class.base_model_prefix or None
     return {rename_source_key(name, [], [], base, weights)[0]: weight for name, weight in weights.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; one that is sharded over processes is gathered."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def _open(model_class: ModelClass, config: PreTrainedConfig, params: Any) -> tuple[Architecture, Rules, MemoryTree]:

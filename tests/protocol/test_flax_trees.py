@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import GPT2Config, MixtralConfig, ResNetConfig, T5Config
+from transformers import GemmaConfig, GPT2Config, LlamaConfig, MixtralConfig, ResNetConfig, T5Config, ViTConfig
 
 import easytorch
 from easytorch.bridge.convert import convert
@@ -168,3 +168,44 @@ def test_models_stay_what_they_were(case) -> None:
         assert type(other) is type(model) and "to_flax" not in vars(other)
         same_weights(other, model)
         assert flat(other.to_flax()).keys() == flat(model.to_flax()).keys()
+
+
+LLAMA = LlamaConfig(**SIZES, num_key_value_heads=1, head_dim=16)
+SCHEMES = {
+    "flax": LLAMA,
+    "maxtext": LLAMA,
+    "maxtext-unscanned": LLAMA,
+    "easydel": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
+    "gemma": GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=16),
+    "t5x": T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
+    "big_vision": ViTConfig(**{**SIZES, "image_size": 16, "patch_size": 8, "num_labels": 3}),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_trees_in_memory_carry_the_names_of_other_programs(scheme) -> None:
+    """Whose they are they tell themselves; MaxText's factor is a power of two for heads of 16."""
+    config = SCHEMES[scheme]
+    kinds = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}
+    auto = getattr(easytorch, kinds.get(config.model_type, "AutoModelForCausalLM"))
+    model = auto.from_config(config)
+    tree = model.to_flax(framework="jax", scheme=scheme)
+    for copied in (None, False):
+        same_weights(auto.from_flax(config, tree, copy=copied), model)
+
+
+def test_sharded_weights_are_gathered() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = easytorch.AutoModelForCausalLM.from_config(LLAMA)
+    expected = flat(model.to_flax())
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model.state_dict().items()}
+        given = flat(model.pure_transform_fn(sharded))
+    finally:
+        distributed.destroy_process_group()
+    assert given.keys() == expected.keys() and all(np.array_equal(given[path], expected[path]) for path in given)
