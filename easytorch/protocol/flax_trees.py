@@ -155,8 +155,8 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
 def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`weights` by the names under which transformers' loader puts each where it belongs.
 
-    The loader takes off the base model's name, or adds it, wherever the model has the result too: a class with both
-    (BeitForMaskedImageModeling: `layernorm`, `beit.layernorm`) gets them exchanged. Exchanged before, they are right.
+    The loader takes off the base model's name, or adds it, wherever the model has the result too: a class with both,
+    as BeitForMaskedImageModeling has `layernorm` and `beit.layernorm`, gets them exchanged. So they are, beforehand.
     """
     base = model_class.base_model_prefix or None
     return {rename_source_key(name, [], [], base, weights)[0]: weight for name, weight in weights.items()}
