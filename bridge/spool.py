@@ -9,6 +9,7 @@ import tempfile
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.blocks import contiguous
 
 # Smaller arrays stay where they are.
 _LEAST_BYTES = 1 << 16
@@ -30,8 +31,7 @@ def put_aside(array: np.ndarray) -> np.ndarray:
         message = f"no room for {array.nbytes} bytes ({error.strerror}); set TMPDIR to a folder with more"
         raise CheckpointError(message, file=tempfile.gettempdir()) from error
     kept = np.frombuffer(memory, array.dtype).reshape(array.shape)
-    np.copyto(kept, array)
-    return kept
+    return contiguous(array, kept)
 
 
 def _mapped(array: np.ndarray) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from easytorch.bridge.formats.mapped import give_back
+
 # What goes to a file in one call. From 2 MB on Linux looks for free memory in pieces as large, and compacts it to make
 # some: a half to a tenth of the speed (ext4, Linux 6.18).
 WRITE_BYTES = 512 << 10
@@ -135,9 +137,28 @@ def _turn(matrices: np.ndarray, out: np.ndarray) -> None:
         target.copy_(matrix.t())
 
 
+def contiguous(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """`array` in C order: itself where it is so already and no `out` is given, else copied into `out` or new memory."""
+    if out is None and array.flags.c_contiguous:
+        return array
+    made = np.empty(array.shape, array.dtype) if out is None else out
+    target, copier, start = made.reshape(-1).view(np.uint8), Copier(), 0
+    for piece in pieces(array):
+        content = copier.bytes_of(piece)
+        target[start : start + len(content)] = np.frombuffer(content, np.uint8)
+        start += len(content)
+    return made
+
+
 def byte_blocks(array: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of `array` in C order; each block is good until the next is asked for."""
+    """The bytes of `array` in C order; each block is good until the next is asked for.
+
+    The pages of a mapped file are given back as they are passed.
+    """
     copier = Copier()
     for piece in pieces(array):
         content = copier.bytes_of(piece)
         yield from (content[start : start + WRITE_BYTES] for start in range(0, len(content), WRITE_BYTES))
+        if array.flags.c_contiguous:
+            give_back(piece)
+    give_back(array)

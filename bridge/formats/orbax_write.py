@@ -20,6 +20,7 @@ import numpy as np
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Source, TensorInfo
+from easytorch.bridge.formats.blocks import contiguous
 from easytorch.bridge.formats.mapped import check_announced
 from easytorch.bridge.formats.orbax_index import CHECKPOINT_METADATA, MANIFEST, METADATA
 from easytorch.bridge.formats.orbax_store import array_spec, load_tensorstore, new_context, store_spec
@@ -123,8 +124,7 @@ class _Pending:
         """Writes one array, a row of chunks after the other: the copy that is made is one of a chunk."""
         for start in np.ndindex(*(-(-size // step) for size, step in zip(array.shape, chunk, strict=True))):
             window = tuple(slice(at * step, (at + 1) * step) for at, step in zip(start, chunk, strict=True))
-            block = array[window]
-            block = np.ascontiguousarray(block).reshape(block.shape)
+            block = contiguous(array[window])
             box = tuple(slice(one.start, min(one.stop, size)) for one, size in zip(window, array.shape, strict=True))
             self._add(store[box].write(block), block.nbytes)
 

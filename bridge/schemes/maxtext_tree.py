@@ -223,7 +223,7 @@ class _Table:
         query: Transform = heads_out(self._heads)
         key: Transform = heads_out(self._kv_heads)
         if family.rotary and self._config.content.get("maxtext_rope_type") != "default":
-            query, key = interleaved(query), interleaved(key)
+            query, key = interleaved(query, self._heads), interleaved(key, self._kv_heads)
         if family.query:
             query = scaled(query, self._score_factor, wide=wide, narrow=self._narrow_of(path, suffix, "query"))
         linear = transform_called("linear")
