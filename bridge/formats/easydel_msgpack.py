@@ -30,7 +30,8 @@ class EasydelMsgpackFile(MsgpackFile):
     """One open file: an index of where each array stands, data mapped."""
 
     def _tree(self, walk: Walk) -> Tree:
-        tree, texts = walk.stream(), {}
+        tree = walk.stream()
+        texts: dict[str, str] = {}
         _take_texts(tree, "", texts)
         self.metadata = texts
         return tree

@@ -16,6 +16,7 @@ from easytorch.bridge.formats.flax_safetensors import FlaxSafetensors
 from easytorch.bridge.formats.gguf_file import Gguf
 from easytorch.bridge.formats.npz_file import Npz
 from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
+from easytorch.bridge.formats.t5x_folder import T5xFolder
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_dcp import TorchDcp
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
@@ -41,6 +42,7 @@ TARGETS: dict[str, Target] = {
     "flax-safetensors": Target(FlaxSafetensors(), "flax"),
     "easydel": Target(EasydelStore(), "easydel"),
     "easydel-msgpack": Target(EasydelMsgpack(), "easydel"),
+    "t5x": Target(T5xFolder(), "t5x"),
     "big_vision": Target(Npz(), "big_vision"),
     "dcp": Target(TorchDcp(), "torch"),
     "gguf": Target(Gguf(), "gguf"),
@@ -70,6 +72,8 @@ for _format in (
     TARGETS["easydel-msgpack"].form,
     EasydelSafetensors(),
     TARGETS["big_vision"].form,
+    # Before Orbax, whose first checkpoints had a file of the same name.
+    TARGETS["t5x"].form,
     TARGETS["orbax"].form,
 ):
     register(_format)

@@ -87,9 +87,9 @@ def _rows(names: HubNames, leaves: frozenset[str]) -> Iterator[Row]:
         one = "linear" if end == "weight" else "identity"
         yield tuple(members[number] for number in sorted(members)), path, stacked(one, len(members), 0)
     for repeat, source in names.model.all_tied_weights_keys.items():
-        one_name, path = names.hub_name(repeat), paths.get(names.hub_name(source) or "")
-        if one_name is not None and path is not None:
-            yield (one_name,), path, TIED
+        repeated, source_path = names.hub_name(repeat), paths.get(names.hub_name(source) or "")
+        if repeated is not None and source_path is not None:
+            yield (repeated,), source_path, TIED
     for name in sorted(names.scratch):
         yield (name,), None, BUFFER
 

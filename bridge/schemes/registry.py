@@ -13,6 +13,7 @@ from easytorch.bridge.schemes.flax_tree import FlaxTree
 from easytorch.bridge.schemes.gemma_tree import GemmaTree
 from easytorch.bridge.schemes.gguf_names import GgufNames
 from easytorch.bridge.schemes.maxtext_tree import MaxTextTree
+from easytorch.bridge.schemes.t5x_tree import T5xTree
 
 # Torch's own names, the hub through which every other scheme is converted.
 TORCH = "torch"
@@ -24,6 +25,7 @@ _SCHEMES: tuple[Scheme, ...] = (
     BigVisionTree(),
     MaxTextTree(scanned=True),
     MaxTextTree(scanned=False),
+    T5xTree(),
     EasydelTree(),
     FlaxTree(),
 )
