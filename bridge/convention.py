@@ -51,7 +51,7 @@ def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf
     classes of its family (another head, a pooler), and read as older spellings.
     rows_of: the rows of one class by another convention than HF Flax's.
     """
-    rows = _Rows(frozenset(given), rows_of)
+    rows = _Rows(frozenset(given) - names.fused, rows_of)
     rows.add(names)
     if rows_of is None:
         rows.add_from_tables(members_of(names))
@@ -238,8 +238,9 @@ def _siblings(model_class: type[PreTrainedModel]) -> Iterator[type[PreTrainedMod
     from transformers import PreTrainedModel
 
     for _, found in inspect.getmembers(sys.modules[model_class.__module__], inspect.isclass):
-        same = issubclass(found, PreTrainedModel) and found.config_class is model_class.config_class
-        if same and found is not model_class and not found.__name__.endswith("PreTrainedModel"):
+        if not issubclass(found, PreTrainedModel) or found.config_class is not model_class.config_class:
+            continue
+        if found is not model_class and not found.__name__.endswith("PreTrainedModel"):
             yield found
 
 
