@@ -95,7 +95,7 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
 
     return Transform(
         name=f"stacked[{layer.name}, {count}, {axis}]",
-        to_flax=lambda arrays: np.stack([layer.to_flax([array]) for array in arrays], axis),
+        to_flax=lambda arrays: _stack([layer.to_flax([array]) for array in arrays], axis),
         to_torch=lambda array: [made for part in np.moveaxis(array, axis, 0) for made in to_torch(part)],
         flax_shape=flax_shape,
         torch_shapes=torch_shapes,
@@ -105,6 +105,14 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
         flax_dtype=layer.flax_dtype,
         torch_dtype=layer.torch_dtype,
     )
+
+
+def _stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """`np.stack`, but each array is copied in the order it has in memory: writers transpose far faster than numpy."""
+    order = sorted(range(arrays[0].ndim), key=lambda place: abs(arrays[0].strides[place]), reverse=True)
+    made = np.stack([array.transpose(order) for array in arrays])
+    places = [1 + order.index(place) for place in range(len(order))]
+    return made.transpose([*places[:axis], 0, *places[axis:]])
 
 
 def joined(one: Transform, count: int) -> Transform:
