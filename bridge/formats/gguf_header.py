@@ -36,8 +36,14 @@ def write_header(
         writer.kv_data[0].update(fields if number == 0 else {})
     if number == 0:
         for key, value in fields_of(config).items():
-            adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-            adds[type(value)](key, value)
+            if isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+            else:
+                writer.add_string(key, value)
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

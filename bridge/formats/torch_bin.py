@@ -1,5 +1,6 @@
 """Pickled torch checkpoints, read only: `pytorch_model.bin` (single or sharded), any `.bin`, `.pt` or `.pth` by path.
 
+Of a training state (`{"model": ..., "optimizer": ...}`) the model is read and the rest reported.
 They are unpickled with `weights_only=True`, which runs no code from the file, or not at all.
 """
 
@@ -22,6 +23,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.formats.pickle_check import check_pickle
 from easytorch.bridge.formats.sharding import find, open_files
+from easytorch.bridge.formats.training_state import model_in, own_names
 
 if TYPE_CHECKING:
     import torch
@@ -42,13 +44,14 @@ class PickleFile:
     def __init__(self, path: Path) -> None:
         self.files = (path,)
         self.metadata: Mapping[str, str] = {}
-        self._state = self._load(path)
+        self._state, self.left_out = self._load(path)
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(name, tuple(tensor.shape), self._dtype(name, tensor), str(path))
             for name, tensor in self._state.items()
         }
 
-    def _load(self, path: Path) -> dict:
+    def _load(self, path: Path) -> tuple[dict, tuple[str, ...]]:
+        """The model's tensors by name, and the keys of what a training state holds beside them."""
         import torch
 
         try:
@@ -71,6 +74,9 @@ class PickleFile:
         except _DAMAGED as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise CheckpointError(f"cannot be read ({reason}); download or save it again", file=path) from error
+        left_out: tuple[str, ...] = ()
+        if isinstance(state, dict):
+            state, left_out = model_in(state, path)
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise CheckpointError(f"holds a {type(state).__name__}, not a state dict of tensors by name", file=path)
         size = path.stat().st_size
@@ -81,7 +87,7 @@ class PickleFile:
             if value.nbytes > max(size, _REPEATED_LIMIT):
                 message = f"takes {value.nbytes} bytes, the whole file has {size}: it is one value repeated; remove it"
                 raise CheckpointError(message, file=path, tensor=name)
-        return state
+        return {own: state[name] for own, name in own_names(state, path).items()}, left_out
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from types import TracebackType
 
 import numpy as np
 
-from easytorch.bridge.dtypes import numpy_dtype, to_torch
+from easytorch.bridge.dtypes import numpy_dtype, to_torch, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.dcp_metadata import Piece, Saved, check_whole, read_metadata
@@ -26,19 +25,12 @@ from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.sharding import split
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile
 from easytorch.bridge.formats.torch_saved import Stretch, read_saved
+from easytorch.bridge.formats.training_state import WRAPPERS, own_names, training_path
 
 _METADATA = ".metadata"
 # As `hf_storage._gen_file_name` calls a rank's file.
 _SHARD = "shard-*-model-*-of-*.safetensors"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
-# Keys of a training state under which the model stands, and those under which everything else does.
-_WRAPPERS = frozenset(("app", "state", "state_dict", "model", "model_state", "model_state_dict", "module", "params"))
-_TRAINING = re.compile(
-    r"(optim|optimizers?|optimizer_state(_dict)?|optim_state(_dict)?|(lr_)?schedulers?|scaler|rng(_state)?s?"
-    r"|train(er|ing|_state)?(_state)?|dataloader|ema|step|epoch)(\.|$)"
-)
-# Modules that torch.compile, FSDP1 and activation checkpointing put between.
-_BETWEEN = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 ReadPiece = Callable[[Piece, str], np.ndarray]
 
 
@@ -62,7 +54,8 @@ class DcpReader:
         """The tensor put together; where one piece is all of it, a view of the mapped file."""
         saved = self._saved[name]
         if len(saved.pieces) == 1:
-            return self._piece(name, saved, saved.pieces[0])
+            # Without elements its sizes may be others than the whole's.
+            return self._piece(name, saved, saved.pieces[0]).reshape(saved.shape)
         whole = np.empty(saved.shape, numpy_dtype(saved.dtype))
         for piece in saved.pieces:
             spans = zip(piece.offsets, piece.sizes, strict=True)
@@ -102,21 +95,12 @@ def _model(saved: Mapping[str, Saved], file: Path) -> tuple[dict[str, str], list
             left_out.append(rest)
             continue
         *outer, own = one.path
-        name = _BETWEEN.sub("", ".".join([*(key for key in outer if key not in _WRAPPERS), own]))
+        name = ".".join([*(key for key in outer if key not in WRAPPERS), own])
         if name in found:
             message = f"and {found[name]!r} are both called {name!r}; save one model"
             raise CheckpointError(message, file=file, tensor=given)
         found[name] = given
-    return found, left_out
-
-
-def training_path(path: Sequence[str]) -> str | None:
-    """The path of what a training state keeps beside the model, from there on; None for a tensor of the model."""
-    for number, key in enumerate(path):
-        # The last key is a module's own name, except where nothing stands above it.
-        if _TRAINING.match(key) and (number < len(path) - 1 or number == 0):
-            return "/".join(path[number:])
-    return None
+    return {own: found[name] for own, name in own_names(found, file).items()}, left_out
 
 
 class _Files:
@@ -208,10 +192,8 @@ class TorchDcp:
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """The files of one rank, as its writer calls them."""
-        import torch
-
         for info in tensors:
-            if not isinstance(getattr(torch, info.dtype, None), torch.dtype):
+            if not torch_stores(info.dtype):
                 raise CheckpointError(f"torch has no dtype {info.dtype}; cast it to one it has", tensor=info.name)
         return {f"__0_{number}.distcp": group for number, group in enumerate(split(tensors, max_shard_size))}
 

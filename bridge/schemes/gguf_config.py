@@ -193,16 +193,15 @@ def _rope(family: str, settings: Any, head: int) -> dict[str, int | float | bool
     if local is not None:
         made["rope.freq_base_swa"] = float(local)
     kind = rope.get("rope_type", "default")
-    original = rope.get("original_max_position_embeddings") or getattr(
-        settings, "original_max_position_embeddings", None
-    )
+    original = rope.get("original_max_position_embeddings")
+    original = int(original or getattr(settings, "original_max_position_embeddings", None) or 0)
     if kind in ("linear", "yarn"):
         made |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-    elif kind == "longrope":
+    elif kind == "longrope" and original:
         made["rope.scaling.type"] = kind
         made["rope.scaling.attn_factor"] = _long_attention(settings.max_position_embeddings, original)
     if kind in ("yarn", "longrope") or (family == "phi3" and original):
-        made["rope.scaling.original_context_length"] = int(original)
+        made["rope.scaling.original_context_length"] = original
     for key, name in {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}.items():
         if kind == "yarn" and rope.get(name) is not None:
             made[f"rope.scaling.{key}"] = float(rope[name])
@@ -378,4 +377,5 @@ def _head(family: str, config_class: type) -> str:
     if family in _CAUSAL_HEADS:
         named = _CAUSAL_HEADS[family]
         return named if named.startswith("Bert") else config_class.__name__.removesuffix("Config") + named
-    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+    head: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    return head.__name__

@@ -97,7 +97,6 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
         (safetensors({"a": entry(), "b": entry()}, b"12345678"), "starts at 0, the one before ends at 4"),
         (safetensors({"a": entry(offsets=(4, 8))}, b"12345678"), "starts at 4"),
         (safetensors({"__metadata__": {"a": 1}}), "__metadata__"),
-        (safetensors({"__metadata__": {"format": "flax"}, "a": entry()}, b"1234"), "Flax names"),
     ],
 )
 def test_malformed_files(tmp_path, content, message):
@@ -157,9 +156,9 @@ def test_pickles_of_tensors(tmp_path, zipped):
     ("write", "message"),
     [
         (lambda file: torch.save({"a": Explosive()}, file), "can run code"),
-        (lambda file: file.write_bytes(pickle.dumps({"a": Explosive()})), "can run code"),
-        (lambda file: file.write_bytes(pickle.dumps({"a": Explosive()}, protocol=4)), "can run code"),
-        (lambda file: torch.save({"model": {"a": torch.ones(1)}}, file), "'model'.*not a tensor"),
+        (lambda file: file.write_bytes(pickle.dumps({"a": Explosive()})), "can run code|does not read"),
+        (lambda file: file.write_bytes(pickle.dumps({"a": Explosive()}, protocol=4)), "can run code|does not read"),
+        (lambda file: torch.save({"weights": {"a": torch.ones(1)}}, file), "'weights'.*not a tensor"),
         (lambda file: torch.save([1], file), "not a state dict"),
         (lambda file: file.write_bytes(b""), "truncated"),
         (lambda file: file.write_bytes(b"PK\x03\x04 nothing"), "truncated"),
