@@ -80,13 +80,20 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(raw).numpy().view(_NUMPY[name])
 
 
+def torch_stores(name: str) -> bool:
+    """Whether torch has the element type; its four-bit ones are mere names, without storage."""
+    import torch
+
+    return isinstance(getattr(torch, name, None), torch.dtype) and name not in ("int4", "uint4")
+
+
 def to_torch(array: np.ndarray) -> torch.Tensor:
     """A tensor over the same memory where it can be: C-contiguous, aligned and writable; a copy otherwise."""
     import torch
 
     array = np.require(array, requirements=("C", "A", "W"))
     name = array.dtype.name
-    if not isinstance(getattr(torch, name, None), torch.dtype):
+    if not torch_stores(name):
         raise ValueError(f"torch has no element type {name!r}")
     if _numpy_own(array.dtype):
         return torch.from_numpy(array)

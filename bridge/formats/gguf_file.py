@@ -125,6 +125,9 @@ class GgufReader:
         self.close()
 
 
+_ACCEPTED = "GGUF's readers take matrices as q8_0, f32, f16 or bf16; give one of them as dtype"
+
+
 class Gguf:
     """The format. `most` is what matrices are stored as: None for what they are, else a `--dtype`."""
 
@@ -135,6 +138,8 @@ class Gguf:
 
     def __init__(self, most: str | None = None) -> None:
         self._most = None if most is None else "Q8_0" if most == Q8_0 else _kind(floating_dtype(most))
+        if most is not None and self._most is None:
+            raise ValueError(f"{most!r}: {_ACCEPTED}")
 
     def storing(self, dtype: str) -> Gguf:
         """The format with matrices stored as `dtype`: q8_0, f32, f16 or bf16; `ValueError` for another."""
@@ -176,6 +181,8 @@ class Gguf:
         if len(info.shape) < 2 or not info.name.endswith(".weight") or _SMALL.fullmatch(info.name):
             return "F32"
         most = self._most or _kind(info.dtype)
+        if most is None:
+            raise CheckpointError(f"is {info.dtype}; {_ACCEPTED}", tensor=info.name)
         return "F16" if most == "Q8_0" and info.shape[-1] % block_length(most) else most
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
@@ -221,13 +228,11 @@ class Gguf:
         return rounded(array, self._stored(info))
 
 
-def _kind(dtype: str) -> str:
-    """ggml's type for matrices of a floating `dtype`: bfloat16 holds all that eight bits do."""
+def _kind(dtype: str) -> str | None:
+    """ggml's type for matrices of a floating `dtype`, None where it has none: bfloat16 holds all that eight bits do."""
     if dtype.startswith("float8"):
         return "BF16"
-    if dtype not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"GGUF's readers take no {dtype} weights; give a dtype: q8_0, f32, f16 or bf16")
-    return _KINDS[dtype]
+    return _KINDS[dtype] if dtype in ("float32", "float16", "bfloat16") else None
 
 
 def _config(source: Source) -> Config:

@@ -1,0 +1,174 @@
+"""What every target writes is read back bit for bit, whatever the element type, the shape and the memory it came from.
+
+The targets are those of the registry. Which element types one holds is asked of it (`layout`).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from easytorch.bridge import dtypes
+from easytorch.bridge.atomic import new_folder
+from easytorch.bridge.bits import identical
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats import registry
+from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.source import ArraySource
+
+DTYPES = sorted(dtypes._NUMPY)
+# One target of each container.
+FORMS = {type(target.form): (name, target.form) for name, target in registry.TARGETS.items()}
+TARGETS = pytest.mark.parametrize(
+    "form", [form for _, form in FORMS.values()], ids=[name for name, _ in FORMS.values()]
+)
+# What a checkpoint of today holds. Beyond that, formats differ.
+COMMON = {"float32", "float16", "bfloat16"}
+# What is not GGUF holds these too: it has no whole numbers of 64 bits that weights would be kept in, nor bool.
+ORDINARY = COMMON | {"int8", "int32", "int64", "uint8", "bool", "float64"}
+
+# GGUF states what model it holds.
+LLAMA = Config(
+    Path("config.json"),
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 16,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-6,
+    },
+)
+
+
+def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Every bit pattern the element type has: NaNs with payloads, both zeros, denormals."""
+    element = dtypes.numpy_dtype(dtype)
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype in ("int4", "uint4"):
+        return rng.integers(-8 if dtype == "int4" else 0, 8 if dtype == "int4" else 16, shape).astype(element)
+    count = int(np.prod(shape))
+    raw = np.frombuffer(rng.bytes(count * element.itemsize), element).copy()
+    if count > 1 and "float" in dtype:
+        raw[:2] = np.array([-0.0, np.nan]).astype(element)
+    return raw.reshape(shape)
+
+
+def name_in(form, *parts: str) -> str:
+    """A tensor's name as the target's naming scheme has it."""
+    if form.scheme is not None:
+        return ".".join(parts)
+    # T5X's folders tell parameters from a training loop's files by this.
+    return "/".join(("target", *parts) if form.name == "T5X" else parts)
+
+
+def holds(form, dtype: str) -> bool:
+    """Whether the format says it can hold the element type."""
+    try:
+        form.layout([TensorInfo(name_in(form, "layer", "weight"), (2, 3), dtype)], 1 << 30)
+    except CheckpointError as error:
+        assert error.tensor == name_in(form, "layer", "weight")
+        return False
+    return True
+
+
+def write(form, folder, arrays, shard: int = 1 << 30) -> None:
+    """As `convert` does."""
+    infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()]
+    source = ArraySource(arrays, LLAMA)
+    layout = form.layout(infos, shard)
+    with new_folder(folder) as new:
+        for file, there in layout.items():
+            form.write(new, file, there, source)
+        form.finish(new, layout, source)
+
+
+def assert_read_back(form, folder, arrays) -> None:
+    with form.open(form.detect(folder)) as reader:
+        # T5X counts training steps.
+        assert set(reader.tensors) - {"state/step"} == set(arrays)
+        for name, array in arrays.items():
+            info = TensorInfo(name, array.shape, array.dtype.name)
+            expected = form.reads_back(info, np.ascontiguousarray(array).reshape(array.shape))
+            read = reader.read(name)
+            assert reader.tensors[name].shape == read.shape, name
+            assert reader.tensors[name].dtype == read.dtype.name, name
+            assert identical(np.ascontiguousarray(read).reshape(read.shape), expected), name
+
+
+@TARGETS
+def test_which_element_types_are_held(form):
+    held = {dtype for dtype in DTYPES if holds(form, dtype)}
+    assert held >= (COMMON if form.name == "GGUF" else ORDINARY)
+
+
+@TARGETS
+@pytest.mark.parametrize("shard", [1 << 30, 64], ids=["whole", "sharded"])
+def test_every_element_type(form, shard, tmp_path):
+    arrays = {}
+    for dtype in DTYPES:
+        if holds(form, dtype):
+            arrays[name_in(form, "some", dtype, "weight")] = random_bits(dtype, (7, 5))
+            arrays[name_in(form, "vector", dtype, "weight")] = random_bits(dtype, (300,), 1)
+    write(form, tmp_path / "new", arrays, shard)
+    assert_read_back(form, tmp_path / "new", arrays)
+
+
+@TARGETS
+def test_every_shape_and_memory(form, tmp_path):
+    base = random_bits("float32", (6, 8, 10))
+    arrays = {
+        "nothing": np.empty((0, 4), np.float32),
+        "nothing_inside": np.empty((3, 0), np.float32),
+        "scalar": np.array(np.float32(-0.0)),
+        "one": base[:1, :1, 0],
+        "transposed": base.transpose(2, 0, 1),
+        "fortran": np.asfortranarray(base[0]),
+        "backwards": base[::-1, ::2, ::-3],
+        "repeated": np.broadcast_to(base[0, 0], (4, 10)),
+        "offset": np.frombuffer(b"x" + base.tobytes()[:40], np.float32, 10, 1),
+        "half": random_bits("bfloat16", (9, 4)).T,
+    }
+    arrays = {name_in(form, "layer", name, "weight"): array for name, array in arrays.items()}
+    refused = set()
+    for name, array in list(arrays.items()):
+        try:
+            form.layout([TensorInfo(name, array.shape, array.dtype.name)], 1 << 30)
+        except CheckpointError as error:
+            assert error.tensor == name
+            refused.add(arrays.pop(name).shape)
+    # Nothing but what has no element, or no dimension, may be beyond a format.
+    assert all(0 in shape or shape == () for shape in refused)
+    write(form, tmp_path / "new", arrays)
+    assert_read_back(form, tmp_path / "new", arrays)
+
+
+@TARGETS
+def test_what_is_not_held_is_refused_before_anything_is_written(form, tmp_path):
+    refused = [dtype for dtype in DTYPES if not holds(form, dtype)]
+    for dtype in refused:
+        with pytest.raises(CheckpointError, match=r"layer.weight"):
+            write(form, tmp_path / "new", {name_in(form, "layer", "weight"): random_bits(dtype, (2, 3))})
+        assert list(tmp_path.iterdir()) == []
+
+
+@TARGETS
+def test_what_was_not_announced_is_refused(form, tmp_path):
+    """A file that says one thing and holds another must not come to be."""
+    name = name_in(form, "layer", "weight")
+    array = random_bits("float32", (4, 8))
+    for other in (array.astype(">f4"), array.astype(np.float64), array.reshape(8, 4), array[:2]):
+        info = TensorInfo(name, array.shape, "float32")
+        source = ArraySource({name: other}, LLAMA)
+        layout = form.layout([info], 1 << 30)
+        with pytest.raises(CheckpointError, match=r"layer.weight"), new_folder(tmp_path / "new") as folder:
+            for file, there in layout.items():
+                form.write(folder, file, there, source)
+        assert list(tmp_path.iterdir()) == []
