@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from easytorch.bridge.bits import identical
 from easytorch.bridge.dtypes import NAMES_OF_CODES, numpy_dtype
 from easytorch.bridge.formats import blocks
 
@@ -76,3 +77,13 @@ def test_nothing_is_copied_of_a_contiguous_array() -> None:
     array = np.ones(10, ml_dtypes.bfloat16)
     (block,) = blocks.byte_blocks(array)
     assert np.shares_memory(np.frombuffer(block, np.uint8), array)
+
+
+def test_arrays_are_compared_whatever_their_strides() -> None:
+    one = _random((701, 501), np.dtype(np.float32))
+    other = np.array(one.T).T
+    assert identical(one, other) and identical(other[::2], one[::2])
+    other.view(np.uint32)[-1, -1] ^= 1
+    assert not identical(one, other) and not identical(one, one[:, ::-1]) and not identical(one, one.T)
+    assert identical(np.full(3, np.nan), np.full(3, np.nan)) and not identical(np.zeros(3), -np.zeros(3))
+    assert identical(np.empty((0, 2)), np.ones((0, 2)))
