@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from easytorch.bridge.disk import flush, sync
+from easytorch.bridge.disk import flush, os_error_of, sync
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.journal import Journal, Key, differences
 from easytorch.bridge.partial import Partial, left_behind, make
@@ -87,8 +87,12 @@ def staged(
         flush([whole])
         _publish(whole, partial, destination, replace)
         sync(destination.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", file=destination) from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        if (cause := os_error_of(error)) is None:
+            raise
+        raise CheckpointError(f"cannot be written: {cause.strerror or cause}", file=destination) from error
     except (KeyboardInterrupt, SystemExit):
         keep = resume
         raise

@@ -1,9 +1,10 @@
-"""Waiting until what was written is on the disk."""
+"""Waiting until what was written is on the disk, and telling when that failed."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,3 +46,16 @@ def _sync_file_system(path: Path) -> None:
             syncfs(descriptor)
         finally:
             os.close(descriptor)
+
+
+def os_error_of(error: Exception) -> OSError | None:
+    """The operating system's error in one of a library that writes files itself, None where there is none.
+
+    torch.save raises its own while it handles that of the file; tensorstore states the number in its text.
+    """
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error.__context__, OSError):
+        return error.__context__
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None

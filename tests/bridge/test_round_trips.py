@@ -3,6 +3,7 @@
 The targets are those of the registry. Which element types one holds is asked of it (`layout`).
 """
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -172,3 +173,17 @@ def test_what_was_not_announced_is_refused(form, tmp_path):
             for file, there in layout.items():
                 form.write(folder, file, there, source)
         assert list(tmp_path.iterdir()) == []
+
+
+@TARGETS
+def test_a_full_disk_is_one_error_and_leaves_nothing(form, tmp_path):
+    """The limit on a file's size stands for the disk: what meets it may be a thread of C++ as well as Python."""
+    arrays = {name_in(form, "layer", number, "weight"): random_bits("float32", (64, 64)) for number in ("0", "1")}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"new: cannot be written: File too large$"):
+            write(form, tmp_path / "new", arrays)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
