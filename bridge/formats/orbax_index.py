@@ -7,8 +7,9 @@ for checkpoints from before `_METADATA`, the msgpack file `checkpoint` of early 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,11 @@ _PLACEHOLDER = "PLACEHOLDER://"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 # Leaves that are no arrays, by what orbax calls them (`metadata/empty_values.py`).
 _NO_ARRAYS = ("None", "Dict", "List", "Tuple", "NamedTuple")
+# Everything else that stands in the folder of a tree and is no companion of the model (config, tokenizer).
+_OWN = (MANIFEST, CHECKPOINT_METADATA, AGGREGATE, STRINGS, "_sharding", "array_metadatas", "commit_success.txt", "d")
+_OWN_PREFIXES = ("ocdbt.", "ocdbt_")
+# A step's folder: `100`, `step_100`.
+_STEP = re.compile(r"(?:^|_)(\d{1,18})$")
 
 
 @dataclass
@@ -55,9 +61,7 @@ def find_tree(path: Path) -> Path | None:
         return path
     if (item := _item(path)) is not None:
         return item
-    steps = {
-        int(found[1]): folder for folder in _folders(path) if (found := re.search(r"(?:^|_)(\d{1,18})$", folder.name))
-    }
+    steps = {int(found[1]): folder for folder in _folders(path) if (found := _STEP.search(folder.name))}
     for step in sorted(steps, reverse=True):
         if (tree := find_tree(steps[step])) is not None:
             return tree
@@ -66,7 +70,7 @@ def find_tree(path: Path) -> Path | None:
 
 def _item(path: Path) -> Path | None:
     items = {folder.name: folder for folder in _folders(path) if any((folder / one).is_file() for one in _MARKERS)}
-    items = {name: folder for name, folder in items.items() if not re.search(r"(?:^|_)\d+$", name)}
+    items = {name: folder for name, folder in items.items() if not _STEP.search(name)}
     for name in _ITEMS:
         if name in items:
             return items[name]
@@ -77,6 +81,22 @@ def _item(path: Path) -> Path | None:
 
 def _folders(path: Path) -> Iterator[Path]:
     return (one for one in sorted(path.iterdir()) if one.is_dir() and _UNFINISHED not in one.name)
+
+
+def own_paths(folder: Path, keys: Iterable[str]) -> list[Path]:
+    """What is the checkpoint of the tree in `folder`, its metadata first: files, stores, and the folders of `keys`.
+
+    Of a run's folder also the other items and steps: none of them goes along with the model.
+    """
+    found = [folder / METADATA, *(folder / name for name in _OWN), *(folder / key.split("/")[0] for key in keys)]
+    found += [path for path in sorted(folder.iterdir()) if path.name.startswith(_OWN_PREFIXES)]
+    step = folder
+    if (folder.parent / CHECKPOINT_METADATA).is_file():
+        step = folder.parent
+        found += [step / CHECKPOINT_METADATA, step / "commit_success.txt", *_folders(step)]
+    if _STEP.search(step.name) and os.access(step.parent, os.R_OK):
+        found += [path for path in step.parent.iterdir() if _STEP.search(path.name) and path != step]
+    return [path for path in dict.fromkeys(found) if path.exists()]
 
 
 def read_index(folder: Path) -> Index:

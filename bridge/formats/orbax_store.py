@@ -50,14 +50,13 @@ def array_spec(store: dict[str, Any], name: str, driver: str) -> dict[str, Any]:
 
 
 @contextmanager
-def tensorstore_errors(file: Path, tensor: str | None = None) -> Iterator[None]:
-    """What tensorstore raises for damaged files (`ValueError` and its like) as a `CheckpointError` of one line."""
+def tensorstore_errors(file: Path, tensor: str | None = None, *, writing: bool = False) -> Iterator[None]:
+    """What tensorstore raises for damaged files or full disks (`ValueError` and its like) as a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
         raise
     except (ValueError, KeyError, IndexError, OSError, RuntimeError, NotImplementedError, OverflowError) as error:
         reason = str(error).partition(" [")[0].partition("\n")[0][:300] or type(error).__name__
-        raise CheckpointError(
-            f"cannot be read ({reason}); copy the checkpoint again", file=file, tensor=tensor
-        ) from error
+        failed, advice = ("written", "look at the disk") if writing else ("read", "copy the checkpoint again")
+        raise CheckpointError(f"cannot be {failed} ({reason}); {advice}", file=file, tensor=tensor) from error

@@ -21,7 +21,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import orbax_write
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.mapped import MappedFile
-from easytorch.bridge.formats.orbax_index import AGGREGATE, MANIFEST, METADATA, find_tree, read_index
+from easytorch.bridge.formats.orbax_index import AGGREGATE, MANIFEST, find_tree, own_paths, read_index
 from easytorch.bridge.formats.orbax_store import (
     array_spec,
     load_tensorstore,
@@ -43,7 +43,7 @@ class OrbaxReader:
     def __init__(self, folder: Path) -> None:
         ts = load_tensorstore()
         self._folder = folder
-        self.files = tuple(file for name in (METADATA, MANIFEST, AGGREGATE) if (file := folder / name).is_file())
+        self.files = tuple(own_paths(folder, ()))
         self._context = new_context()
         self._store = store_spec(folder, ocdbt=(folder / MANIFEST).is_file())
         self._inline: MappedFile | None = None
@@ -55,6 +55,7 @@ class OrbaxReader:
             keys = [key.decode("utf-8", "replace") for key in store.list().result()]
         self._keys = index.stored or ({} if index.inline else _keys_alone(keys))
         self._arrays = self._describe(store, set(keys))
+        self.files = tuple(own_paths(folder, self._arrays))
         self._check(Counter(_owner(key, self._arrays) for key in keys), index.all_stored)
         if self._located:
             self._inline = MappedFile(folder / AGGREGATE)

@@ -23,7 +23,13 @@ from easytorch.bridge.formats.base import Layout, Source, TensorInfo
 from easytorch.bridge.formats.blocks import contiguous
 from easytorch.bridge.formats.mapped import check_announced
 from easytorch.bridge.formats.orbax_index import CHECKPOINT_METADATA, MANIFEST, METADATA
-from easytorch.bridge.formats.orbax_store import array_spec, load_tensorstore, new_context, store_spec
+from easytorch.bridge.formats.orbax_store import (
+    array_spec,
+    load_tensorstore,
+    new_context,
+    store_spec,
+    tensorstore_errors,
+)
 from easytorch.bridge.formats.sharding import split
 from easytorch.bridge.trees import nested
 
@@ -92,9 +98,11 @@ def write_arrays(folder: Path, tensors: Sequence[TensorInfo], source: Source, *,
     for info in tensors:
         array = source.read(info.name)
         check_announced(info, array)
-        pending.array(_create(store, info, context), array, chunk_shape(info))
+        with tensorstore_errors(folder, info.name, writing=True):
+            pending.array(_create(store, info, context), array, chunk_shape(info))
         source.wrote(info)
-    pending.finish()
+    with tensorstore_errors(folder, writing=True):
+        pending.finish()
 
 
 def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
@@ -152,6 +160,11 @@ def merge_parts(folder: Path, parts: Sequence[str]) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder / "d", ignore_errors=True)
     context = new_context()
+    with tensorstore_errors(folder, writing=True):
+        _merge(ts, folder, parts, context)
+
+
+def _merge(ts: Any, folder: Path, parts: Sequence[str], context: Any) -> None:
     whole = ts.KvStore.open(store_spec(folder, ocdbt=True), context=context).result()
     transaction = ts.Transaction(atomic=True)
     for part in parts:

@@ -357,3 +357,42 @@ def test_zarr_descriptions():
     for text in (b"[]", b"{}", b'{"shape": [3], "chunks": [2], "dtype": "<f3"}', b'{"shape": [1e400]}'):
         with pytest.raises(ValueError):
             parse(text, "zarr")
+
+
+@pytest.mark.parametrize("target", ["orbax", "orbax-zarr"])
+def test_companions_go_along_and_nothing_else(tmp_path, tiny_torch, target):
+    (tiny_torch / "tokenizer.json").write_text("{}")
+    convert(tiny_torch, tmp_path / "orbax", to=target)
+    convert(tmp_path / "orbax", tmp_path / "back", to="torch")
+    wanted = {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == wanted
+    for step in (3, 4):
+        items = tmp_path / f"run/{step}"
+        shutil.copytree(tmp_path / "orbax", items / "default")
+        (items / "metrics").mkdir()
+        (items / "metrics/metrics").write_text("{}")
+        (items / "_CHECKPOINT_METADATA").write_text("{}")
+    shutil.copy(tiny_torch / "config.json", tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "again", to="torch", config=tiny_torch)
+    assert {path.name for path in (tmp_path / "again").iterdir()} <= wanted
+
+
+def test_a_killed_conversion_goes_on(tmp_path, tiny_torch, monkeypatch):
+    """Parts that were finished are not written again, and what was begun is."""
+    write_part, written = OrbaxTree.write, []
+
+    def killed(self, folder, file, tensors, source):
+        if len(written) == 3:
+            (folder / file).mkdir()
+            raise KeyboardInterrupt
+        written.append(file)
+        write_part(self, folder, file, tensors, source)
+
+    monkeypatch.setattr(OrbaxTree, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_torch, tmp_path / "out", to="orbax", max_shard_size=2000, resume=True)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(OrbaxTree, "write", write_part)
+    convert(tiny_torch, tmp_path / "out", to="orbax", max_shard_size=2000, resume=True)
+    convert(tmp_path / "out", tmp_path / "back", to="torch")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (tiny_torch / "model.safetensors").read_bytes()
