@@ -22,6 +22,8 @@ _OURS = {
     "torch": "easytorch.backends.torch_aten",
     "numpy": "easytorch.backends.numpy_reference",
 }
+# Found by name and not listed: it runs nothing.
+_BASES = {"notimplemented": "easytorch.backends.notimplemented"}
 _CONSTRUCTORS: dict[str, Constructor] = {}
 
 
@@ -32,7 +34,7 @@ def register(name: str, constructor: Constructor) -> None:
 
 def list() -> builtins.list[str]:
     """The names of all backends, sorted."""
-    return sorted({*_OURS, *_CONSTRUCTORS})
+    return sorted({*_OURS, *_CONSTRUCTORS} - set(_BASES))
 
 
 def new(config: str | None = None) -> Backend:
@@ -56,8 +58,9 @@ def new(config: str | None = None) -> Backend:
 def new_with_config(config: str) -> Backend:
     """The backend that `config` names; an empty name is an error."""
     name, _, rest = config.partition(":")
-    if name not in _CONSTRUCTORS and name in _OURS:
-        importlib.import_module(_OURS[name])
+    home = {**_OURS, **_BASES}.get(name)
+    if name not in _CONSTRUCTORS and home is not None:
+        importlib.import_module(home)
     if name not in _CONSTRUCTORS:
         raise BackendError(f"no backend is called {name!r}; known: {', '.join(list())}")
     return _CONSTRUCTORS[name](rest)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import NewType
+from typing import NewType, TypeVar
 
 from easytorch.backends.dtypes import DType
+from easytorch.backends.errors import BackendError
 
 DeviceNum = NewType("DeviceNum", int)
 
@@ -163,6 +164,9 @@ class FFTType(IntEnum):
     FORWARD_REAL = 2
     INVERSE_REAL = 3
 
+    def __str__(self) -> str:
+        return self.name.title().replace("_", "")
+
     def is_a_fft_type(self) -> bool:
         """True: every member is one (Go's enumerations are open, Python's are not)."""
         return True
@@ -176,6 +180,9 @@ class ReduceOpType(IntEnum):
     PRODUCT = 2
     MAX = 3
     MIN = 4
+
+    def __str__(self) -> str:
+        return self.name.title()
 
     def is_a_reduce_op_type(self) -> bool:
         """True: every member is one (Go's enumerations are open, Python's are not)."""
@@ -225,3 +232,58 @@ class Capabilities:
     def clone(self) -> Capabilities:
         """A copy whose mapping can be changed."""
         return Capabilities(dict(self.operations), self.dtypes)
+
+
+def op_type_strings() -> list[str]:
+    """GoMLX's names of all members of `OpType`, in order, its markers included."""
+    return [str(op_type) for op_type in OpType]
+
+
+def op_type_values() -> list[OpType]:
+    """All members, in order."""
+    return list(OpType)
+
+
+def op_type_string(name: str) -> OpType:
+    """The member that GoMLX calls so; `BackendError` for none."""
+    return _named(OpType, name)
+
+
+def fft_type_strings() -> list[str]:
+    """GoMLX's names of all members of `FFTType`."""
+    return [str(fft_type) for fft_type in FFTType]
+
+
+def fft_type_values() -> list[FFTType]:
+    """All members."""
+    return list(FFTType)
+
+
+def fft_type_string(name: str) -> FFTType:
+    """The member that GoMLX calls so; `BackendError` for none."""
+    return _named(FFTType, name)
+
+
+def reduce_op_type_strings() -> list[str]:
+    """GoMLX's names of all members of `ReduceOpType`."""
+    return [str(reduction) for reduction in ReduceOpType]
+
+
+def reduce_op_type_values() -> list[ReduceOpType]:
+    """All members."""
+    return list(ReduceOpType)
+
+
+def reduce_op_type_string(name: str) -> ReduceOpType:
+    """The member that GoMLX calls so; `BackendError` for none."""
+    return _named(ReduceOpType, name)
+
+
+_Member = TypeVar("_Member", OpType, FFTType, ReduceOpType)
+
+
+def _named(enum: type[_Member], name: str) -> _Member:
+    for member in enum:
+        if name in (str(member), member.name):
+            return member
+    raise BackendError(f"{enum.__name__} has no member {name!r}; it has {', '.join(map(str, enum))}")
