@@ -24,8 +24,8 @@ PLAIN = {
 }
 # What packed elements become.
 UNPACKED = "float32"
-# Unpacking takes several times its result in passing.
-_AT_ONCE = 1 << 20
+# Elements: unpacking takes several times its result in passing, which stays in a processor's cache so.
+_AT_ONCE = 1 << 18
 
 
 def can_unpack(kind: str) -> bool:
@@ -52,8 +52,18 @@ def unpack(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     for start in range(0, len(blocks), step):
         # A scale that is infinite or not a number is the file's business.
         with np.errstate(invalid="ignore", over="ignore"):
-            made[start : start + step] = dequantize(blocks[start : start + step], number)
+            some = blocks[start : start + step]
+            if kind == "Q8_0":
+                _unpack_q8_0(some, made[start : start + step])
+            else:
+                made[start : start + step] = dequantize(some, number)
     return made.reshape(shape)
+
+
+def _unpack_q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """What `gguf.dequantize` gives, in one pass: a float16 scale and 32 int8 a block."""
+    scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    np.multiply(blocks[:, 2:].view(np.int8), scales, out=out, dtype=np.float32)
 
 
 def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray]:
