@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 from os import PathLike
 
+# What a damaged file calls a tensor, and what it has for a shape, may be of any length.
+_LONGEST = 4000
+_LONGEST_NAME = 300
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: what is wrong, in which file and tensor, and what to do.
@@ -17,10 +21,13 @@ class CheckpointError(ValueError):
         self.file = None if file is None else str(file)
         self.tensor = tensor
         place = [part for part in (self.file, None if tensor is None else f"tensor {tensor!r}") if part]
-        super().__init__(": ".join([*place, message]).replace("\n", " "))
+        text = ": ".join([*place, message]).replace("\n", " ")
+        super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (nearest known name: 'x')` for the name in `known` most like `name`, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    if len(name) > _LONGEST_NAME:
+        return ""
+    close = difflib.get_close_matches(name, [one for one in known if len(one) <= _LONGEST_NAME], n=1)
     return f" (nearest known name: {close[0]!r})" if close else ""

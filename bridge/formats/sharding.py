@@ -1,12 +1,16 @@
 """Checkpoints of several files and their `*.index.json`: `{"metadata": {...}, "weight_map": {tensor: file}}`.
 
 Source: transformers, `save_pretrained` of its torch and (up to 4.57) Flax models; the layout is the same in both.
+As `from_pretrained` does, every tensor of the shards that an index names is read, also one that it does not list, and
+files it does not name are left alone; but where one of those is called like a missing part of the same set, tensors
+would be lost without a word, and that is an error. Shards may be links, as in the Hub's cache; their names are plain.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +21,7 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import Reader, TensorInfo
 
 _INDEX_LIMIT = 256 << 20
+_PART = re.compile(r"(?P<set>.+)-\d+(?P<rest>-of-\d+\..+)")
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -92,6 +97,7 @@ class ShardedReader:
                     raise CheckpointError(f"stands in {found[name].file} and again in {path}", file=path, tensor=name)
                 found[name] = info
                 self._home[name] = shard
+        self._refuse_unnamed_parts(set(weight_map.values()))
         for name, file in weight_map.items():
             if name not in found or Path(found[name].file).name != file:
                 raise CheckpointError(
@@ -102,6 +108,17 @@ class ShardedReader:
         self.tensors: Mapping[str, TensorInfo] = found
         self.metadata: Mapping[str, str] = self._shards[0].metadata
         self.files = (self._index, *(file for shard in self._shards for file in shard.files))
+
+    def _refuse_unnamed_parts(self, named: set[str]) -> None:
+        sets = {part.group("set", "rest") for file in named if (part := _PART.fullmatch(file)) is not None}
+        for path in sorted(self._index.parent.iterdir()):
+            part = _PART.fullmatch(path.name)
+            if path.name not in named and part is not None and part.group("set", "rest") in sets:
+                raise CheckpointError(
+                    f"is a part of this checkpoint by its name, and {self._index.name} names no tensor of it; download "
+                    "the index again, or remove the file",
+                    file=path,
+                )
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor, from the shard that holds it."""
