@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from easytorch.bridge.jax_arrays import Region, fill, from_numpy, is_jax
+from easytorch.bridge.jax_arrays import Region, empty, fill, from_numpy, is_jax
 from easytorch.bridge.memory import MemoryTree, as_leaf, tensors_of
 from easytorch.bridge.plan import Plan, Step
 
@@ -64,7 +64,7 @@ def _local(
         placements.append(Shard(dim))
         region[dim] = _chunk(region[dim], size, place)
     leaf = tree.leaves[step.sources[0]]
-    target = np.empty([part.stop - part.start for part in region], leaf.dtype)
+    target = empty(tuple(part.stop - part.start for part in region), leaf.dtype)
     back = as_leaf(step, target)
     assert back is not None, "axes are of a view"
     asked: Region = tuple(region[dim] for dim in axes)

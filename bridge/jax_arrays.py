@@ -14,6 +14,7 @@ import numpy as np
 
 from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.blocks import contiguous
 
 if TYPE_CHECKING:
     import jax
@@ -39,7 +40,7 @@ def host(leaf: Any, path: str = "") -> np.ndarray:
     """The elements as a numpy array: a view of CPU memory, read-only for jax; a sharded array is assembled, once."""
     if is_jax(leaf):
         if is_sharded(leaf):
-            assembled = np.empty(leaf.shape, leaf.dtype)
+            assembled = empty(leaf.shape, leaf.dtype)
             fill(assembled, whole(leaf.shape), leaf, path)
             return assembled
         return np.asarray(leaf.addressable_shards[0].data)
@@ -109,10 +110,23 @@ def to_jax(array: np.ndarray, path: str, *, sharding: Any = None, copy: bool = T
     if array.dtype.name in _WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise CheckpointError(f"jax would narrow {array.dtype} to 32 bits; cast it, or set jax_enable_x64", tensor=path)
     if sharding is not None:
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: copied(array[index]))
     if not copy and _dense(array) and array.flags.writeable and jax.default_backend() == "cpu":
         return jax.dlpack.from_dlpack(from_numpy(array))
-    return jax.device_put(np.array(array, order="C"))  # of its own: jax may read a numpy array after the call
+    return jax.device_put(copied(array))  # of its own: jax may read a numpy array after the call
+
+
+def copied(view: np.ndarray) -> np.ndarray:
+    """The elements in C order in memory of their own, which both torch and jax can have."""
+    return contiguous(view, empty(view.shape, view.dtype))
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """New memory from torch, which aligns it on 64 bytes; numpy does on 16, and jax then makes a copy of its own."""
+    import torch
+
+    own = getattr(torch, dtype.name, None)
+    return to_numpy(torch.empty(shape, dtype=own)) if isinstance(own, torch.dtype) else np.empty(shape, dtype)
 
 
 def whole(shape: tuple[int, ...]) -> Region:

@@ -12,6 +12,7 @@ False shares wherever the layouts allow, a transposed weight being a strided vie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ import numpy as np
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.jax_arrays import fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
+from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
 from easytorch.bridge.plan import Plan, Step
 from easytorch.bridge.trees import flat, nested
 from easytorch.bridge.unwrap import unwrapped
@@ -33,6 +34,10 @@ Tree = dict[str, Any]
 Framework = Literal["numpy", "jax"]
 # A jax.sharding.Sharding for all leaves, a tree of them, or what gives one for a leaf's path ("a/b/kernel"), or None.
 Shardings = Any
+
+
+# Copies wait for memory: a few at a time are as fast as it is.
+_THREADS = 4
 
 
 class MemoryTree:
@@ -72,17 +77,9 @@ def tensors_of(plan: Plan, tree: MemoryTree, *, copy: bool | None = None) -> dic
 
     A sharded leaf is copied shard by shard into the tensor; it is never assembled in its own layout first.
     """
-    made: dict[str, torch.Tensor] = {}
-    for step in plan.steps:
-        leaves = [tree.leaves[name] for name in step.sources]
-        direct = _filled(step, leaves[0]) if len(leaves) == 1 and is_sharded(leaves[0]) else None
-        if direct is not None:
-            made[step.targets[0].name] = from_numpy(direct)
-            continue
-        arrays = [host(leaf, name) for leaf, name in zip(leaves, step.sources, strict=True)]
-        for info, view in zip(step.targets, step.run(arrays), strict=True):
-            made[info.name] = _tensor(view, arrays, leaves, copy)
-    return made
+    with ThreadPoolExecutor(_THREADS) as threads:
+        made = threads.map(lambda step: _tensors(step, tree, copy), plan.steps)
+        return {name: tensor for tensors in made for name, tensor in tensors.items()}
 
 
 def tree_of(
@@ -99,10 +96,9 @@ def tree_of(
     """
     place = placing(framework, shardings, copy=copy)
     leaves: dict[str, Any] = {}
-    for step in plan.steps:
-        arrays = [read(name) for name in step.sources]
-        for info, view in zip(step.targets, step.run(arrays), strict=True):
-            leaves[info.name] = place(info.name, view)
+    for step in plan.steps:  # on this thread: jax's settings may be those of a thread
+        views = step.run([read(name) for name in step.sources])
+        leaves |= {info.name: place(info.name, view) for info, view in zip(step.targets, views, strict=True)}
     return nested(leaves)
 
 
@@ -115,7 +111,7 @@ def placing(
     if shardings is not None and framework != "jax":
         raise ValueError("shardings are jax's: pass framework='jax' with them")
     if framework == "numpy":
-        return lambda path, view: np.array(view, order="C") if copy else view
+        return lambda path, view: copied(view) if copy else view
     placed = _by_path(shardings)
     return lambda path, view: to_jax(view, path, sharding=placed(path), copy=copy is not False)
 
@@ -181,7 +177,7 @@ def _filled(step: Step, leaf: Any) -> np.ndarray | None:
     """
     if len(step.targets) != 1:
         return None
-    target = np.empty(step.targets[0].shape, leaf.dtype)
+    target = empty(step.targets[0].shape, leaf.dtype)
     back = as_leaf(step, target)
     if back is None or back.shape != tuple(leaf.shape):
         return None
@@ -197,16 +193,28 @@ def as_leaf(step: Step, target: np.ndarray) -> np.ndarray | None:
     return back if np.may_share_memory(back, target) else None
 
 
-def _tensor(view: np.ndarray, arrays: list[np.ndarray], leaves: list[Any], copy: bool | None) -> torch.Tensor:
-    shares = _shares(view, arrays)
-    if shares and len(leaves) == 1:
-        wanted = copy is False or (copy is None and view.flags.c_contiguous and not is_jax(leaves[0]))
-        shared = share(leaves[0], view)
-        if shared is not None:
-            import torch
+def _tensors(step: Step, tree: MemoryTree, copy: bool | None) -> dict[str, torch.Tensor]:
+    import torch
 
-            return shared if wanted else shared.clone(memory_format=torch.contiguous_format)
-    return from_numpy(np.array(view, order="C") if shares or not view.flags.writeable else view)
+    for info in step.targets:
+        if not isinstance(getattr(torch, info.dtype, None), torch.dtype):
+            raise CheckpointError(f"is {info.dtype}, which torch does not have; cast it", tensor=info.name)
+    leaves = [tree.leaves[name] for name in step.sources]
+    if len(leaves) == 1 and is_sharded(leaves[0]):
+        filled = _filled(step, leaves[0])
+        if filled is not None:
+            return {step.targets[0].name: from_numpy(filled)}
+    arrays = [host(leaf, name) for leaf, name in zip(leaves, step.sources, strict=True)]
+    views = step.run(arrays)
+    return {info.name: _tensor(view, arrays, leaves, copy) for info, view in zip(step.targets, views, strict=True)}
+
+
+def _tensor(view: np.ndarray, arrays: list[np.ndarray], leaves: list[Any], copy: bool | None) -> torch.Tensor:
+    if not _shares(view, arrays):
+        return from_numpy(view if view.flags.writeable and view.flags.c_contiguous else copied(view))
+    wanted = copy is False or (copy is None and view.flags.c_contiguous and not is_jax(leaves[0]))
+    shared = share(leaves[0], view) if wanted and len(leaves) == 1 else None
+    return from_numpy(copied(view)) if shared is None else shared
 
 
 def _shares(view: np.ndarray, arrays: list[np.ndarray]) -> bool:

@@ -171,6 +171,11 @@ def test_a_layout_that_is_no_view_is_copied_whatever_is_asked() -> None:
         assert made.tolist() == (-leaf).tolist()
 
 
+def test_a_dtype_torch_does_not_have_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"norm\.weight.*float8_e3m4, which torch does not have"):
+        tree_to_state_dict({"norm": {"scale": values((4,), "float8_e3m4")}}, RULES)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"framework='tf'.*numpy.*jax"):
         state_dict_to_tree({}, RULES, framework="tf")
