@@ -150,7 +150,8 @@ class OpType(IntEnum):
         return _GO_NAMES.get(self.name, self.name.title().replace("_", ""))
 
 
-_GO_NAMES = {"CONVERT_DTYPE": "ConvertDType", "FFT": "FFT"}
+# Where capitals do not follow from the words.
+_GO_NAMES = {"CONVERT_DTYPE": "ConvertDType", "FFT": "FFT", "EXPM1": "Expm1", "LOG1P": "Log1p"}
 # The kinds that are operations, without the markers at both ends.
 OP_TYPES = tuple(op_type for op_type in OpType if op_type not in (OpType.INVALID, OpType.LAST))
 GO_OP_TYPES = OP_TYPES[: OpType.WHERE]
