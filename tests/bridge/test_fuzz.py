@@ -5,6 +5,7 @@ The formats are those of the registry and the checkpoints those of seeds.py, so 
 """
 
 import importlib.util
+import json
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
+from easytorch.bridge.inspect import inspect
 
 _spec = importlib.util.spec_from_file_location("bridge_seeds", Path(__file__).with_name("seeds.py"))
 seeds = importlib.util.module_from_spec(_spec)
@@ -23,7 +25,7 @@ _spec.loader.exec_module(seeds)
 
 FORMATS = {form.name: form for form in registry.formats()}
 CASES = [(name, maker) for name in FORMATS for maker in seeds.SEEDS.get(name, ())]
-# Far above what any of these small files can need, and far below what their damaged sizes ask for.
+# Far above what any of these small files can need, and far below what their damaged sizes ask for; seconds of CPU.
 MEMORY_LIMIT = 256 << 20
 TIME_LIMIT = 10
 
@@ -48,20 +50,20 @@ def original(request, tmp_path_factory):
 
 @pytest.fixture
 def attempt(tmp_path):
-    """Opens and reads everything of damaged contents; what is neither success nor CheckpointError is raised."""
+    """Opens and reads damaged contents; what is neither success nor CheckpointError is raised."""
 
-    def attempt(form, contents):
+    def attempt(form, contents, read=read_all):
         folder = tmp_path / "damaged"
         for path, content in contents.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
         reset_peak()
         before = peak()
-        signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
         try:
-            outcome = read_all(form, folder)
+            outcome = read(form, folder)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             shutil.rmtree(folder)
         assert peak() - before < MEMORY_LIMIT
         return outcome
@@ -69,9 +71,9 @@ def attempt(tmp_path):
     def too_slow(number, frame):
         raise TooSlow
 
-    former = signal.signal(signal.SIGALRM, too_slow)
+    former = signal.signal(signal.SIGPROF, too_slow)
     yield attempt
-    signal.signal(signal.SIGALRM, former)
+    signal.signal(signal.SIGPROF, former)
 
 
 def read_all(form, folder):
@@ -92,6 +94,15 @@ def read_all(form, folder):
         assert str(folder) in error.file
         return 0
     return len(reader.tensors)
+
+
+def inspect_all(form, folder):
+    """The same for what every command does first: finding the format and the scheme, and a config in the shapes."""
+    try:
+        return len(inspect(folder).tensors)
+    except CheckpointError as error:
+        assert str(folder) in str(error)
+        return 0
 
 
 def reset_peak():
@@ -156,6 +167,14 @@ def damages(draw, contents):
 def test_damaged(original, attempt, data):
     form, contents = original
     attempt(form, data.draw(damages(contents)))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_damaged_and_inspected(original, attempt, data):
+    form, contents = original
+    config = json.dumps(seeds.CONFIG).encode()
+    attempt(form, data.draw(damages({**contents, "config.json": config})), inspect_all)
 
 
 # Not those that one cannot tell: GGUF's last bytes are padding, EasyDeL's pairs end anywhere, torch reads its own.
