@@ -8,61 +8,27 @@ the model, H the number of heads, d the size of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 
+from easytorch.bridge.computed_layouts import split_heads
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.transforms import Shape, Transform, transform_called
 
 
-@cache
 def heads_out(heads: int) -> Transform:
     """torch (H d, D), a query, key or value projection <-> (D, H, d), the kernel of flax's `DenseGeneral`."""
-
-    def split(shape: Shape) -> Shape:
-        return (shape[1], heads, _of_each(shape[0], heads))
-
-    return Transform(
-        name=f"heads_out[{heads}]",
-        to_flax=lambda arrays: arrays[0].T.reshape(split(arrays[0].shape)),
-        to_torch=lambda array: (array.reshape(len(array), -1).T,),
-        flax_shape=lambda shapes: split(shapes[0]),
-        torch_shapes=lambda shape: ((shape[1] * shape[2], shape[0]),),
-        rank=3,
-        torch_rank=2,
-    )
+    return split_heads(heads, 0, (2, 0, 1))
 
 
-@cache
 def heads_in(heads: int) -> Transform:
     """torch (D, H d), an output projection <-> (H, d, D)."""
-
-    def split(shape: Shape) -> Shape:
-        return (heads, _of_each(shape[1], heads), shape[0])
-
-    return Transform(
-        name=f"heads_in[{heads}]",
-        to_flax=lambda arrays: arrays[0].T.reshape(split(arrays[0].shape)),
-        to_torch=lambda array: (array.reshape(-1, array.shape[2]).T,),
-        flax_shape=lambda shapes: split(shapes[0]),
-        torch_shapes=lambda shape: ((shape[2], shape[0] * shape[1]),),
-        rank=3,
-        torch_rank=2,
-    )
+    return split_heads(heads, 1, (1, 2, 0))
 
 
-@cache
 def heads_bias(heads: int) -> Transform:
     """torch (H d,) <-> (H, d)."""
-    return Transform(
-        name=f"heads_bias[{heads}]",
-        to_flax=lambda arrays: arrays[0].reshape(heads, -1),
-        to_torch=lambda array: (array.reshape(-1),),
-        flax_shape=lambda shapes: (heads, _of_each(shapes[0][0], heads)),
-        torch_shapes=lambda shape: ((shape[0] * shape[1],),),
-        rank=2,
-    )
+    return split_heads(heads, 0, (0, 1))
 
 
 # torch (a, b) <-> (1, a, b): position tables that flax keeps with an axis for the batch.

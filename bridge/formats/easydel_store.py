@@ -58,7 +58,9 @@ class EasydelReader:
                     tensor=name,
                 )
         self.metadata: Mapping[str, str] = {"not read": ", ".join(others)} if others else {}
-        self.files = (index,)
+        beside = ("checkpoint_metadata.json", "metadata.json", *(f"{one}_structure.json" for one in (prefix, *others)))
+        own = (*beside, *others, *dict.fromkeys(path.partition("/")[0] for path in folders.values()))
+        self.files = (index, *(file for name in own if (file := index.parent / name).exists()))
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor, in memory of its own."""

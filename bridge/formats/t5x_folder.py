@@ -85,7 +85,7 @@ class T5xReader:
             path: replace(infos[name], name=path) for path, name in self._names.items()
         }
         self.metadata = self._index.metadata
-        self.files = (index,)
+        self.files = (index, *(index.parent / folder for folder in self._index.folders.values()))
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor; of one inside the msgpack file a view."""
@@ -151,7 +151,7 @@ class T5xFolder:
 
 
 def _has_parameters(folder: Path) -> bool:
-    return any(next(folder.glob(f"{root}.*/.zarray"), None) is not None for root in ("target", "state", "_optimizer"))
+    return any(one.is_dir() for root in ("target", "state", "_optimizer") for one in folder.glob(f"{root}.*"))
 
 
 def _spec(file: str, info: TensorInfo) -> dict[str, Any]:

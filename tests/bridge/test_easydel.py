@@ -98,6 +98,7 @@ def test_the_leaves_are_easydels(target, model, tmp_path):
             np.testing.assert_array_equal(reader.read(name), leaf, err_msg=name)
     convert(tmp_path / "easydel", tmp_path / "torch", to="torch")
     assert (tmp_path / "torch/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert {file.name for file in (tmp_path / "torch").iterdir()} == {file.name for file in folder.iterdir()}
 
 
 LLAMA = transformers.LlamaConfig(**HEADS | {"num_hidden_layers": 1})

@@ -82,5 +82,5 @@ def test_leaves_that_make_no_tensor(change, match):
 
 
 def test_heads_that_do_not_divide():
-    with pytest.raises(CheckpointError, match="not a multiple of 3 heads"):
+    with pytest.raises(CheckpointError, match="not a multiple of its 3 heads"):
         heads_out(3).flax_shape([(10, 4)])

@@ -176,6 +176,7 @@ def test_written_as_the_scripts_read_it(model, tmp_path):
         np.testing.assert_array_equal(found[name], leaf, err_msg=name)
     convert(tmp_path / "t5x", tmp_path / "torch", to="torch")
     same_tensors(tmp_path / "torch", folder)
+    assert {file.name for file in (tmp_path / "torch").iterdir()} == {file.name for file in folder.iterdir()}
 
 
 def test_read_without_a_config(model, tmp_path):
