@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# Rotary tables: transformers keeps one a model, checkpoints from before 4.40 one a layer.
-_ALWAYS_SCRATCH = r"rotary_emb\.inv_freq$"
+# What checkpoints of old hold and no version reads: rotary tables a layer (before 4.40), fairseq's version numbers.
+_ALWAYS_SCRATCH = r"rotary_emb\.inv_freq$|(encoder|decoder)\.version$"
 
 # The leaf of a row, several where torch holds them as one, None for a buffer.
 Path = str | tuple[str, ...] | None
@@ -240,7 +240,8 @@ def _siblings(model_class: type[PreTrainedModel]) -> Iterator[type[PreTrainedMod
     for _, found in inspect.getmembers(sys.modules[model_class.__module__], inspect.isclass):
         if not issubclass(found, PreTrainedModel) or found.config_class is not model_class.config_class:
             continue
-        if found is not model_class and not found.__name__.endswith("PreTrainedModel"):
+        # What the classes of a family have in common, under several names in old families, computes nothing.
+        if found is not model_class and found.forward is not PreTrainedModel.forward:
             yield found
 
 

@@ -350,6 +350,7 @@ def composites() -> Iterator[Case]:
     for vision_member, text_member in (
         (("vit", VIT | {"hidden_size": 30}), ("bert", BERT)),
         (("clip_vision_model", CLIP_VISION), ("bert", BERT | {"hidden_size": 27})),
+        (("clip", {"text_config": CLIP_TEXT, "vision_config": CLIP_VISION}), ("albert", BERT | {"embedding_size": 14})),
     ):
         members = {"vision": vision_member, "text": text_member}
         variant = f"{vision_member[0]}-{text_member[0]}"

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from flax.serialization import msgpack_serialize
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from easytorch import auto
 from easytorch.bridge.convert import convert
@@ -56,9 +56,7 @@ def _records() -> Iterator[Any]:
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     record = request.param
     folder = tmp_path_factory.mktemp("flax")
-    leaves = dict(fill.weights(record["tree"]))
-    (folder / "flax_model.msgpack").write_bytes(msgpack_serialize(nested(leaves)))
-    (folder / "config.json").write_text(json.dumps(record["config"]))
+    leaves = write_flax(record, folder)
     config = transformers.AutoConfig.from_pretrained(folder)
     auto_class = auto_class_of(config, record["torch_class"])
     if auto_class is None:
@@ -66,6 +64,14 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     else:
         model = auto_class.from_pretrained(folder)
     return Loaded(record, leaves, folder, model.eval())
+
+
+def write_flax(record: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
+    """The checkpoint of a recorded class, as HF Flax saves it; returns its leaves."""
+    leaves = dict(fill.weights(record["tree"]))
+    (folder / "flax_model.msgpack").write_bytes(msgpack_serialize(nested(leaves)))
+    (folder / "config.json").write_text(json.dumps(record["config"]))
+    return leaves
 
 
 def auto_class_of(config: Any, name: str) -> Any:
@@ -112,3 +118,36 @@ def test_the_tree_goes_to_torch_and_back_bit_for_bit(loaded: Loaded, tmp_path: P
     convert(loaded.folder, tmp_path / "torch", to="torch")
     convert(tmp_path / "torch", tmp_path / "flax", to="flax")
     assert_same_tree(flat(load_tree(tmp_path / "flax")), loaded.leaves)
+
+
+_MASK = np.tril(np.ones((1, 1, 37, 37), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("gpt2", {"transformer.h.1.attn.bias": _MASK, "transformer.h.1.attn.masked_bias": np.float32(-1e4)}),
+        ("gpt_neo", {"transformer.h.1.attn.attention.masked_bias": np.float32(-1e9)}),
+        ("gptj", {"transformer.h.1.attn.bias": _MASK, "transformer.h.1.attn.masked_bias": np.float32(-1e9)}),
+        ("bart", {"model.encoder.version": np.float32([3]), "model.decoder.version": np.float32([3])}),
+        ("clip", {"text_model.embeddings.position_ids": np.arange(37)[None]}),
+        ("big_bird", {"bert.embeddings.position_ids": np.arange(43)[None]}),
+    ],
+)
+def test_what_only_old_checkpoints_hold_stays_beside_the_tree(
+    family: str, extra: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    heads = ("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "CLIPModel")
+    records = json.loads((DATA / f"{family}.json").read_text())
+    record = next(one for one in records if one["torch_class"].endswith(heads))
+    (tmp_path / "flax").mkdir()
+    leaves = write_flax(record, tmp_path / "flax")
+    convert(tmp_path / "flax", tmp_path / "old", to="torch")
+    file = tmp_path / "old" / "model.safetensors"
+    old = load_file(file) | {name: np.asarray(array) for name, array in extra.items()}
+    save_file(old, file, metadata={"format": "pt"})
+    convert(tmp_path / "old", tmp_path / "new", to="flax")
+    assert_same_tree(flat(load_tree(tmp_path / "new")), leaves)
+    convert(tmp_path / "new", tmp_path / "again", to="torch")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert_same_tree(again, old)

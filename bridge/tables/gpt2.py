@@ -1,0 +1,7 @@
+"""GPT-2: older checkpoints hold the causal mask of each layer, and the number it fills in."""
+
+from __future__ import annotations
+
+from easytorch.bridge.rules import Rules
+
+RULES: Rules = (("[transformer.]h.{i}.{attention:attn|crossattention}.{mask:bias|masked_bias}", None, "buffer"),)

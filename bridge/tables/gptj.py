@@ -1,0 +1,7 @@
+"""GPT-J: older checkpoints hold the causal mask of each layer, and the number it fills in."""
+
+from __future__ import annotations
+
+from easytorch.bridge.rules import Rules
+
+RULES: Rules = (("[transformer.]h.{i}.attn.{mask:bias|masked_bias}", None, "buffer"),)
