@@ -52,7 +52,8 @@ class MemoryTree:
     def __init__(self, tree: Any, *, as_stored: bool = False) -> None:
         given = leaves_of(tree)
         infos = {path: info_of(path, leaf) for path, leaf in given.items()}
-        names, self.left_out = ({path: path for path in given}, ()) if as_stored else unwrapped(infos)
+        names, left_out = ({path: path for path in given}, ()) if as_stored else unwrapped(infos)
+        self.left_out: tuple[str, ...] = left_out
         self.leaves = {path: given[name] for path, name in names.items()}
         self.tensors = {path: info_of(path, leaf) for path, leaf in self.leaves.items()}
         self.metadata, self.files = {}, ()
