@@ -254,8 +254,14 @@ def config_from(
             content = None
         if isinstance(content, dict):
             return content
-    family = _family(fields)
-    return None if family is None else _made(family, fields, tensors, derived)
+    plain = {key: value for key, value in fields.items() if _is_plain(value)}
+    family = _family(plain)
+    return None if family is None else _made(family, plain, tensors, derived)
+
+
+def _is_plain(value: Any) -> bool:
+    """Text, or a number that there is: of what a config is made of."""
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _family(fields: Mapping[str, Any]) -> str | None:
@@ -283,12 +289,12 @@ def _made(
     if embedding is not None and embedding.shape:
         content["vocab_size"] = embedding.shape[0]
     for attribute in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
-        if not content.get(attribute):
+        if content.get(attribute, 0) < 1:
             raise CheckpointError(f"the metadata states no `{attribute}`; give the model's config.json by `config`")
     content["tie_word_embeddings"] = "output.weight" not in tensors
     content |= _from_shapes(family, tensors)
     window = fields.get(f"{arch}.attention.sliding_window")
-    if window and family in (*_SLIDING, "phi3"):
+    if isinstance(window, int) and window and family in (*_SLIDING, "phi3"):
         content["sliding_window"] = int(window)
     for name in ("bos", "eos", "padding"):
         if isinstance(number := fields.get(f"tokenizer.ggml.{name}_token_id"), int):
@@ -341,21 +347,23 @@ def _rope_from(
     rope: dict[str, Any] = {"rope_theta": float(theta), "rope_type": "default"}
     kind = fields.get(f"{arch}.rope.scaling.type")
     if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": float(fields.get(f"{arch}.rope.scaling.factor", 1.0))}
+        factor = fields.get(f"{arch}.rope.scaling.factor", 1.0)
+        rope |= {"rope_type": kind, "factor": float(factor) if isinstance(factor, int | float) else 1.0}
     if kind == "longrope" and LONG_FACTORS in derived and SHORT_FACTORS in derived:
         long, short = (derived[name].astype(float).tolist() for name in (LONG_FACTORS, SHORT_FACTORS))
         rope |= {"rope_type": kind, "long_factor": long, "short_factor": short}
-    if (original := fields.get(f"{arch}.rope.scaling.original_context_length")) and kind is not None:
-        rope["original_max_position_embeddings"] = int(original)
+    original = fields.get(f"{arch}.rope.scaling.original_context_length")
+    if isinstance(original, int) and kind is not None:
+        rope["original_max_position_embeddings"] = original
     if ROPE_FACTORS in derived:
         rope |= _llama3(derived[ROPE_FACTORS], rope)
     head = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
     rotated = fields.get(f"{arch}.rope.dimension_count", head)
-    if rotated != head:
+    if isinstance(rotated, int) and head > 0 and rotated != head:
         rope["partial_rotary_factor"] = rotated / head
     local = fields.get(f"{arch}.rope.freq_base_swa")
     if content["model_type"] == "gemma3_text":
-        near = {"rope_theta": float(local or 10000.0), "rope_type": "default"}
+        near = {"rope_theta": float(local) if isinstance(local, int | float) else 10000.0, "rope_type": "default"}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": near}}
     return {"rope_parameters": rope}
 
