@@ -27,7 +27,7 @@ class Config:
     def model_type(self) -> str:
         """The family's name; `CheckpointError` when the config has none."""
         found = self.content.get("model_type")
-        if not isinstance(found, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", found):
+        if not isinstance(found, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", found):
             raise CheckpointError(
                 f"`model_type` is {found!r}; set it to the family's name, as in 'bert'", file=self.file
             )

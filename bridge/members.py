@@ -64,7 +64,8 @@ def _on_disk(start: str, names: HubNames) -> str:
 def _table(model: PreTrainedModel) -> RuleTable | None:
     """The table of the model's family, None for one that differs nowhere from the convention."""
     model_type = model.config.model_type
-    name = f"easytorch.bridge.tables.{model_type.replace('-', '_')}"
+    # No module can be called like "kosmos-2.5".
+    name = f"easytorch.bridge.tables.{model_type.replace('-', '_').replace('.', '_')}"
     if model_type and find_spec(name) is not None:
         module = importlib.import_module(name)
         return compile_rules(module.rules(model) if hasattr(module, "rules") else module.RULES)

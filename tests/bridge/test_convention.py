@@ -20,6 +20,7 @@ from easytorch.bridge.architecture import architecture_like
 from easytorch.bridge.convention import convention_rules
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.rules import compile_rules
@@ -254,6 +255,15 @@ def leaf_in(table: Any, name: str) -> str | None:
 )
 def test_checkpoints_of_every_age_are_read(family: str, old: str, path: str) -> None:
     assert leaf_in(table_of(*cases.OTHERS[family], given=(old,)), old) == path
+
+
+def test_a_family_may_have_a_point_in_its_name() -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"embed_dim": 16, "layers": 1, "attention_heads": 2, "ffn_dim": 16, "vocab_size": 30}
+    table = table_of("Kosmos2_5Model", {"text_config": text, "vision_config": small})
+    found = "text_model.model.embed_tokens.weight"
+    assert leaf_in(table, found) == "text_model/model/embed_tokens/embedding"
+    assert Config(Path("config.json"), {"model_type": "kosmos-2.5"}).model_type == "kosmos-2.5"
 
 
 def test_rotary_tables_of_old_checkpoints_are_kept_beside() -> None:
