@@ -25,7 +25,6 @@ _INDEX_LIMIT = 256 << 20
 _PREFIX = "model"
 # The folder of a training step, as eformer's `Checkpointer` calls it.
 _STEP = re.compile(r"run-(\d{1,18})")
-_COMPRESSOR = {"id": "zstd", "level": 1}
 
 
 class EasydelReader:
@@ -121,7 +120,7 @@ class EasydelStore:
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
         """One tensor."""
         for info in tensors:
-            write_folder(folder / file, info, source.read(info.name), _COMPRESSOR)
+            write_folder(folder / file, info, source.read(info.name))
             source.wrote(info)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:

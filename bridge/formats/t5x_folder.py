@@ -30,7 +30,6 @@ _STEP = re.compile(r"checkpoint_(\d{1,18})")
 _PLACEHOLDER = "PLACEHOLDER://"
 # Since version 1 the training state is wrapped in this.
 _WRAPPER = "optimizer/"
-_COMPRESSOR = {"id": "zstd", "level": 1}
 
 
 class _Index(MsgpackFile):
@@ -136,7 +135,7 @@ class T5xFolder:
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
         """One tensor."""
         for info in tensors:
-            write_folder(folder / file, info, source.read(info.name), _COMPRESSOR)
+            write_folder(folder / file, info, source.read(info.name))
             source.wrote(info)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
@@ -156,6 +155,6 @@ def _has_parameters(folder: Path) -> bool:
 
 def _spec(file: str, info: TensorInfo) -> dict[str, Any]:
     """The tensorstore spec of an array, as `Checkpointer` leaves it: everything but what is read off `.zarray`."""
-    metadata = {"chunks": list(chunk_shape(info)), "compressor": _COMPRESSOR, "shape": list(info.shape)}
+    metadata = {"chunks": list(chunk_shape(info)), "compressor": None, "shape": list(info.shape)}
     kvstore = {"driver": "file", "path": f"{file}/"}
     return {"driver": "zarr", "dtype": info.dtype, "kvstore": kvstore, "metadata": metadata}
