@@ -32,6 +32,9 @@ from easytorch.bridge.sizes import parse_size
 from easytorch.bridge.source import Progress, ReaderSource
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 
+# What configs and tokenizers are kept in.
+_TEXTS = (".json", ".model", ".txt", ".jinja")
+
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -206,10 +209,14 @@ def _started(syncing: ThreadPoolExecutor, former: Future | None, journal: Journa
 
 
 def _digest(checkpoint: Checkpoint) -> str:
-    """Tells one source from another: its files' names, sizes and times, and the tensors that their headers declare."""
+    """Tells one source from another: its files' names, sizes and times, and the tensors that their headers declare.
+
+    Of what stands beside the weights, those files count that some format writes into its own: tokenizers.
+    """
     files = checkpoint.reader.files
-    side = (files[0] if files[0].is_dir() else files[0].parent) / SIDE_FILE
-    states = [[file.name, state_of(file)] for file in (*files, side)]
+    folder = files[0] if files[0].is_dir() else files[0].parent
+    beside = sorted(file for file in folder.iterdir() if file.suffix in _TEXTS and file.is_file())
+    states = [[file.name, state_of(file)] for file in (*files, folder / SIDE_FILE, *beside)]
     tensors = [[info.name, info.shape, info.dtype] for info in checkpoint.reader.tensors.values()]
     return hashlib.sha256(json.dumps([checkpoint.scheme, states, tensors]).encode()).hexdigest()
 

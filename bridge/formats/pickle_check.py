@@ -12,9 +12,8 @@ import mmap
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from easytorch.bridge.errors import CheckpointError
 
@@ -81,15 +80,15 @@ class _Check:
         self._marks: list[list[int]] = []
         self._memo: dict[int, int] = {}
 
-    def run(self, stream: BinaryIO | mmap.mmap) -> bool:
-        """Whether it came to its end; False for a damaged one, whose error is torch's to give."""
+    def run(self, stream: Any) -> bool:
+        """Whether the pickle in `stream` came to its end; False for a damaged one, whose error is torch's to give."""
         count = 0
         try:
-            for operation, argument in _operations(stream):
+            for operation, argument, _ in pickletools.genops(stream):
                 count += 1
                 if count > _OPERATION_LIMIT:
                     raise CheckpointError("has a pickle too long for names of tensors", file=self._path)
-                self._step(operation, argument)
+                self._step(operation.name, argument)
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -147,8 +146,3 @@ class _Check:
                 file=self._path,
             )
         self._stack.append(size)
-
-
-def _operations(stream: BinaryIO | mmap.mmap) -> Iterator[tuple[str, object]]:
-    for operation, argument, _ in pickletools.genops(stream):
-        yield operation.name, argument
