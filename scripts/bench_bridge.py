@@ -67,10 +67,10 @@ MODELS = {
         "num_hidden_layers",
         0.5,
     ),
-    # One table, over flax's limit for an array, that nothing is done to.
+    # One table, over flax's limit for an array, that nothing is done to: Gemma's output has no weights of its own.
     "embeddings": Model(
-        _LLAMA
-        | {"intermediate_size": 64, "num_attention_heads": 16, "num_hidden_layers": 1, "tie_word_embeddings": True},
+        {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_size": 2048, "head_dim": 64}
+        | {"intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1},
         "bfloat16",
         "vocab_size",
         0.7,
