@@ -346,6 +346,8 @@ def composites() -> Iterator[Case]:
         for chosen in decoders_:
             members = {"encoder": encoder, "decoder": chosen}
             yield Case(name, model_class, {}, inputs, f"{encoder[0]}-{chosen[0]}", members)
+    members = {"encoder": ("beit", VIT | {"use_relative_position_bias": True}), "decoder": bart_decoder}
+    yield Case("vision-encoder-decoder", "VisionEncoderDecoderModel", {}, seen, "beit-bart", members)
     name, pair = "vision-text-dual-encoder", {"input_ids": ids(60)} | image()
     for vision_member, text_member in (
         (("vit", VIT | {"hidden_size": 30}), ("bert", BERT)),
