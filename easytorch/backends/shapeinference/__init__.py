@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import BackendError
 from easytorch.backends.shapeinference import control, elementwise, indexing, movement, product, reduction
 from easytorch.backends.shapeinference.rule import Rule
@@ -23,6 +24,11 @@ RULES: dict[OpType, Rule] = {
     **indexing.RULES,
     **control.RULES,
 }
+
+
+def accepted_dtypes(op_type: OpType) -> frozenset[DType]:
+    """The element types of its first operand (its output, where there is none) for which the operation is defined."""
+    return getattr(RULES.get(op_type), "dtypes", frozenset(DType))
 
 
 def infer(

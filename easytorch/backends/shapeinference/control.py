@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from easytorch.backends.dtypes import FLOATS, SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
 from easytorch.backends.graph import Graph
-from easytorch.backends.shapeinference.reduction import reducible
-from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype
+from easytorch.backends.shapeinference.reduction import REDUCIBLE, reducible
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, takes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, ReduceOpType
 
@@ -31,6 +31,7 @@ def _while(*inputs: Shape, cond: Graph, body: Graph) -> tuple[Shape, ...]:
     return state
 
 
+@takes((DType.BOOL,), "the condition must be a bool scalar")
 def _cond(pred: Shape, *captures: Shape, true_branch: Graph, false_branch: Graph) -> tuple[Shape, ...]:
     if (pred,) != _TRUTH:
         raise BackendError("the condition must be a bool scalar")
@@ -59,6 +60,7 @@ def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(map(str, shapes)) or "nothing"
 
 
+@takes((DType.UINT64,), "the state of Philox is uint64[3]")
 def _rng(state: Shape, shape: Shape) -> tuple[Shape, Shape]:
     wanted = Shape(DType.UINT64, (3,))
     if state != wanted:
@@ -81,6 +83,7 @@ def group_size(groups: Groups, num_devices: int) -> int:
     return len(groups[0])
 
 
+@takes(REDUCIBLE, "integers, floats, complex numbers and bool")
 def _all_reduce(x: Shape, reduction_type: ReduceOpType, replica_groups: Groups, num_devices: int) -> Shape:
     reducible(x, reduction_type)
     group_size(replica_groups, num_devices)
@@ -92,6 +95,7 @@ def _all_gather(x: Shape, axis: int, replica_groups: Groups, num_devices: int) -
     return _sized(x, axis, x.dimensions[axis] * group_size(replica_groups, num_devices))
 
 
+@takes(REDUCIBLE, "integers, floats, complex numbers and bool")
 def _reduce_scatter(
     x: Shape, reduction_type: ReduceOpType, axis: int, replica_groups: Groups, num_devices: int
 ) -> Shape:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
-from easytorch.backends.shapeinference.rule import Rule, broadcast_shapes, require_dtype, require_same_dtype
+from easytorch.backends.shapeinference.rule import Rule, broadcast_shapes, require_same_dtype, takes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 
@@ -18,62 +18,62 @@ _FLOATING = (*FLOATS, *COMPLEX)
 
 
 def _unary(allowed: Collection[DType], what: str) -> Rule:
+    @takes(allowed, what)
     def rule(x: Shape) -> Shape:
-        require_dtype(x, allowed, what)
         return x
 
     return rule
 
 
 def _binary(allowed: Collection[DType], what: str) -> Rule:
+    @takes(allowed, what)
     def rule(x0: Shape, x1: Shape) -> Shape:
         require_same_dtype(x0, x1)
-        require_dtype(x0, allowed, what)
         return Shape(x0.dtype, broadcast_shapes(x0, x1))
 
     return rule
 
 
 def _comparison(allowed: Collection[DType], what: str) -> Rule:
-    binary = _binary(allowed, what)
-
+    @takes(allowed, what)
     def rule(x0: Shape, x1: Shape) -> Shape:
-        binary(x0, x1)
+        require_same_dtype(x0, x1)
         return Shape(DType.BOOL, broadcast_shapes(x0, x1))
 
     return rule
 
 
+@takes(FLOATS, "floats")
 def _test(x: Shape) -> Shape:
-    require_dtype(x, FLOATS, "floats")
     return x.with_dtype(DType.BOOL)
 
 
+@takes((*SIGNED, *FLOATS, *COMPLEX), "signed integers, floats and complex numbers")
 def _abs(x: Shape) -> Shape:
-    require_dtype(x, (*SIGNED, *FLOATS, *COMPLEX), "signed integers, floats and complex numbers")
     return x.with_dtype(x.dtype.real)
 
 
+@takes(_FLOATING, "floats and complex numbers")
 def _part(x: Shape) -> Shape:
-    require_dtype(x, _FLOATING, "floats and complex numbers")
     return x.with_dtype(x.dtype.real)
 
 
+@takes((DType.FLOAT32, DType.FLOAT64), "float32 and float64")
 def _complex(x0: Shape, x1: Shape) -> Shape:
     require_same_dtype(x0, x1)
     return Shape(x0.dtype.complex, broadcast_shapes(x0, x1))
 
 
+@takes(_ORDERED, "integers, floats and bool")
 def _clamp(min: Shape, x: Shape, max: Shape) -> Shape:
     require_same_dtype(min, x, max)
-    require_dtype(x, _ORDERED, "integers, floats and bool")
     if any(bound.rank and bound.dimensions != x.dimensions for bound in (min, max)):
         raise BackendError("the bounds must be scalars or have the shape of what they bound")
     return x
 
 
+@takes(_BOOL, "a condition is bool")
 def _where(condition: Shape, on_true: Shape, on_false: Shape) -> Shape:
-    require_dtype(condition, _BOOL, "a condition is bool")
     require_same_dtype(on_true, on_false)
     return Shape(on_true.dtype, broadcast_shapes(condition, on_true, on_false))
 
@@ -161,6 +161,6 @@ RULES: dict[OpType, Rule] = {
     OpType.CONVERT_DTYPE: _convert,
     OpType.BITCAST: _bitcast,
     # A composite, but an operation on elements.
-    OpType.GELU: lambda x, approximate: _FLOAT_ONLY(x),
+    OpType.GELU: takes(FLOATS, "floats")(lambda x, approximate: x),
     OpType.IDENTITY: lambda x: x,
 }

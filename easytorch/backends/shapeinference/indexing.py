@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
-from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype, takes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 
@@ -71,16 +71,6 @@ def _scatter(
     return operand
 
 
-def _scatter_ordered(operand: Shape, *rest: Shape, **attributes: object) -> Shape:
-    require_dtype(operand, (*_INTEGERS, *FLOATS, DType.BOOL), "integers, floats and bool")
-    return _scatter(operand, *rest, **attributes)  # type: ignore[arg-type]
-
-
-def _scatter_sum(operand: Shape, *rest: Shape, **attributes: object) -> Shape:
-    require_dtype(operand, (*_INTEGERS, *FLOATS, *COMPLEX), "integers, floats and complex numbers")
-    return _scatter(operand, *rest, **attributes)  # type: ignore[arg-type]
-
-
 def _batch(indices: Shape, index_vector_axis: int, axes: tuple[int, ...], operand: Shape) -> tuple[int, ...]:
     """The places that the index vectors of `indices` give, which are for the `axes` of the operand."""
     require_dtype(indices, _INTEGERS, "indices are integers")
@@ -100,6 +90,9 @@ def _increasing(name: str, axes: tuple[int, ...], rank: int) -> None:
     if list(axes) != sorted({*axes}) or any(not 0 <= axis < rank for axis in axes):
         raise BackendError(f"{name} {axes} are not increasing axes of {rank}")
 
+
+_scatter_ordered = takes((*_INTEGERS, *FLOATS, DType.BOOL), "integers, floats and bool")(_scatter)
+_scatter_sum = takes((*_INTEGERS, *FLOATS, *COMPLEX), "integers, floats and complex numbers")(_scatter)
 
 RULES: dict[OpType, Rule] = {
     OpType.GATHER: _gather,

@@ -7,16 +7,17 @@ import math
 
 from easytorch.backends.dtypes import SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
-from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype, takes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis
 
 _INTEGERS = (*SIGNED, *UNSIGNED)
+_COUNTING = tuple(dtype for dtype in DType if dtype is not DType.BOOL)
 
 
+@takes(_COUNTING, "bool does not count")
 def _iota(shape: Shape, iota_axis: int) -> Shape:
-    if shape.dtype is DType.BOOL:
-        raise BackendError("bool does not count")
+    require_dtype(shape, _COUNTING, "bool does not count")
     require_axis(shape, iota_axis, "iota_axis")
     return shape
 

@@ -7,19 +7,21 @@ import itertools
 from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
 from easytorch.backends.shapeinference.reduction import window_sizes
-from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype, takes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 
 _NUMBERS = (*SIGNED, *UNSIGNED, *FLOATS, *COMPLEX)
 
 
+@takes(_NUMBERS, "integers, floats and complex numbers")
 def _dot(x0: Shape, x1: Shape) -> Shape:
     if x0.rank not in (1, 2) or x1.rank not in (1, 2) or (x0.rank, x1.rank) == (1, 2):
         raise BackendError("it takes two vectors, a matrix and a vector, or two matrices; see `dot_general`")
     return _dot_general(x0, x1, (x0.rank - 1,), (), (0,), ())
 
 
+@takes(_NUMBERS, "integers, floats and complex numbers")
 def _dot_general(
     lhs: Shape,
     rhs: Shape,
@@ -29,7 +31,6 @@ def _dot_general(
     rhs_batch_axes: tuple[int, ...],
 ) -> Shape:
     require_same_dtype(lhs, rhs)
-    require_dtype(lhs, _NUMBERS, "integers, floats and complex numbers")
     for name, one, other in (
         ("contracting", lhs_contracting_axes, rhs_contracting_axes),
         ("batch", lhs_batch_axes, rhs_batch_axes),
@@ -54,6 +55,7 @@ def _dot_general(
     return Shape(lhs.dtype, (*batch, *sides[0], *sides[1]))
 
 
+@takes(_NUMBERS, "integers, floats and complex numbers")
 def _convolution(
     operand: Shape,
     filter: Shape,
@@ -66,7 +68,6 @@ def _convolution(
     batch_group_count: int,
 ) -> Shape:
     require_same_dtype(operand, filter)
-    require_dtype(operand, _NUMBERS, "integers, floats and complex numbers")
     _check_axes("input", operand, (axes.input_batch, axes.input_channel, *axes.input_spatial))
     _check_axes("kernel", filter, (axes.kernel_input_channel, axes.kernel_output_channel, *axes.kernel_spatial))
     outputs = (axes.output_batch, axes.output_channel, *axes.output_spatial)
@@ -103,6 +104,7 @@ def _check_axes(name: str, shape: Shape, axes: tuple[int, ...]) -> None:
         raise BackendError(f"the {name} axes {axes} are not every one of {shape.rank} axes once")
 
 
+@takes((DType.FLOAT32, DType.FLOAT64, *COMPLEX), "float32, float64 and complex numbers")
 def _fft(operand: Shape, fft_type: FFTType, fft_length: tuple[int, ...]) -> Shape:
     if not 1 <= len(fft_length) <= 3:
         raise BackendError(f"fft_length has {len(fft_length)} entries; it takes 1 to 3 axes")
@@ -126,14 +128,14 @@ def _lengths(given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         raise BackendError(f"its last axes must have the sizes {wanted}")
 
 
+@takes(FLOATS, "floats")
 def _softmax(x: Shape, axis: int) -> Shape:
-    require_dtype(x, FLOATS, "floats")
     require_axis(x, axis)
     return x
 
 
+@takes(FLOATS, "floats")
 def _layer_norm(x: Shape, scale: Shape, offset: Shape, axes: tuple[int, ...], epsilon: float) -> Shape:
-    require_dtype(x, FLOATS, "floats")
     for axis in axes:
         require_axis(x, axis)
     if not axes or any(one >= other for one, other in itertools.pairwise(axes)):
@@ -145,11 +147,11 @@ def _layer_norm(x: Shape, scale: Shape, offset: Shape, axes: tuple[int, ...], ep
     return x
 
 
+@takes(FLOATS, "floats")
 def _attention(
     query: Shape, key: Shape, value: Shape, mask: Shape | None = None, *, is_causal: bool, scale: float | None
 ) -> Shape:
     require_same_dtype(query, key, value)
-    require_dtype(query, FLOATS, "floats")
     if not query.rank == key.rank == value.rank == 4:
         raise BackendError("query, key and value are (batch, heads, sequence, head size)")
     batch, heads, length, size = query.dimensions

@@ -6,18 +6,20 @@ from collections.abc import Collection
 
 from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
-from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype
+from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype, takes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, ReduceOpType
 
 _INTEGERS = (*SIGNED, *UNSIGNED)
 _NUMBERS = (*_INTEGERS, *FLOATS, *COMPLEX)
 _ORDERED = (*_INTEGERS, *FLOATS, DType.BOOL)
+# By some reduction; `reducible` says by which.
+REDUCIBLE = (*_NUMBERS, DType.BOOL)
 
 
 def _reduce(allowed: Collection[DType], what: str) -> Rule:
+    @takes(allowed, what)
     def rule(x: Shape, axes: tuple[int, ...]) -> Shape:
-        require_dtype(x, allowed, what)
         if len(set(axes)) != len(axes):
             raise BackendError(f"axes {axes} name one twice")
         for axis in axes:
@@ -28,8 +30,8 @@ def _reduce(allowed: Collection[DType], what: str) -> Rule:
     return rule
 
 
+@takes(_ORDERED, "integers, floats and bool")
 def _arg_min_max(x: Shape, axis: int, output_dtype: DType, is_min: bool) -> Shape:
-    require_dtype(x, _ORDERED, "integers, floats and bool")
     require_axis(x, axis)
     require_dtype(Shape(output_dtype), _INTEGERS, "indices are integers")
     if not x.dimensions[axis]:
@@ -72,6 +74,7 @@ def window_sizes(
     return tuple(counts)
 
 
+@takes(REDUCIBLE, "integers, floats, complex numbers and bool")
 def _reduce_window(
     x: Shape,
     reduction_type: ReduceOpType,
@@ -91,9 +94,13 @@ def reducible(x: Shape, reduction_type: ReduceOpType) -> None:
     if reduction_type is ReduceOpType.UNDEFINED:
         raise BackendError("the reduction is UNDEFINED; choose SUM, PRODUCT, MAX or MIN")
     ordered = reduction_type in (ReduceOpType.MAX, ReduceOpType.MIN)
-    require_dtype(x, _ORDERED if ordered else _NUMBERS, "integers and floats")
+    if ordered:
+        require_dtype(x, _ORDERED, "integers, floats and bool are ordered")
+    else:
+        require_dtype(x, _NUMBERS, "integers, floats and complex numbers are added and multiplied")
 
 
+@takes((*_INTEGERS, *FLOATS), "integers and floats")
 def _select_and_scatter(
     operand: Shape,
     source: Shape,
@@ -102,7 +109,6 @@ def _select_and_scatter(
     paddings: tuple[tuple[int, ...], ...],
 ) -> Shape:
     require_same_dtype(operand, source)
-    require_dtype(operand, (*_INTEGERS, *FLOATS), "integers and floats")
     ones = (1,) * operand.rank
     sizes = window_sizes(operand.dimensions, window_dimensions, window_strides, ones, ones, paddings)
     if source.dimensions != sizes:
@@ -110,6 +116,7 @@ def _select_and_scatter(
     return operand
 
 
+@takes(FLOATS, "floats")
 def _batch_norm_inference(
     operand: Shape, scale: Shape, offset: Shape, mean: Shape, variance: Shape, epsilon: float, axis: int
 ) -> Shape:
@@ -117,11 +124,13 @@ def _batch_norm_inference(
     return operand
 
 
+@takes(FLOATS, "floats")
 def _batch_norm_training(operand: Shape, scale: Shape, offset: Shape, epsilon: float, axis: int) -> tuple[Shape, ...]:
     _features(operand, axis, scale, offset)
     return operand, scale, scale
 
 
+@takes(FLOATS, "floats")
 def _batch_norm_gradient(
     operand: Shape, scale: Shape, mean: Shape, variance: Shape, grad_output: Shape, epsilon: float, axis: int
 ) -> tuple[Shape, ...]:
@@ -132,7 +141,6 @@ def _batch_norm_gradient(
 
 
 def _features(operand: Shape, axis: int, *vectors: Shape) -> None:
-    require_dtype(operand, FLOATS, "floats")
     require_axis(operand, axis)
     wanted = Shape(operand.dtype, (operand.dimensions[axis],))
     for vector in vectors:

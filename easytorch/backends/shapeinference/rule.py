@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import BackendError
 from easytorch.backends.shapes import Shape
 
 Rule = Callable[..., Shape | tuple[Shape, ...]]
+
+
+def takes(allowed: Collection[DType], what: str) -> Callable[[Rule], Rule]:
+    """A rule that is only for a first operand of these element types, and says so to `accepted_dtypes`."""
+
+    def decorate(rule: Rule) -> Rule:
+        @functools.wraps(rule)
+        def checked(*shapes: Any, **attributes: Any) -> Shape | tuple[Shape, ...]:
+            if shapes:
+                require_dtype(shapes[0], allowed, what)
+            return rule(*shapes, **attributes)
+
+        checked.dtypes = frozenset(allowed)  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
 
 
 def require_dtype(shape: Shape, allowed: Collection[DType], what: str) -> None:
