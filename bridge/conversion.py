@@ -1,0 +1,145 @@
+"""One conversion: an open source, its weights under the target's names, and the destination they are written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from easytorch import __version__
+from easytorch.bridge.atomic import refuse_existing, staged, sweep
+from easytorch.bridge.checkpoint import Checkpoint, Renamed
+from easytorch.bridge.companions import copy_companions, set_config_dtype
+from easytorch.bridge.dtypes import floating_dtype
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.base import Layout, RoundingFormat, WritableFormat
+from easytorch.bridge.formats.registry import Target
+from easytorch.bridge.plan import cast_plan
+from easytorch.bridge.planned import PlannedReader
+from easytorch.bridge.report import ConversionReport
+from easytorch.bridge.schemes.registry import TORCH
+from easytorch.bridge.side import write_side_file
+from easytorch.bridge.source import Progress, ReaderSource
+from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
+from easytorch.bridge.writing import digest, write_files
+
+
+class Conversion:
+    """`source` and `destination` are here, wherever the user's are; `renamed.reader` gives the target's tensors."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Target,
+        *,
+        dtype: str | None,
+        shard_size: int,
+        source: Path,
+        destination: Path,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._target = target
+        self._dtype = dtype
+        self._shard_size = shard_size
+        self._source = source
+        self._destination = destination
+        self._form, self._cast = stored_as(target.form, dtype)
+        self._renamed: Renamed = checkpoint.renamed(target.scheme)
+        if self._cast is not None:
+            self._renamed.reader = PlannedReader(
+                self._renamed.reader, cast_plan(self._renamed.reader.tensors, self._cast)
+            )
+        self._layout: Layout = self._form.layout(list(self._renamed.reader.tensors.values()), shard_size)
+        # The one file of the layout where the destination is a file, None where it is a folder.
+        self._file = self._single_file()
+        self._outputs = OutputCheck(None)
+        self._notes: list[str] = []
+
+    def _single_file(self) -> str | None:
+        suffix = self._form.suffix
+        if suffix is None or self._destination.suffix != suffix:
+            return None
+        if len(self._layout) > 1:
+            raise CheckpointError(
+                f"one file is asked for, and the weights fill {len(self._layout)} of {self._shard_size} bytes; "
+                "give a folder, or a larger max_shard_size",
+                file=self._destination,
+            )
+        return next(iter(self._layout))
+
+    def run(self, *, resume: bool, verify: bool, progress: Progress | None) -> None:
+        """Writes the destination, whole or not at all."""
+        config, reader = self._checkpoint.config, self._renamed.reader
+        with staged(self._destination, self._file, key=self._key(), resume=resume) as staging:
+            write_files(staging, self._form, self._layout, ReaderSource(reader, config, progress))
+            if verify and (name := wrong_tensor(staging.folder, self._form, reader)) is not None:
+                raise CheckpointError("was not written as it was read; check the disk", tensor=name)
+            if self._file is None:
+                self._write_beside(staging.folder)
+                # What a cast has rounded computes something else.
+                if verify and self._dtype is None:
+                    self._outputs = compare_sides(self._checkpoint, self._source, staging.folder, self._target.scheme)
+        self._notes += [*staging.notes, *filter(None, [self._outputs.note])]
+
+    def accept_existing(self) -> None:
+        """Takes what stands at the destination for the result; `CheckpointError` where it is something else."""
+        found = self._form.detect(self._destination)
+        if found is None or wrong_tensor(self._destination, self._form, self._renamed.reader) is not None:
+            refuse_existing(self._destination)
+        self._notes += sweep(self._destination)
+        self._notes.append(f"{self._destination}: stands there already, and every tensor of it is right")
+
+    def _key(self) -> dict[str, Any]:
+        """What must be the same for a run to go on from what another has left."""
+        config = self._checkpoint.config
+        return {
+            "source": digest(self._checkpoint),
+            "config": None if config is None else config.content,
+            "options": [self._form.name, self._target.scheme, self._dtype, self._shard_size, self._file],
+            "version": __version__,
+        }
+
+    def _write_beside(self, folder: Path) -> None:
+        """Config, tokenizer and the like, and what the scheme has no place for."""
+        checkpoint, renamed = self._checkpoint, self._renamed
+        if self._target.scheme != TORCH:
+            kept = {name: checkpoint.read_torch(given) for name, given in renamed.kept.items()}
+            write_side_file(folder, kept, renamed.tied)
+        source = self._source if self._source.is_dir() else self._source.parent
+        copy_companions(source, folder, checkpoint.reader.files)
+        if checkpoint.config is None:
+            return
+        file = folder / "config.json"
+        if not file.is_file():
+            file.write_text(json.dumps(checkpoint.config.content, indent=2) + "\n", encoding="utf-8")
+        if self._cast is not None:
+            set_config_dtype(file, self._cast)
+
+    def report(self, src: str, dst: str, *, verified: bool, seconds: float) -> ConversionReport:
+        """What was done; `src` and `dst` as the user gave them."""
+        config, tensors = self._checkpoint.config, self._renamed.reader.tensors
+        return ConversionReport(
+            source=src,
+            destination=dst,
+            source_format=self._checkpoint.form.name,
+            source_scheme=self._checkpoint.scheme,
+            target_format=self._target.form.name,
+            target_scheme=self._target.scheme,
+            architecture=None if config is None else config.architecture,
+            tensors=len(tensors),
+            bytes=sum(info.nbytes for info in tensors.values()),
+            files=tuple(self._layout) if self._file is None else (self._destination.name,),
+            kept=tuple(self._renamed.kept),
+            tied=tuple(self._renamed.tied),
+            notes=(*self._renamed.notes, *self._notes),
+            verified=verified,
+            outputs_difference=self._outputs.difference,
+            seconds=seconds,
+        )
+
+
+def stored_as(form: WritableFormat, dtype: str | None) -> tuple[WritableFormat, str | None]:
+    """The format to write, and what to cast to before: nothing for a format that rounds on its own."""
+    if dtype is None:
+        return form, None
+    return (form.storing(dtype), None) if isinstance(form, RoundingFormat) else (form, floating_dtype(dtype))

@@ -1,0 +1,58 @@
+"""The files of a conversion, written one after the other into a staging folder, but for those already finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from easytorch.bridge.atomic import Staging
+from easytorch.bridge.checkpoint import Checkpoint
+from easytorch.bridge.formats.base import Layout, WritableFormat
+from easytorch.bridge.journal import Journal, state_of
+from easytorch.bridge.side import FILE_NAME as SIDE_FILE
+from easytorch.bridge.source import ReaderSource
+
+# What configs and tokenizers are kept in.
+_TEXTS = (".json", ".model", ".txt", ".jinja")
+
+
+def write_files(staging: Staging, form: WritableFormat, layout: Layout, source: ReaderSource) -> None:
+    """Writes what of `layout` the journal does not call finished; files are synced while the next ones are written."""
+    journal = staging.journal
+    assert journal is not None, "a conversion is staged with a key"
+    with ThreadPoolExecutor(1) as syncing:
+        unsynced: list[str] = []
+        sync: Future | None = None
+        for file, infos in layout.items():
+            if file in journal.finished:
+                for info in infos:
+                    source.wrote(info)
+                continue
+            form.write(staging.folder, file, infos, source)
+            unsynced.append(file)
+            if sync is None or sync.done():
+                sync = _next_sync(syncing, sync, journal, unsynced)
+                unsynced = []
+        _next_sync(syncing, sync, journal, unsynced).result()
+    form.finish(staging.folder, layout, source)
+
+
+def _next_sync(syncing: ThreadPoolExecutor, former: Future | None, journal: Journal, files: list[str]) -> Future:
+    """Begun when the former one ended well."""
+    if former is not None:
+        former.result()
+    return syncing.submit(journal.finish, files)
+
+
+def digest(checkpoint: Checkpoint) -> str:
+    """Tells one source from another: its files' names, sizes and times, and the tensors that their headers declare.
+
+    Of what stands beside the weights, those files count that some format writes into its own: tokenizers.
+    """
+    files = checkpoint.reader.files
+    folder = files[0] if files[0].is_dir() else files[0].parent
+    beside = sorted(file for file in folder.iterdir() if file.suffix in _TEXTS and file.is_file())
+    states = [[file.name, state_of(file)] for file in (*files, folder / SIDE_FILE, *beside)]
+    tensors = [[info.name, info.shape, info.dtype] for info in checkpoint.reader.tensors.values()]
+    return hashlib.sha256(json.dumps([checkpoint.scheme, states, tensors]).encode()).hexdigest()
