@@ -1,0 +1,42 @@
+"""Torch modules on any backend: captured by `torch.export`, lowered operation by operation onto a `Builder`.
+
+    model = easytorch.frontend.compile(module, (input_ids,))          # XLA; or backend="torch", "numpy"
+    logits = model(input_ids)
+
+capture.py     a module as an `ExportedProgram`: functional, and only those operations decomposed that no lowering knows
+registry.py    `@lowering(torch.ops.aten.add.Tensor)`: what is known, ours and users'
+context.py     `Context`: what a lowering is given: the builder, ATen's type promotion, broadcasting, constants
+lower.py       the interpreter that walks a graph (an ExportedProgram's, AOTAutograd's, a branch of `torch.cond`)
+module.py      `compile`: weights on the device, mutated buffers donated, pytrees in and out
+aten/          the lowerings, a file a family
+
+A custom operation is lowered by registering it under its overload, before `compile`:
+
+    @easytorch.frontend.lowering(torch.ops.mylib.scale.default)
+    def scale(ctx, x, factor):
+        return ctx.builder.mul(x, ctx.scalar(factor, x.shape.dtype))
+
+A lowering is given the arguments of the call: tensors as `Op`, sizes as plain ints (a graph with symbolic sizes is
+lowered once for each set of sizes), anything else as it stands in the graph; dtypes are torch's. Default arguments are
+left out, as in the graph. It returns an `Op`, a tuple or list of them where the operation has several outputs, or None.
+The builder promotes and broadcasts nothing of itself: `ctx.promote`, `ctx.cast`, `ctx.operands` do as ATen does.
+"""
+
+from easytorch.frontend.capture import capture
+from easytorch.frontend.context import Context
+from easytorch.frontend.errors import LoweringError, UnsupportedOpError
+from easytorch.frontend.lower import lower_graph
+from easytorch.frontend.module import CompiledModule, compile
+from easytorch.frontend.registry import lowering, lowerings
+
+__all__ = [
+    "CompiledModule",
+    "Context",
+    "LoweringError",
+    "UnsupportedOpError",
+    "capture",
+    "compile",
+    "lower_graph",
+    "lowering",
+    "lowerings",
+]

@@ -1,0 +1,93 @@
+"""A module as a functional ATen graph, with only those operations decomposed that have no lowering.
+
+The default decompositions of torch.export take linear, layer_norm and attention apart, and fail on modules that torch
+itself runs (a static key-value cache held under two names, in torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.export import ExportedProgram, default_decompositions, export
+from torch.export.graph_signature import InputKind, TensorArgument
+
+from easytorch.frontend.registry import lowerings
+
+# A decomposition may lead to operations that need one; none known is this deep.
+_ROUNDS = 8
+
+
+def capture(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """The module's forward for such inputs. What it writes to buffers and inputs are further outputs of the graph."""
+    program = export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+    return functionalize(program)
+
+
+def functionalize(program: ExportedProgram) -> ExportedProgram:
+    """`program` without writes in place, and in terms of what can be lowered as far as decompositions reach."""
+    _merge_aliases(program)
+    table = _decompositions(program)
+    program = program.run_decompositions(table)
+    for _ in range(_ROUNDS):
+        more = _decompositions(program)
+        if not more.keys() - table.keys():
+            break
+        table |= more
+        program = program.run_decompositions(dict(table))
+    return program
+
+
+def _decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """Of the operations in the graph without a lowering. Those that write in place are left to functionalization."""
+    known = lowerings()
+    found: dict[Any, Callable[..., Any]] = {}
+    usual = default_decompositions()
+    for module in program.graph_module.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            target = node.target
+            if node.op != "call_function" or target in known or not isinstance(target, torch._ops.OpOverload):
+                continue
+            if target in found or target._schema.is_mutable:
+                continue
+            if target in usual:
+                found[target] = usual[target]
+            elif target in decomposition_table:
+                found[target] = decomposition_table[target]
+    return found
+
+
+def _merge_aliases(program: ExportedProgram) -> None:
+    """One tensor held under several names becomes one input: writes through one name are seen under the others."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    first: dict[Any, Any] = {}
+    specs = program.graph_signature.input_specs
+    for spec in list(specs):
+        if spec.kind is InputKind.USER_INPUT or not isinstance(spec.arg, TensorArgument):
+            continue
+        tensor = tensor_of(program, spec.target)
+        if tensor.numel() == 0:
+            continue
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        node = placeholders[spec.arg.name]
+        if key not in first:
+            first[key] = node
+            continue
+        node.replace_all_uses_with(first[key])
+        program.graph.erase_node(node)
+        specs.remove(spec)
+    program.graph_module.recompile()
+
+
+def tensor_of(program: ExportedProgram, name: str | None) -> torch.Tensor:
+    """The parameter, buffer or constant of that name."""
+    return program.state_dict[name] if name in program.state_dict else program.constants[name]  # type: ignore[index, return-value]

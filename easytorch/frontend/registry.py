@@ -1,0 +1,59 @@
+"""Which function lowers which operation. Ours register as users' do."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+# (ctx, *args, **kwargs) -> Op, a tuple or list of Op, or None.
+Lowering = Callable[..., Any]
+Target = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+_Function = TypeVar("_Function", bound=Lowering)
+
+_LOWERINGS: dict[Target, Lowering] = {}
+
+
+def lowering(*targets: Target, override: bool = False) -> Callable[[_Function], _Function]:
+    """Registers the decorated function for overloads such as `torch.ops.aten.add.Tensor`.
+
+    `TypeError` for what is no overload (`torch.ops.aten.add` is a packet of several), `ValueError` for one that has a
+    lowering already, unless `override`.
+    """
+    _load()
+    for target in targets:
+        if not isinstance(target, Target):
+            overloads = getattr(target, "overloads", list)()
+            hint = f"; name one of its overloads: {', '.join(overloads)}" if overloads else ""
+            raise TypeError(f"lowering: {target!r} is no overload of an operation{hint}")
+        if target in _LOWERINGS and not override:
+            raise ValueError(f"lowering: {target} has one already; pass override=True to replace it")
+
+    def register(function: _Function) -> _Function:
+        _LOWERINGS.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+def lowerings() -> Mapping[Target, Lowering]:
+    """Every operation that can be lowered, with the function that does it."""
+    _load()
+    return MappingProxyType(_LOWERINGS)
+
+
+_loading = False
+
+
+def _load() -> None:
+    """Imports the families of aten/, once."""
+    global _loading
+    if not _loading:
+        _loading = True
+        package = importlib.import_module("easytorch.frontend.aten")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
