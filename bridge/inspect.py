@@ -52,9 +52,9 @@ class CheckpointInfo:
 def inspect(path: str | PathLike[str]) -> CheckpointInfo:
     """Format, naming scheme, architecture and tensors of the checkpoint at `path` (`bridge.locations`).
 
-    Only headers are read. `CheckpointError` for anything that is not a whole checkpoint.
+    Only headers are read, and of remote safetensors fetched. `CheckpointError` for what is not a whole checkpoint.
     """
-    with local_source(path) as local, open_checkpoint(local) as checkpoint:
+    with local_source(path, headers_only=True) as local, open_checkpoint(local) as checkpoint:
         reader, config = checkpoint.reader, checkpoint.config
         return CheckpointInfo(
             path=str(path),

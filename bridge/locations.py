@@ -19,12 +19,19 @@ from easytorch.bridge.companions import is_weights
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.sharding import read_index
+from easytorch.bridge.formats.torch_safetensors import HEADER_LIMIT
 
 Location = str | PathLike[str]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[^:]+)*://")
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
 _HUB_SCHEME = "hf://"
+# What repositories call their weights: one of them in the cache, and the rest of the checkpoint is there too.
+_WEIGHT_FILES = [
+    f"{name}{index}"
+    for name in ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
+    for index in ("", ".index.json")
+]
 
 
 def is_remote(location: Location) -> bool:
@@ -33,22 +40,30 @@ def is_remote(location: Location) -> bool:
 
 
 @contextmanager
-def local_source(location: Location, *, prefer: registry.Kind | None = None) -> Iterator[Path]:
+def local_source(
+    location: Location, *, prefer: registry.Kind | None = None, headers_only: bool = False
+) -> Iterator[Path]:
     """The folder or file `location` stands for, here: itself, in the Hub's cache, or a copy that goes with the block.
 
     A text that is no existing path and could be a name on the Hub is one. `prefer`: as in `registry.find`.
+    headers_only: remote safetensors are fetched without their data, which nobody will read.
     """
     if not isinstance(location, str) or os.path.lexists(location):
         yield Path(location)
-    elif location.startswith(_HUB_SCHEME):
-        yield _from_hub(location.removeprefix(_HUB_SCHEME), prefer)
-    elif is_remote(location):
-        with tempfile.TemporaryDirectory(prefix="easytorch-") as folder:
-            yield _fetched(location, Path(folder), prefer)
-    elif _HUB_NAME.fullmatch(location) and location.count("/") == 1:
-        yield _from_hub(location, prefer)
-    else:
+        return
+    on_hub = location.startswith(_HUB_SCHEME) or (_HUB_NAME.fullmatch(location) and location.count("/") == 1)
+    if not on_hub and not is_remote(location):
         yield Path(location)
+        return
+    url, name = location, location.removeprefix(_HUB_SCHEME)
+    if on_hub:
+        local = _cached(name) if headers_only else _from_hub(name, prefer)
+        if local is not None:
+            yield local
+            return
+        url = _HUB_SCHEME + name
+    with tempfile.TemporaryDirectory(prefix="easytorch-") as folder:
+        yield _fetched(url, Path(folder), prefer, headers_only)
 
 
 @contextmanager
@@ -84,12 +99,19 @@ def _file_system(url: str) -> tuple[Any, str]:
         raise CheckpointError(f"is no URL that can be opened ({error})", file=url) from error
 
 
-def _fetched(url: str, folder: Path, prefer: registry.Kind | None) -> Path:
+def _fetched(url: str, folder: Path, prefer: registry.Kind | None, headers_only: bool) -> Path:
     system, root = _file_system(url)
+
+    def get(remote: str, local: Path) -> None:
+        if headers_only and remote.endswith(".safetensors"):
+            _get_header(system, remote, local)
+        else:
+            system.get_file(remote, str(local))
+
     try:
         if system.isfile(root):
             local = folder / PurePosixPath(root).name
-            system.get_file(root, str(local))
+            get(root, local)
             return local
         prefix = root.rstrip("/") + "/"
         names = [path.removeprefix(prefix) for path in system.find(root)]
@@ -100,7 +122,7 @@ def _fetched(url: str, folder: Path, prefer: registry.Kind | None) -> Path:
             local = _inside(folder, name, url)
             if not local.is_file():
                 local.parent.mkdir(parents=True, exist_ok=True)
-                system.get_file(prefix + name, str(local))
+                get(prefix + name, local)
             return local
 
         for name in wanted(names, prefer, url, fetch):
@@ -108,6 +130,14 @@ def _fetched(url: str, folder: Path, prefer: registry.Kind | None) -> Path:
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", file=url) from error
     return folder
+
+
+def _get_header(system: Any, remote: str, local: Path) -> None:
+    """A safetensors file whose data is a hole: as large as it says, and takes no space."""
+    with system.open(remote, "rb") as stream, local.open("wb") as copy:
+        length = stream.read(8)
+        copy.write(length + stream.read(min(int.from_bytes(length, "little"), HEADER_LIMIT)))
+        copy.truncate(system.size(remote))
 
 
 def _inside(folder: Path, name: str, url: str) -> Path:
@@ -141,6 +171,23 @@ def wanted(
     parent = PurePosixPath(chosen).parent
     shards = {(parent / file).as_posix() for file in read_index(fetch(chosen)).values()}
     return sorted({chosen, *beside, *(shard for shard in shards if shard in names)})
+
+
+def _cached(name: str) -> Path | None:
+    """What the Hub's cache has of a repository, if it has weights of it; offline an error where it has not."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import is_offline_mode
+
+    if is_offline_mode():
+        return _from_hub(name, None)
+    match = _HUB_NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError("is no name of a repository; write org/name, or org/name@revision", file=name)
+    for file in _WEIGHT_FILES:
+        found = try_to_load_from_cache(match["repo"], file, revision=match["revision"])
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
 
 
 def _from_hub(name: str, prefer: registry.Kind | None) -> Path:

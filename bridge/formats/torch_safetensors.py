@@ -22,7 +22,7 @@ from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.formats.sharding import find, open_files, read_index, shard_names, split, write_index
 
 # The limit of the format's own implementation.
-_HEADER_LIMIT = 100_000_000
+HEADER_LIMIT = 100_000_000
 _BROKEN = "download or save the file again"
 
 
@@ -50,8 +50,8 @@ class SafetensorsFile:
         length = int.from_bytes(self._map.bytes[:8], "little")
         if size < 8 or length > size - 8:
             raise self._fail(f"is truncated or not safetensors: a header of {length} bytes in a file of {size}")
-        if length > _HEADER_LIMIT:
-            raise self._fail(f"the header claims {length} bytes, more than the format's {_HEADER_LIMIT}")
+        if length > HEADER_LIMIT:
+            raise self._fail(f"the header claims {length} bytes, more than the format's {HEADER_LIMIT}")
         try:
             header = json.loads(self._map.bytes[8 : 8 + length], object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import fsspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from easytorch.bridge.convert import convert
 from easytorch.bridge.diff import diff
@@ -55,6 +59,22 @@ def test_one_file_by_url(memory, tiny_flax):
     memory.pipe_file("/bucket/one.msgpack", (tiny_flax / "flax_model.msgpack").read_bytes())
     convert("memory://bucket/one.msgpack", "memory://bucket/out/w.safetensors", to="torch", config=tiny_flax)
     assert memory.find("/bucket/out") == ["/bucket/out/w.safetensors"]
+
+
+def test_inspect_fetches_headers_alone(memory, tiny_torch, monkeypatch):
+    put(memory, tiny_torch, "/bucket/torch")
+    whole: list[str] = []
+    get_file = type(memory).get_file
+
+    def noted(self: object, remote: str, *rest: object, **options: object) -> None:
+        whole.append(remote)
+        get_file(self, remote, *rest, **options)
+
+    monkeypatch.setattr(type(memory), "get_file", noted)
+    info = inspect("memory://bucket/torch")
+    assert info.tensors == inspect(tiny_torch).tensors
+    assert [name for name in whole if name.endswith(".safetensors")] == []
+    assert inspect("memory://bucket/torch/model.safetensors").tensors == info.tensors
 
 
 def test_a_failed_upload_leaves_nothing(memory, tiny_flax, monkeypatch):
@@ -115,12 +135,22 @@ class _Hub(BaseHTTPRequestHandler):
 
     folder: Path
     asked: list[str]
+    sent: dict[str, int]
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
 
     def do_GET(self) -> None:
         self._answer(body=True)
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.asked.append(self.path)
+        there = {file.name: file.stat().st_size for file in self.folder.iterdir()}
+        found = [
+            {"type": "file", "path": name, "size": there[name], "oid": "0"} for name in asked["paths"] if name in there
+        ]
+        self._send(json.dumps(found).encode(), True, {"Content-Type": "application/json"})
 
     def _answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
@@ -142,10 +172,15 @@ class _Hub(BaseHTTPRequestHandler):
             return
         data = file.read_bytes()
         tag = hashlib.sha256(data).hexdigest()
-        self._send(data, body, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"})
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if wanted is not None:
+            data = data[int(wanted[1]) : int(wanted[2]) + 1]
+        self.sent[file.name] = self.sent.get(file.name, 0) + len(data) * body
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        self._send(data, body, headers, 206 if wanted else 200)
 
-    def _send(self, data: bytes, body: bool, headers: dict[str, str]) -> None:
-        self.send_response(200)
+    def _send(self, data: bytes, body: bool, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -157,16 +192,16 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(tiny_flax, tiny_torch, tmp_path) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """The environment of a process for which a server here is the Hub, and the paths it has been asked for."""
+def hub(tiny_flax, tiny_torch, tmp_path) -> Iterator[tuple[dict[str, str], type[_Hub]]]:
+    """The environment of a process for which a server here is the Hub, and that server."""
     (tiny_flax / "model.safetensors").write_bytes((tiny_torch / "model.safetensors").read_bytes())
-    handler = type("Hub", (_Hub,), {"folder": tiny_flax, "asked": []})
+    handler = type("Hub", (_Hub,), {"folder": tiny_flax, "asked": [], "sent": {}})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    yield {name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"}, handler.asked
+    yield {name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"}, handler
     server.shutdown()
     thread.join()
     server.server_close()
@@ -178,15 +213,32 @@ def easytorch(environment: dict[str, str], *arguments: object) -> subprocess.Com
 
 
 def test_a_name_on_the_hub(hub, tmp_path, tiny_torch):
-    environment, asked = hub
+    environment, server = hub
     done = easytorch(environment, "convert", "team/tiny", tmp_path / "out", "--to", "torch", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["source_format"] == "Flax msgpack"
     assert diff(tmp_path / "out", tiny_torch).same
-    assert not any(path.endswith("model.safetensors") for path in asked), "fetched weights it does not convert"
+    assert not any(path.endswith("model.safetensors") for path in server.asked), "fetched weights it does not convert"
     # Cached: without a network the same name works.
     offline = easytorch({**environment, "HF_HUB_OFFLINE": "1"}, "inspect", "team/tiny@main", "--json")
     assert offline.returncode == 0, offline.stderr
-    lost = easytorch(environment, "inspect", "team/other")
+    lost = easytorch(environment, "convert", "team/other", tmp_path / "new", "--to", "torch")
     assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
     assert lost.stderr.startswith("error: team/other: is no folder here, and the Hub says: ")
+    lost = easytorch(environment, "inspect", "team/other")
+    assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
+    assert lost.stderr.startswith("error: hf://team/other: cannot be read: ")
+
+
+def test_inspect_of_a_name_on_the_hub_fetches_headers_alone(hub, tiny_torch):
+    environment, server = hub
+    (server.folder / "flax_model.msgpack").unlink()
+    whole = bytes(1 << 24)
+    save_file({"big": torch.zeros(1 << 24, dtype=torch.uint8)}, server.folder / "model.safetensors")
+    assert (server.folder / "model.safetensors").stat().st_size > len(whole)
+    done = easytorch(environment, "inspect", "team/tiny", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tensors"] == [
+        {"name": "big", "shape": [1 << 24], "dtype": "uint8", "bytes": 1 << 24}
+    ]
+    assert 0 < server.sent["model.safetensors"] < len(whole)
