@@ -3,3 +3,41 @@
 A function takes the operands as arrays and the attributes by the names of the builder's arguments, and gives an array,
 or a tuple for several outputs. Narrow floats are computed in float32 and rounded once, as XLA does.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from easytorch.backends.numpy_ops.collectives import COLLECTIVE
+from easytorch.backends.numpy_ops.elementwise import ELEMENTWISE
+from easytorch.backends.numpy_ops.indexing import INDEXING
+from easytorch.backends.numpy_ops.movement import MOVEMENT
+from easytorch.backends.numpy_ops.normalization import NORMALIZATION
+from easytorch.backends.numpy_ops.product import PRODUCT
+from easytorch.backends.numpy_ops.random import RANDOM
+from easytorch.backends.numpy_ops.reduction import REDUCTION
+from easytorch.backends.numpy_ops.sorting import SORTING
+from easytorch.backends.types import OpType
+
+
+def _arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """NumPy gives scalars for arrays without axes; here everything is an array."""
+
+    def computed(*operands: np.ndarray, **attributes: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+        result = function(*operands, **attributes)
+        return tuple(map(np.asarray, result)) if isinstance(result, tuple) else np.asarray(result)
+
+    return computed
+
+
+FUNCTIONS: dict[OpType, Callable[..., Any]] = {
+    **{
+        op_type: _arrays(function)
+        for table in (ELEMENTWISE, MOVEMENT, REDUCTION, PRODUCT, INDEXING, NORMALIZATION, RANDOM, SORTING)
+        for op_type, function in table.items()
+    },
+    **COLLECTIVE,
+}

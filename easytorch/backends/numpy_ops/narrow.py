@@ -1,13 +1,14 @@
-"""Computing in a wider type than the operands have."""
+"""Element types that NumPy computes with in a wider one, and the ends of each type."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from easytorch.backends.dtypes import DType, dtype_of
+from easytorch.backends.dtypes import SIGNED, DType, dtype_of
 
 
 def wide_dtype(dtype: np.dtype) -> np.dtype:
@@ -20,14 +21,58 @@ def wide_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.uint8) if kind is DType.UINT4 else dtype
 
 
-def widened(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def wide(x: np.ndarray) -> np.ndarray:
+    """x in the type it is computed in."""
+    return x.astype(wide_dtype(x.dtype), copy=False)
+
+
+def wrapped(x: np.ndarray, dtype: DType) -> np.ndarray:
+    """Integers modulo 2**bits of `dtype`."""
+    if dtype.bits == 4:
+        low = x.astype(np.int64) & 15
+        return np.asarray(np.where(low > 7, low - 16, low) if dtype is DType.INT4 else low).astype(dtype.numpy)
+    return x.astype(dtype.numpy)
+
+
+def narrowed(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A result of the wide type rounded, or wrapped, to `dtype`; results of other types as they are."""
+    if x.dtype == dtype or x.dtype != wide_dtype(dtype):
+        return x
+    kind = dtype_of(dtype)
+    return wrapped(x, kind) if kind.is_integer else x.astype(dtype)
+
+
+def widened(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of arrays of one type, computed in the wide type and rounded once; bool results stay."""
 
-    def computed(*arrays: np.ndarray, **attributes: Any) -> np.ndarray:
+    def computed(*arrays: np.ndarray, **attributes: Any) -> Any:
         dtype = arrays[0].dtype
-        wide = wide_dtype(dtype)
         with np.errstate(all="ignore"):
-            result = np.asarray(function(*(array.astype(wide, copy=False) for array in arrays), **attributes))
-            return result.astype(dtype) if wide != dtype and result.dtype == wide else result
+            result = function(*map(wide, arrays), **attributes)
+            if isinstance(result, tuple):
+                return tuple(narrowed(np.asarray(one), dtype) for one in result)
+            return narrowed(np.asarray(result), dtype)
 
     return computed
+
+
+def lowest(dtype: DType) -> Any:
+    """What no element is less than: minus infinity where the type has one."""
+    return _end(dtype, greatest=False)
+
+
+def highest(dtype: DType) -> Any:
+    """What no element is greater than."""
+    return _end(dtype, greatest=True)
+
+
+def _end(dtype: DType, *, greatest: bool) -> Any:
+    if dtype is DType.BOOL:
+        return greatest
+    if dtype.is_integer:
+        bits = dtype.bits - (dtype in SIGNED)
+        return 2**bits - 1 if greatest else -(2**bits) if dtype in SIGNED else 0
+    with np.errstate(all="ignore"):
+        infinity = np.array(np.inf, np.float32).astype(dtype.numpy)
+    end = infinity if np.isinf(infinity.astype(np.float32)) else ml_dtypes.finfo(dtype.numpy).max
+    return float(end) if greatest else -float(end)

@@ -1,0 +1,58 @@
+"""Philox 4x32-10: random bits from a key and a counter (Salmon et al. 2011), laid out as XLA's RNG_PHILOX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from easytorch.backends.numpy_ops.narrow import wrapped
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+# The golden ratio and the square root of 3, less one: what each round adds to the key.
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_WORD = 2**64
+
+
+def philox(key: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """(n,) and (n,) uint64, the halves of the counters -> (n, 4) words of 32 bits, held in uint64."""
+    words = [low & _LOW, low >> _HALF, high & _LOW, high >> _HALF]
+    keys = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(_ROUNDS):
+        first, second = _MULTIPLIERS[0] * words[0], _MULTIPLIERS[1] * words[2]
+        words = [
+            (second >> _HALF) ^ words[1] ^ np.uint64(keys[0]),
+            second & _LOW,
+            (first >> _HALF) ^ words[3] ^ np.uint64(keys[1]),
+            first & _LOW,
+        ]
+        keys = [(one + step) & 0xFFFFFFFF for one, step in zip(keys, _WEYL, strict=True)]
+    return np.stack(words, -1)
+
+
+def _rng_bit_generator(state: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """A block of the counter makes four words. Elements of 64 bits take two, the lower first; narrower ones each the
+    low bits of a word of their own."""
+    key, low, high = (int(word) for word in state)
+    bits = shape.dtype.bits
+    blocks = -(-shape.size * max(bits // 32, 1) // 4)
+    lows = np.uint64(low) + np.arange(blocks, dtype=np.uint64)
+    highs = np.uint64(high) + (lows < np.uint64(low)).astype(np.uint64)
+    words = philox(key, lows, highs).reshape(-1)
+    if bits == 64:
+        words = words[::2] | words[1::2] << _HALF
+    words = words[: shape.size]
+    if bits == 4:
+        values = wrapped(words, shape.dtype)
+    else:
+        values = words.astype(f"u{shape.dtype.size}").view(shape.dtype.numpy)
+    counter = (low + blocks + (high << 64)) % _WORD**2
+    return np.array([key, counter % _WORD, counter // _WORD], np.uint64), values.reshape(shape.dimensions)
+
+
+RANDOM: dict[OpType, Callable[..., tuple[np.ndarray, np.ndarray]]] = {OpType.RNG_BIT_GENERATOR: _rng_bit_generator}

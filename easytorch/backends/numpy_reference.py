@@ -1,0 +1,212 @@
+"""The backend `numpy`: every operation by its definition, on simulated devices of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from easytorch.backends import torch_views
+from easytorch.backends.builder import Builder
+from easytorch.backends.dtypes import DType, dtype_of
+from easytorch.backends.errors import BackendError
+from easytorch.backends.executable import CheckedExecutable
+from easytorch.backends.graph import Graph
+from easytorch.backends.interface import Backend
+from easytorch.backends.interpreter import CONTROL, Program
+from easytorch.backends.numpy_ops import FUNCTIONS
+from easytorch.backends.registry import register
+from easytorch.backends.shapeinference import accepted_dtypes
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import Capabilities, DeviceNum
+
+if TYPE_CHECKING:
+    import torch
+
+# Devices are lists in one process and cost nothing; as many as the usual host of accelerators has.
+_DEVICES = 8
+_CAPABILITIES = Capabilities(
+    {op_type: accepted_dtypes(op_type) for op_type in (*CONTROL, *FUNCTIONS)}, frozenset(DType)
+)
+
+
+@dataclass(eq=False, slots=True)
+class NumpyBuffer:
+    """A contiguous array "on" a device; None once it is finalized or donated."""
+
+    array: np.ndarray | None
+    device: DeviceNum
+
+
+class NumpyBackend(Backend):
+    """config: how many devices it simulates; 8 if empty."""
+
+    def __init__(self, config: str = "") -> None:
+        if config and not (config.isdecimal() and int(config) > 0):
+            raise BackendError(f"numpy:{config}: what follows the colon is the number of devices to simulate")
+        self._num_devices = int(config or _DEVICES)
+        self._finalized = False
+
+    @property
+    def name(self) -> str:
+        """The name it is registered under."""
+        return "numpy"
+
+    @property
+    def description(self) -> str:
+        """A line for people."""
+        return f"NumPy {np.__version__}: the definition of every operation, {self._num_devices} simulated devices"
+
+    def num_devices(self) -> int:
+        """How many devices it simulates."""
+        self._check()
+        return self._num_devices
+
+    def capabilities(self) -> Capabilities:
+        """Every operation of every element type that its rule takes."""
+        return _CAPABILITIES
+
+    def builder(self, name: str, num_devices: int = 1) -> Builder:
+        """A new computation."""
+        self._check()
+        if not 1 <= num_devices <= self._num_devices:
+            raise BackendError(f"builder: {num_devices} devices are asked for, numpy simulates {self._num_devices}")
+        return Builder(self, name, num_devices)
+
+    def compile_graph(self, graph: Graph, num_devices: int) -> NumpyExecutable:
+        """The program that interprets the graph."""
+        self._check()
+        return NumpyExecutable(self, graph, num_devices)
+
+    def finalize(self) -> None:
+        """Everything but `is_finalized` is an error from now on."""
+        self._finalized = True
+
+    def is_finalized(self) -> bool:
+        """Whether `finalize` was called."""
+        return self._finalized
+
+    def buffer_finalize(self, buffer: NumpyBuffer) -> None:
+        """Forgets the array."""
+        self._array(buffer)
+        buffer.array = None
+
+    def buffer_shape(self, buffer: NumpyBuffer) -> Shape:
+        """Its shape."""
+        array = self._array(buffer)
+        return Shape(dtype_of(array.dtype), array.shape)
+
+    def buffer_device_num(self, buffer: NumpyBuffer) -> DeviceNum:
+        """The simulated device."""
+        self._array(buffer)
+        return buffer.device
+
+    def buffer_to_flat_data(self, buffer: NumpyBuffer, flat: np.ndarray) -> None:
+        """Copies the elements into `flat`."""
+        array = self._array(buffer)
+        if flat.dtype != array.dtype or flat.shape != (array.size,):
+            raise BackendError(
+                f"BufferToFlatData: {self.buffer_shape(buffer)} needs a one-dimensional array of {array.size} "
+                f"{array.dtype}, and {flat.dtype}{list(flat.shape)} was given"
+            )
+        flat[:] = array.reshape(-1)
+
+    def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> NumpyBuffer:
+        """A buffer with a copy of the elements."""
+        given = np.asarray(flat)
+        if given.dtype != shape.dtype.numpy or given.shape != (shape.size,):
+            raise BackendError(
+                f"BufferFromFlatData: {shape} needs a one-dimensional array of {shape.size} {shape.dtype}, and "
+                f"{given.dtype}{list(given.shape)} was given"
+            )
+        return NumpyBuffer(given.reshape(shape.dimensions).copy(), self._device(device_num))
+
+    def has_shared_buffers(self) -> bool:
+        """True."""
+        return True
+
+    def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[NumpyBuffer, np.ndarray]:
+        """A buffer of zeros and its elements."""
+        buffer = NumpyBuffer(np.zeros(shape.dimensions, shape.dtype.numpy), self._device(device_num))
+        return buffer, self.buffer_data(buffer)
+
+    def buffer_data(self, buffer: NumpyBuffer) -> np.ndarray:
+        """The elements, over the same memory."""
+        return self._array(buffer).reshape(-1)
+
+    def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> NumpyBuffer:
+        """A buffer over the array's memory if it is contiguous, else of a copy."""
+        device = self._device(device_num)
+        dtype_of(array.dtype)
+        return NumpyBuffer(np.ascontiguousarray(array).reshape(array.shape), device)
+
+    def buffer_to_numpy(self, buffer: NumpyBuffer) -> np.ndarray:
+        """The array itself."""
+        return self._array(buffer)
+
+    def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> NumpyBuffer:
+        """A buffer over the tensor's memory if it is contiguous and the CPU's, else of a copy."""
+        return self.buffer_from_numpy(torch_views.to_numpy(tensor), device_num)
+
+    def buffer_to_torch(self, buffer: NumpyBuffer) -> torch.Tensor:
+        """A tensor over the array's memory if it may be written, else of a copy."""
+        return torch_views.to_torch(self._array(buffer))
+
+    def _check(self) -> None:
+        if self._finalized:
+            raise BackendError("the backend 'numpy' is finalized; make a new one")
+
+    def _device(self, number: int) -> DeviceNum:
+        self._check()
+        if not 0 <= number < self._num_devices:
+            raise BackendError(f"device {number} is none of the {self._num_devices} of the backend 'numpy'")
+        return DeviceNum(number)
+
+    def _array(self, buffer: NumpyBuffer) -> np.ndarray:
+        self._check()
+        if not isinstance(buffer, NumpyBuffer):
+            raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'numpy'; use `buffer_from_numpy`")
+        if buffer.array is None:
+            raise BackendError("the buffer is finalized or was donated to an execution; make a new one")
+        return buffer.array
+
+
+class NumpyExecutable(CheckedExecutable):
+    """Interprets a graph."""
+
+    def __init__(self, backend: NumpyBackend, graph: Graph, num_devices: int) -> None:
+        super().__init__(backend, graph, num_devices)
+        self._program: Program | None = Program(graph, FUNCTIONS, lambda array: array, num_devices)
+
+    def finalize(self) -> None:
+        """Frees the program and its constants."""
+        super().finalize()
+        self._program = None
+
+    def _run(self, inputs: Sequence[NumpyBuffer], donate: Sequence[bool]) -> list[NumpyBuffer]:
+        assert self._program is not None
+        count = len(self._names)
+        arrays = [buffer.array for buffer in inputs]
+        devices = tuple(range(self._num_devices))
+        # A parameter's values on all devices stand `count` apart.
+        rows = self._program.run(devices, [arrays[number :: count or 1] for number in range(count)])
+        for buffer, donated in zip(inputs, donate, strict=True):
+            if donated:
+                buffer.array = None
+        # Outputs may be written by the caller: each owns its memory, shared with no input, constant or other output.
+        seen = {id(array) for array in arrays}
+        outputs = []
+        for device in devices:
+            for row in rows:
+                array = row[device]
+                if not array.flags.owndata or not array.flags.writeable or id(array) in seen:
+                    array = array.copy()
+                array = np.ascontiguousarray(array).reshape(array.shape)
+                seen.add(id(array))
+                outputs.append(NumpyBuffer(array, DeviceNum(device)))
+        return outputs
+
+
+register("numpy", NumpyBackend)
