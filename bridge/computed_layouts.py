@@ -63,6 +63,7 @@ def interleaved(inner: Transform, heads: int) -> Transform:
         inner,
         name=f"interleaved[{inner.name}]",
         to_flax=lambda arrays: inner.to_flax([weave(arrays[0])]),
+        to_flax_parts=None,
         to_torch=lambda array: parts_of(inner, unweave(array)),
     )
 
@@ -121,6 +122,7 @@ def computed(
         inner,
         name=name,
         to_flax=lambda arrays: _blockwise(forth, inner.to_flax(arrays), "float32" if wide else None),
+        to_flax_parts=None,
         to_torch=lambda array: parts_of(inner, _blockwise(back, array, narrow)),
         flax_dtype="float32" if wide else None,
         torch_dtype=narrow,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from easytorch.bridge.dtypes import FLOATING
+from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.formats.in_parts import InParts
 from easytorch.bridge.patterns import Bindings, Pattern
 from easytorch.bridge.rules import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
 from easytorch.bridge.transforms import Transform, transform_called
@@ -29,11 +30,23 @@ class Step:
 
     def run(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """The targets' data from the sources', in the targets' dtype; views unless the dtype changes."""
-        made = self.transform.to_torch(arrays[0]) if self.reverse else (self.transform.to_flax(arrays),)
+        return [made.whole() for made in self.run_in_parts([InParts.of(array) for array in arrays])]
+
+    def run_in_parts(self, sources: Sequence[InParts]) -> Sequence[InParts]:
+        """The same, with stacking and casting left to whoever asks for the elements."""
         return [
-            array.astype(target.dtype) if array.dtype.name != target.dtype else array
-            for array, target in zip(made, self.targets, strict=True)
+            made.cast(numpy_dtype(target.dtype)) for made, target in zip(self._made(sources), self.targets, strict=True)
         ]
+
+    def _made(self, sources: Sequence[InParts]) -> Sequence[InParts]:
+        if self.transform is transform_called("identity"):
+            return sources
+        arrays = [source.whole() for source in sources]
+        if self.reverse:
+            return [InParts.of(array) for array in self.transform.to_torch(arrays[0])]
+        if self.transform.to_flax_parts is not None:
+            return [InParts.joined(self.transform.to_flax_parts(arrays), self.targets[0].shape)]
+        return [InParts.of(self.transform.to_flax(arrays))]
 
 
 @dataclass
@@ -60,7 +73,10 @@ class Plan:
 
 
 def cast_plan(tensors: Mapping[str, TensorInfo], dtype: str) -> Plan:
-    """Every tensor as it is, floating point ones in `dtype`."""
+    """Every tensor as it is, floating point ones in `dtype`; `CheckpointError` where there is no such cast."""
+    for name, info in tensors.items():
+        if info.dtype in FLOATING and not np.can_cast(numpy_dtype(info.dtype), numpy_dtype(dtype), casting="unsafe"):
+            raise CheckpointError(f"{info.dtype} cannot be cast to {dtype}; choose another dtype", tensor=name)
     cast = {name: replace(info, dtype=dtype) if info.dtype in FLOATING else info for name, info in tensors.items()}
     return Plan([Step((name,), (info,), transform_called("identity"), False) for name, info in cast.items()])
 

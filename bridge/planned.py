@@ -10,6 +10,7 @@ import numpy as np
 
 from easytorch.bridge.bits import identical
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.plan import Plan, Same, Step
 from easytorch.bridge.spool import put_aside
 
@@ -33,17 +34,21 @@ class PlannedReader:
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor: a view of the source's where the layout allows."""
+        return self.read_in_parts(name).whole()
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, before what is stacked is copied together and what is cast is cast."""
         step = self._makers[name]
         if len(step.targets) == 1:
             return self._run(step)[0]
         with self._locks[step.sources]:
             if name not in self._aside:
-                for info, array in zip(step.targets, self._run(step), strict=True):
-                    self._aside[info.name] = put_aside(array)
-            return self._aside.pop(name)
+                for info, made in zip(step.targets, self._run(step), strict=True):
+                    self._aside[info.name] = put_aside(made.whole())
+            return InParts.of(self._aside.pop(name))
 
-    def _run(self, step: Step) -> Sequence[np.ndarray]:
-        return step.run([self._home[source].read(source) for source in step.sources])
+    def _run(self, step: Step) -> Sequence[InParts]:
+        return step.run_in_parts([read_in_parts(self._home[source], source) for source in step.sources])
 
     def close(self) -> None:
         """Lets go of what was put aside; the readers behind it are closed by whoever opened them."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 # Called with the tensor just written, the bytes written so far and the bytes in all.
 Progress = Callable[[str, int, int], None]
@@ -28,6 +29,10 @@ class ReaderSource:
     def read(self, name: str) -> np.ndarray:
         """The elements of one tensor."""
         return self._reader.read(name)
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, in parts where the reader can."""
+        return read_in_parts(self._reader, name)
 
     def wrote(self, info: TensorInfo) -> None:
         """Counts the tensor and reports it; one call at a time, whichever threads write."""

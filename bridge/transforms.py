@@ -23,7 +23,8 @@ class Transform:
     The shape functions say the same of shapes, so that a file's header can be written before any data is read.
     `rank` is the number of dimensions on the Flax side and `torch_rank` that of each torch tensor, None for any; the
     functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, `torch_dtype` torch's
-    where it is not the leaf's.
+    where it is not the leaf's. `to_flax_parts` gives the leaf as views that follow one another in C order, where
+    `to_flax` has to copy them together.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Transform:
     parts: int = 1
     flax_dtype: str | None = None
     torch_dtype: str | None = None
+    to_flax_parts: Callable[[Arrays], Arrays] | None = None
 
 
 def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:

@@ -19,6 +19,7 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 _BATCH_STATS = "batch_stats"
 # What training states keep beside the model; a model of its own is never called so.
@@ -82,6 +83,10 @@ class UnwrappedReader:
     def read(self, name: str) -> np.ndarray:
         """The data of one parameter."""
         return self._reader.read(self._names[name])
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, in parts where the reader behind it can."""
+        return read_in_parts(self._reader, self._names[name])
 
     def close(self) -> None:
         """Closes the reader behind it."""

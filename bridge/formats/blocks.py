@@ -78,17 +78,26 @@ class Copier:
     """Makes pieces contiguous in memory that it uses again and again; one for each thread."""
 
     def __init__(self) -> None:
-        # For a whole piece, for what is gathered of it, and for that turned around.
-        self._memory = [np.empty(0, np.uint8) for _ in range(3)]
+        # For a whole piece, for what is gathered of it, for that turned around, and for a piece that is cast.
+        self._memory = [np.empty(0, np.uint8) for _ in range(4)]
 
-    def bytes_of(self, piece: np.ndarray) -> memoryview:
-        """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call."""
+    def bytes_of(self, piece: np.ndarray, dtype: np.dtype | None = None) -> memoryview:
+        """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call.
+
+        dtype: what its elements are cast to, as `astype` does.
+        """
+        given = piece.dtype
         if not piece.flags.c_contiguous:
             piece = self._copied(_joined(_plain(piece)))
-        return piece.reshape(-1).view(np.uint8).data
+        flat = piece.reshape(-1)
+        if dtype is not None and dtype != given:
+            cast = self._array(3, dtype, flat.shape)
+            np.copyto(cast, flat.view(given), casting="unsafe")
+            flat = cast
+        return flat.view(np.uint8).data
 
     def _copied(self, piece: np.ndarray) -> np.ndarray:
-        made = self._array(0, piece, piece.shape)
+        made = self._array(0, piece.dtype, piece.shape)
         last = piece.ndim - 1
         # The dimensions in the order of memory.
         order = sorted(range(piece.ndim), key=lambda axis: abs(piece.strides[axis]), reverse=True)
@@ -103,7 +112,7 @@ class Copier:
 
     def _turned(self, tile: np.ndarray, order: list[int]) -> np.ndarray:
         """The elements of `tile`, with the last dimension dense in memory unless it is short."""
-        gathered = self._array(1, tile, [tile.shape[axis] for axis in order])
+        gathered = self._array(1, tile.dtype, [tile.shape[axis] for axis in order])
         np.copyto(gathered, tile.transpose(order))
         last = tile.ndim - 1
         place = order.index(last)
@@ -111,14 +120,15 @@ class Copier:
         if matrices[0].size < _TILED_ELEMENTS:
             return gathered.transpose(np.argsort(order))
         order = [*order[:place], *order[place + 1 :], last]
-        turned = self._array(2, tile, [tile.shape[axis] for axis in order])
+        turned = self._array(2, tile.dtype, [tile.shape[axis] for axis in order])
         _turn(matrices, turned)
         return turned.transpose(np.argsort(order))
 
-    def _array(self, which: int, like: np.ndarray, shape: list[int] | tuple[int, ...]) -> np.ndarray:
-        if self._memory[which].nbytes < like.nbytes:
-            self._memory[which] = np.empty(like.nbytes, np.uint8)
-        return self._memory[which][: like.nbytes].view(like.dtype).reshape(shape)
+    def _array(self, which: int, dtype: np.dtype, shape: list[int] | tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
+        if self._memory[which].nbytes < size:
+            self._memory[which] = np.empty(size, np.uint8)
+        return self._memory[which][:size].view(dtype).reshape(shape)
 
 
 def _plain(array: np.ndarray) -> np.ndarray:

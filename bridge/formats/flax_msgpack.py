@@ -14,6 +14,7 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts
 from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, tree_parts
 from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
@@ -92,10 +93,14 @@ class MsgpackFile:
 
     def read(self, name: str) -> np.ndarray:
         """A view of the mapped file; of a chunked array a copy, unless its chunks happen to be one."""
+        return self.read_in_parts(name).whole()
+
+    def read_in_parts(self, name: str) -> InParts:
+        """Views of the mapped file, one for each chunk."""
         if name in self._scalars:
-            return self._scalars[name]
+            return InParts.of(self._scalars[name])
         parts = [self._map.array(part.start, part.shape, part.dtype) for part in self._parts[name]]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(self.tensors[name].shape)
+        return InParts.joined(parts, self.tensors[name].shape)
 
     def close(self) -> None:
         """Lets go of the mapped file."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
+
+if TYPE_CHECKING:
+    from easytorch.bridge.formats.in_parts import InParts
 
 
 class _ReadOnly(mmap.mmap):
@@ -71,7 +75,7 @@ def give_back(array: np.ndarray) -> None:
         base.obj.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def check_announced(info: TensorInfo, array: np.ndarray) -> None:
+def check_announced(info: TensorInfo, array: np.ndarray | InParts) -> None:
     """Refuses an array that is not what `info` has announced to the file already."""
     if array.shape != info.shape or array.dtype != numpy_dtype(info.dtype):
         given = f"{array.dtype.name} {array.shape}"

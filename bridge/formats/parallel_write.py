@@ -19,6 +19,7 @@ import numpy as np
 
 from easytorch.bridge.formats.base import Source, TensorInfo
 from easytorch.bridge.formats.blocks import WRITE_BYTES, Copier, pieces
+from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.formats.mapped import check_announced, give_back
 
 # Writes to one file take turns in the kernel; more threads than this only hold memory.
@@ -53,14 +54,23 @@ def write_parts(path: Path, parts: Iterable[Part], source: Source) -> None:
         _Writing(stream.fileno(), parts, source).run()
 
 
-class _Tensor:
-    """A tensor on its way to the file, whose first byte there is at `offset`."""
+class _Whole:
+    """An array in pieces, and how many of them are not written yet."""
 
-    def __init__(self, part: Elements, offset: int, array: np.ndarray) -> None:
-        self.info = part.info
+    def __init__(self, array: np.ndarray) -> None:
         self.array = array
         self.pieces = list(pieces(array))
         self.waiting = len(self.pieces)
+
+
+class _Tensor:
+    """A tensor on its way to the file, whose first byte there is at `offset`."""
+
+    def __init__(self, part: Elements, offset: int, data: InParts) -> None:
+        self.info = part.info
+        self.dtype = data.dtype
+        self.parts = [_Whole(array) for array in data.parts]
+        self.waiting = sum(part.waiting for part in self.parts)
         self._offset = offset
         self._inserts = sorted(part.inserts.items())
         self._starts = [start for start, _ in self._inserts]
@@ -69,11 +79,11 @@ class _Tensor:
     def inserts(self) -> Iterator[tuple[int, bytes]]:
         """The bytes between the elements: offset in the file, and what goes there."""
         for (start, insert), before in zip(self._inserts, self._before, strict=False):
-            yield self._offset + start * self.array.itemsize + before, insert
+            yield self._offset + start * self.dtype.itemsize + before, insert
 
     def runs(self, start: int, content: memoryview) -> Iterator[tuple[int, memoryview]]:
         """The bytes `content` of the elements from number `start` on, cut where something is inserted."""
-        width = self.array.itemsize
+        width = self.dtype.itemsize
         while content:
             place = bisect_right(self._starts, start)
             end = self._starts[place] if place < len(self._starts) else start + len(content) // width
@@ -110,43 +120,46 @@ class _Writing:
                     task = next(self._work, None)
                 if task is None:
                     return
-                tensor, start, piece = task
-                for offset, content in tensor.runs(start, copier.bytes_of(piece)):
+                tensor, whole, start, piece = task
+                for offset, content in tensor.runs(start, copier.bytes_of(piece, tensor.dtype)):
                     self._put(offset, content)
-                self._passed(tensor, piece)
+                self._passed(tensor, whole, piece)
         except BaseException:
             self._failed = True
             raise
 
-    def _handed_out(self, parts: Iterable[Part]) -> Iterator[tuple[_Tensor, int, np.ndarray]]:
-        """The pieces of every tensor, and the number of their first element; tensors are read one after the other."""
+    def _handed_out(self, parts: Iterable[Part]) -> Iterator[tuple[_Tensor, _Whole, int, np.ndarray]]:
+        """The pieces of every tensor, with the number of their first element; tensors are read one after the other."""
         offset = 0
         for part in parts:
             if isinstance(part, bytes):
                 self._put(offset, part)
                 offset += len(part)
                 continue
-            array = self._source.read(part.info.name)
-            check_announced(part.info, array)
-            tensor = _Tensor(part, offset, array)
+            data = read_in_parts(self._source, part.info.name)
+            check_announced(part.info, data)
+            tensor = _Tensor(part, offset, data)
             offset += part.nbytes
             for place, insert in tensor.inserts():
                 self._put(place, insert)
-            if not tensor.pieces:
+            if not tensor.waiting:
                 self._source.wrote(tensor.info)
             start = 0
-            for piece in tensor.pieces:
-                yield tensor, start, piece
-                start += piece.size
+            for whole in tensor.parts:
+                for piece in whole.pieces:
+                    yield tensor, whole, start, piece
+                    start += piece.size
 
-    def _passed(self, tensor: _Tensor, piece: np.ndarray) -> None:
-        if tensor.array.flags.c_contiguous:
+    def _passed(self, tensor: _Tensor, whole: _Whole, piece: np.ndarray) -> None:
+        if whole.array.flags.c_contiguous:
             give_back(piece)
         with self._counting:
+            whole.waiting -= 1
             tensor.waiting -= 1
-            last = tensor.waiting == 0
+            ended, last = whole.waiting == 0, tensor.waiting == 0
+        if ended:
+            give_back(whole.array)
         if last:
-            give_back(tensor.array)
             self._source.wrote(tensor.info)
 
     def _put(self, offset: int, content: bytes | memoryview) -> None:

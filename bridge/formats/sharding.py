@@ -19,6 +19,7 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 _INDEX_LIMIT = 256 << 20
 _PART = re.compile(r"(?P<set>.+)-\d+(?P<rest>-of-\d+\..+)")
@@ -123,6 +124,10 @@ class ShardedReader:
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor, from the shard that holds it."""
         return self._home[name].read(name)
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, in parts where the shard can."""
+        return read_in_parts(self._home[name], name)
 
     def close(self) -> None:
         """Closes every shard."""

@@ -1,0 +1,79 @@
+"""Arrays that need not be made whole to be written: what stands in pieces, and what is cast on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from easytorch.bridge.formats.blocks import contiguous
+
+
+@dataclass(frozen=True)
+class InParts:
+    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `astype` does."""
+
+    parts: tuple[np.ndarray, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> InParts:
+        """One array as it is."""
+        return cls((array,), array.shape, array.dtype)
+
+    @classmethod
+    def joined(cls, parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> InParts:
+        """Arrays of one dtype that make one of `shape`."""
+        assert sum(part.size for part in parts) == math.prod(shape), f"{len(parts)} parts do not fill {shape}"
+        return cls(tuple(parts), shape, parts[0].dtype)
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of the parts."""
+        return self.parts[0].dtype
+
+    def cast(self, dtype: np.dtype) -> InParts:
+        """The same in `dtype`; what is cast already is made whole: rounding twice is not rounding once."""
+        if dtype == self.dtype:
+            return self
+        parts = self.parts if self.dtype == self.stored else (self.whole(),)
+        return InParts(parts, self.shape, dtype)
+
+    def whole(self) -> np.ndarray:
+        """The array: a view where it is one part of that dtype."""
+        if len(self.parts) == 1:
+            array = self.parts[0].reshape(self.shape)
+            return array if array.dtype == self.dtype else array.astype(self.dtype)
+        made = np.empty(sum(part.size for part in self.parts), self.dtype)
+        start = 0
+        for part in self.parts:
+            room = made[start : start + part.size].reshape(part.shape)
+            if self.dtype == self.stored:
+                contiguous(part, room)
+            else:
+                np.copyto(room, part, casting="unsafe")
+            start += part.size
+        return made.reshape(self.shape)
+
+
+@runtime_checkable
+class ReadsInParts(Protocol):
+    """A reader, or a writer's source, that can give tensors so."""
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The data of one tensor; thread-safe as `read` is."""
+
+
+class Reads(Protocol):
+    """A reader or a writer's source."""
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+def read_in_parts(reader: Reads, name: str) -> InParts:
+    """One tensor of `reader`, in parts where it can give it so."""
+    return reader.read_in_parts(name) if isinstance(reader, ReadsInParts) else InParts.of(reader.read(name))
