@@ -14,6 +14,7 @@ from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
 from easytorch.frontend.errors import LoweringError
 from easytorch.frontend.promotion import result_type
+from easytorch.frontend.rng import RandomState
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -32,6 +33,7 @@ class Context:
         self.node: Node | None = None
         self._inline = inline
         self._scalars: dict[tuple[DType, bytes], Op] = {}
+        self.random = RandomState(builder)
 
     # --- other graphs
 
@@ -74,6 +76,10 @@ class Context:
     def iota(self, dimensions: Sequence[int], axis: int, dtype: Any) -> Op:
         """Counts from 0 along `axis`."""
         return self.builder.iota(Shape(dtype_of(dtype), tuple(dimensions)), axis)
+
+    def random_bits(self, dimensions: Sequence[int], dtype: Any) -> Op:
+        """Random bits of an unsigned integer type, other ones at each call (rng.py)."""
+        return self.random.bits(tuple(dimensions), dtype)
 
     # --- types
 

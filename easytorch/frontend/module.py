@@ -20,6 +20,7 @@ from easytorch.backends.shapes import Shape
 from easytorch.frontend.capture import capture, tensor_of
 from easytorch.frontend.errors import LoweringError
 from easytorch.frontend.lower import lower_graph
+from easytorch.frontend.rng import fresh_state, is_random
 
 _BACKENDS: dict[str, Backend] = {}
 _STATE_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -71,6 +72,7 @@ class Plan:
 
     executable: Executable | None
     results: list[tuple[int | None, Any]]
+    random: bool
 
 
 class CompiledModule:
@@ -108,6 +110,9 @@ class CompiledModule:
                 if isinstance(spec.arg, TensorArgument):
                     inputs.append(self.backend.buffer_from_torch(leaf.detach()))
                     donate.append(False)
+            if plan.random:
+                inputs.append(fresh_state(self.backend))
+                donate.append(False)
             outputs = plan.executable.execute(inputs, donate)
         return self._deliver(plan, outputs, leaves)
 
@@ -203,7 +208,8 @@ class CompiledModule:
                 computed.append(value)
             else:
                 results.append((None, value))
-        return Plan(builder.compile(*computed) if computed else None, results)
+        executable = builder.compile(*computed) if computed else None
+        return Plan(executable, results, executable is not None and is_random(executable))
 
     def _check(self, leaves: list[Any]) -> None:
         """That the arguments are such as the graph was captured for."""

@@ -1,0 +1,80 @@
+"""`torch.compile(model, backend="easytorch", options={"backend": "xla"})`.
+
+Dynamo cuts the program into graphs and guards them, AOTAutograd makes each functional and, where gradients are wanted,
+a forward and a backward; `GraphProgram` runs them. Decomposed is only what no lowering knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch.export import default_decompositions
+from torch.fx import GraphModule
+
+from easytorch.frontend.graph_program import GraphProgram
+from easytorch.frontend.module import backend_of
+from easytorch.frontend.registry import lowerings
+
+NAME = "easytorch"
+_OPTIONS = ("backend",)
+
+
+def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    """One graph of dynamo's, compiled.
+
+    options: `{"backend": ...}`, a configuration as of `backends.new` or a backend; "xla" without.
+    `ValueError` for other options, and for a `mode`, which is inductor's.
+    """
+    options = dict(given.pop("options", None) or {})
+    if given or set(options) - set(_OPTIONS):
+        unknown = [*given, *(set(options) - set(_OPTIONS))]
+        raise ValueError(f"torch.compile(backend={NAME!r}) knows the options {', '.join(_OPTIONS)}, not {unknown}")
+    backend = backend_of(options.get("backend", "xla"))
+
+    def inference(inner: GraphModule, inputs: Sequence[Any]) -> GraphProgram:
+        return GraphProgram(inner, backend, "inference", visible=len(_outputs(inner)))
+
+    def forward(inner: GraphModule, inputs: Sequence[Any]) -> GraphProgram:
+        return GraphProgram(inner, backend, "forward", visible=_results(inner))
+
+    def backward(inner: GraphModule, inputs: Sequence[Any]) -> GraphProgram:
+        return GraphProgram(inner, backend, "backward", visible=len(_outputs(inner)))
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=decompositions(),
+    )(graph, example_inputs)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Of every operation that torch can take apart and no lowering knows."""
+    known = lowerings()
+    table = {**decomposition_table, **default_decompositions()}
+    return {target: function for target, function in table.items() if target not in known}
+
+
+def _outputs(graph: GraphModule) -> Sequence[Any]:
+    return graph.graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def _results(graph: GraphModule) -> int:
+    """How many outputs of a forward are the caller's (results, new values of inputs): those saved for the backward
+    follow."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return len(_outputs(graph)) if metadata is None else metadata.num_forward
+
+
+def register() -> None:
+    """Makes the name known to torch.compile. Where the package is installed its entry point has done so already."""
+    if NAME not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(easytorch, name=NAME)

@@ -1,0 +1,166 @@
+"""`GraphProgram`: a functional ATen graph as a function of tensors and sizes, compiled once for each set of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from easytorch.backends.dtypes import dtype_of
+from easytorch.backends.graph import Op
+from easytorch.backends.interface import Backend, Buffer, Executable
+from easytorch.backends.shapes import Shape
+from easytorch.frontend.device_tensor import DeviceTensor
+from easytorch.frontend.lower import lower_graph
+from easytorch.frontend.lru import Bounded
+from easytorch.frontend.rng import fresh_state, is_random
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where an output of the graph comes from: the input of a number, the executable's output of a number, or `value`
+    itself. `order`: the axes of the torch tensor as they follow one another in the output's memory."""
+
+    input: int | None = None
+    output: int | None = None
+    value: Any = None
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program for one set of sizes; `inputs` are the arguments that it takes."""
+
+    executable: Executable | None
+    inputs: tuple[int, ...]
+    results: tuple[Result, ...]
+    random: bool
+
+
+class GraphProgram:
+    """Called with a list, which it empties so that nothing is kept alive longer than needed (AOTAutograd's boxed
+    convention). The first `visible` outputs are torch tensors with the strides that torch would give them, the rest
+    stay on the device (`DeviceTensor`)."""
+
+    _boxed_call = True
+
+    def __init__(self, graph: GraphModule, backend: Backend, name: str, visible: int) -> None:
+        self._graph = graph
+        self._backend = backend
+        self._name = name
+        self._orders = [
+            _memory_order(_value(node)) if number < visible else None
+            for number, node in enumerate(graph.graph.output_node().args[0])  # type: ignore[arg-type, union-attr]
+        ]
+        self._visible = visible
+        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded()
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        """The outputs of the graph."""
+        given = list(arguments)
+        arguments.clear()
+        key = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in given)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans.put(key, self._compile(given))
+        outputs: list[Buffer] = []
+        if plan.executable is not None:
+            inputs = [bound(self._backend, given[number]) for number in plan.inputs]
+            if plan.random:
+                inputs.append(fresh_state(self._backend))
+            outputs = plan.executable.execute(inputs)
+        tensors: dict[tuple[int, bool], Any] = {}
+        return [self._deliver(result, number, given, outputs, tensors) for number, result in enumerate(plan.results)]
+
+    def _deliver(
+        self, result: Result, number: int, given: list[Any], outputs: list[Buffer], tensors: dict[Any, Any]
+    ) -> Any:
+        if result.input is not None:
+            return given[result.input]
+        if result.output is None:
+            return result.value
+        # An output that is named twice is one tensor, as in eager; what the caller sees of it is no DeviceTensor.
+        key = (result.output, result.order)
+        if key not in tensors:
+            if number < self._visible:
+                tensor = self._backend.buffer_to_torch(outputs[result.output])
+                tensors[key] = tensor if result.order is None else tensor.permute(_inverse(result.order))
+            else:
+                tensors[key] = DeviceTensor(self._backend, outputs[result.output])
+        return tensors[key]
+
+    def _compile(self, given: Sequence[Any]) -> Plan:
+        builder = self._backend.builder(self._name)
+        arguments: list[Any] = []
+        for value, node in zip(given, self._graph.graph.find_nodes(op="placeholder"), strict=True):
+            if isinstance(value, torch.Tensor):
+                value = builder.parameter(node.name, Shape(dtype_of(value.dtype), tuple(value.shape)))
+            arguments.append(value)
+        inputs = [number for number, value in enumerate(arguments) if isinstance(value, Op)]
+        values = lower_graph(self._graph, builder, arguments)
+        places = {arguments[number]: number for number in reversed(inputs)}
+        computed: dict[Op, int] = {}
+        results = []
+        for value, order in zip(values, self._orders, strict=True):
+            if not isinstance(value, Op):
+                results.append(Result(value=value))
+            elif value in places:
+                results.append(Result(input=places[value]))
+            else:
+                if order is not None:
+                    value = builder.transpose(value, order)
+                results.append(Result(output=computed.setdefault(value, len(computed)), order=order))
+        executable = builder.compile(*computed) if computed else None
+        random = executable is not None and is_random(executable)
+        return Plan(executable, tuple(inputs), tuple(results), random)
+
+
+# Of every backend, the buffers of parameters that live, with their version and address when they were put there.
+_BOUND: dict[int, WeakTensorKeyDictionary] = {}
+
+
+def bound(backend: Backend, tensor: torch.Tensor) -> Buffer:
+    """The tensor on the backend's device. A parameter is put there once, and again when it was written to."""
+    if isinstance(tensor, DeviceTensor):
+        if tensor.backend is backend:
+            return tensor.buffer
+        tensor = tensor.fetch()
+    if not isinstance(tensor, torch.nn.Parameter):
+        return backend.buffer_from_torch(tensor.detach())
+    known = _BOUND.setdefault(id(backend), WeakTensorKeyDictionary())
+    state = (tensor._version, tensor.data_ptr())
+    entry = known.get(tensor)
+    if entry is None or entry[0] != state:
+        entry = known[tensor] = (state, backend.buffer_from_torch(tensor.detach()))
+    return entry[1]
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, torch.fx.Node) else node
+
+
+def _memory_order(value: Any) -> tuple[int, ...] | None:
+    """The axes of a dense tensor from the slowest to the fastest in memory; None if that is their own order, or if the
+    tensor has gaps or repeats itself."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes, strides = ([_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
+    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis)))
+    expected = 1
+    for axis in reversed(order):
+        if sizes[axis] != 1 and strides[axis] != expected:
+            return None
+        expected *= sizes[axis]
+    return None if order == tuple(range(len(sizes))) else order
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
