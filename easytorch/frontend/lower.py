@@ -79,8 +79,8 @@ def _unknown(node: Node) -> str:
         hint = "Its result is a number that depends on the data; a compiled program has its sizes fixed."
     else:
         hint = (
-            f"Register a lowering before compiling: @easytorch.frontend.lowering(torch.ops.{node.target}) on a function "
-            "(ctx, *args, **kwargs) that returns what ctx.builder gives."
+            f"Register a lowering before compiling: @easytorch.frontend.lowering(torch.ops.{node.target}) on a "
+            "function (ctx, *args, **kwargs) that returns what ctx.builder gives."
         )
     return f"{node.target}: no lowering, and no decomposition into operations that have one.{where(node)}\n{hint}"
 
