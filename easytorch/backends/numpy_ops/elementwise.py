@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from easytorch.backends.dtypes import DType, dtype_of
-from easytorch.backends.numpy_ops.narrow import widened
+from easytorch.backends.numpy_ops.narrow import wide, widened, wrapped
 from easytorch.backends.types import OpType
 
 _ERF = np.frompyfunc(math.erf, 1, 1)
@@ -23,10 +23,36 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 
 def _logistic(x: np.ndarray) -> np.ndarray:
-    if np.iscomplexobj(x):
-        return 1 / (1 + np.exp(-x))
-    small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(x.dtype)
+    positive = x.real >= 0
+    small = np.exp(np.where(positive, -x, x))
+    return np.where(positive, 1, small) / (1 + small)
+
+
+def _expm1(x: np.ndarray) -> np.ndarray:
+    if not np.iscomplexobj(x):
+        return np.expm1(x)
+    # e^a cos b - 1, of which neither part is taken away from one.
+    real = np.expm1(x.real) * np.cos(x.imag) - 2 * np.sin(x.imag / 2) ** 2
+    return _complex(real, np.exp(x.real) * np.sin(x.imag))
+
+
+def _log1p(x: np.ndarray) -> np.ndarray:
+    if not np.iscomplexobj(x):
+        return np.log1p(x)
+    small = np.abs(x) < 0.5
+    near = np.log1p(np.where(small, x.real * (2 + x.real) + x.imag**2, 0)) / 2
+    return _complex(np.where(small, near, np.log(np.abs(1 + x))), np.arctan2(x.imag, 1 + x.real))
+
+
+def _analytic(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """complex64 is computed in complex128: NumPy loses half the digits of some functions."""
+
+    def computed(*arrays: np.ndarray) -> np.ndarray:
+        if arrays[0].dtype != np.complex64:
+            return function(*arrays)
+        return function(*(array.astype(np.complex128) for array in arrays)).astype(np.complex64)
+
+    return widened(computed)
 
 
 def _sign(x: np.ndarray) -> np.ndarray:
@@ -67,38 +93,28 @@ def _power(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     return np.where(x1 < 0, inverse, result).astype(x0.dtype)
 
 
-def _shifted(shift: Callable[[np.ndarray, np.ndarray], np.ndarray], fill: str) -> Callable[..., np.ndarray]:
+def _shifted(shift: Callable[..., np.ndarray], *, by_sign: bool) -> Callable[..., np.ndarray]:
+    """Shifts of the bits, whose highest is the sign also of an unsigned integer."""
+
     def shifted(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
-        bits = dtype_of(x0.dtype).bits
-        unsigned = np.dtype(f"u{x0.dtype.itemsize}")
-        wide0, wide1 = (_integers(x) for x in (x0, x1))
-        outside = (wide1 < 0) | (wide1 >= bits)
-        amount = np.where(outside, 0, wide1).astype(wide0.dtype)
-        if fill == "sign":
-            result = np.where(outside, np.where(wide0 < 0, -1, 0).astype(wide0.dtype), wide0 >> amount)
-        elif bits < 8:
-            mask = (1 << bits) - 1
-            plain = wide0.astype(np.uint8) & np.uint8(mask)
-            result = np.where(outside, 0, shift(plain, amount.astype(np.uint8)) & mask).astype(np.uint8)
-            if dtype_of(x0.dtype) is DType.INT4:
-                result = ((result ^ 8).astype(np.int8) - 8).astype(np.int8)
-        else:
-            plain = wide0.view(unsigned) if wide0.ndim else wide0.reshape(1).view(unsigned).reshape(())
-            result = np.where(outside, 0, shift(plain, amount.astype(unsigned))).astype(unsigned).astype(wide0.dtype)
-        return result.astype(x0.dtype)
+        dtype = dtype_of(x0.dtype)
+        # 64 bits hold every type, filled up with its sign or with zeros.
+        word = np.int64 if by_sign else np.uint64
+        bits = wide(x0).astype(np.int64).astype(np.uint64)
+        bits <<= np.uint64(64 - dtype.bits)
+        bits = bits.view(word) >> word(64 - dtype.bits)
+        amount = wide(x1)
+        outside = (amount < 0) | (amount >= dtype.bits)
+        result = shift(bits, np.where(outside, 0, amount).astype(word))
+        beyond = np.where(bits < 0, -1, 0).astype(word) if by_sign else word(0)
+        return wrapped(np.where(outside, beyond, result), dtype)
 
     return shifted
 
 
-def _integers(x: np.ndarray) -> np.ndarray:
-    """Four-bit integers in a byte; others as they are."""
-    narrow = {DType.INT4: np.int8, DType.UINT4: np.uint8}.get(dtype_of(x.dtype))
-    return np.ascontiguousarray(x if narrow is None else x.astype(narrow)).reshape(x.shape)
-
-
 def _count(x: np.ndarray, *, ones: bool) -> np.ndarray:
     bits = dtype_of(x.dtype).bits
-    plain = _integers(x).astype(np.int64).astype(np.uint64) & np.uint64(2**bits - 1)
+    plain = wide(x).astype(np.int64).astype(np.uint64) & np.uint64(2**bits - 1)
     if ones:
         return np.bitwise_count(plain).astype(x.dtype)
     length = np.zeros(plain.shape, np.int64)
@@ -109,28 +125,11 @@ def _count(x: np.ndarray, *, ones: bool) -> np.ndarray:
     return (bits - length - (plain != 0)).astype(x.dtype)
 
 
-def _not(x: np.ndarray) -> np.ndarray:
-    if dtype_of(x.dtype) in (DType.INT4, DType.UINT4):
-        flipped = ~_integers(x)
-        return (
-            (flipped & 15).astype(np.uint8).astype(x.dtype)
-            if dtype_of(x.dtype) is DType.UINT4
-            else flipped.astype(x.dtype)
-        )
-    return np.invert(x)
-
-
-def _bitwise(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    return lambda x0, x1: function(_integers(x0), _integers(x1)).astype(x0.dtype)
-
-
 def _ordinals(x: np.ndarray) -> np.ndarray:
     """Integers in the total order of floats: their bits, those of negative numbers turned round."""
-    bits = (
-        np.ascontiguousarray(x).view(f"i{x.dtype.itemsize}") if x.ndim else x.reshape(1).view(f"i{x.dtype.itemsize}")[0]
-    )
-    wide = np.asarray(bits).astype(np.int64)
-    return np.where(wide < 0, ~wide ^ np.int64(-(2 ** (8 * x.dtype.itemsize - 1))), wide).reshape(x.shape)
+    size = x.dtype.itemsize
+    signed = np.ascontiguousarray(x).reshape(-1).view(f"i{size}").astype(np.int64)
+    return np.where(signed < 0, ~signed ^ np.int64(-(2 ** (8 * size - 1))), signed).reshape(x.shape)
 
 
 def _total(compare: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -138,62 +137,53 @@ def _total(compare: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def _compared(compare: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    return lambda x0, x1: np.asarray(compare(_comparable(x0), _comparable(x1)))
-
-
-def _comparable(x: np.ndarray) -> np.ndarray:
-    kind = dtype_of(x.dtype)
-    return _integers(x) if kind.is_integer else x.astype(np.float32) if kind.is_float and kind.size < 4 else x
+    return lambda x0, x1: np.asarray(compare(wide(x0), wide(x1)))
 
 
 def _convert(x: np.ndarray, dtype: DType) -> np.ndarray:
     source = dtype_of(x.dtype)
     if dtype is DType.BOOL:
-        return np.asarray(_comparable(x) != 0)
+        return np.asarray(wide(x) != 0)
     if source.is_complex and not dtype.is_complex:
         x, source = x.real, source.real
     if source.is_float and dtype.is_integer:
         return _truncated(x, dtype)
-    wide = _comparable(x)
     with np.errstate(all="ignore"):
-        if dtype.is_integer and dtype.bits == 4:
-            low = wide.astype(np.int64) & 15
-            return (np.where(low > 7, low - 16, low) if dtype is DType.INT4 else low).astype(dtype.numpy)
-        return wide.astype(dtype.numpy)
+        return wrapped(wide(x), dtype) if dtype.is_integer else wide(x).astype(dtype.numpy)
 
 
 def _truncated(x: np.ndarray, dtype: DType) -> np.ndarray:
     """Floats to integers: towards zero, clamped, NaN to 0."""
-    wide = np.trunc(x.astype(np.float64))
+    whole = np.trunc(x.astype(np.float64))
     signed = dtype.value.startswith("int")
     least = -(2 ** (dtype.bits - 1)) if signed else 0
     most = 2 ** (dtype.bits - (1 if signed else 0)) - 1
-    inside = np.where(np.isnan(wide) | (wide < least) | (wide >= float(most)), 0, wide)
+    inside = np.where(np.isnan(whole) | (whole < least) | (whole >= float(most)), 0, whole)
     integers = inside.astype(np.int64 if signed else np.uint64)
-    integers = np.where(wide < least, np.array(least, integers.dtype), integers)
-    return np.where(wide >= float(most), np.array(most, integers.dtype), integers).astype(dtype.numpy)
+    integers = np.where(whole < least, np.array(least, integers.dtype), integers)
+    return np.where(whole >= float(most), np.array(most, integers.dtype), integers).astype(dtype.numpy)
 
 
 def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
     source = dtype_of(x.dtype)
     if source.bits == target_dtype.bits:
         if source.bits == 4:
-            return _convert(x, target_dtype)
-        return x.reshape(-1).view(target_dtype.numpy).reshape(x.shape)
+            return wrapped(x, target_dtype)
+        return np.ascontiguousarray(x).reshape(-1).view(target_dtype.numpy).reshape(x.shape)
     if 4 in (source.bits, target_dtype.bits):
         return _bitcast_nibbles(x, source, target_dtype)
     flat = np.ascontiguousarray(x).reshape(-1).view(target_dtype.numpy)
-    return flat.reshape((*x.shape, -1) if source.bits > target_dtype.bits else x.shape[:-1])
+    wider = source.bits > target_dtype.bits
+    return flat.reshape((*x.shape, source.bits // target_dtype.bits) if wider else x.shape[:-1])
 
 
 def _bitcast_nibbles(x: np.ndarray, source: DType, target: DType) -> np.ndarray:
     """Four-bit elements stand one to a byte here: they are put together, the lower first, or taken apart."""
     if source.bits == 4:
-        nibbles = (_integers(x).astype(np.int64) & 15).astype(np.uint8).reshape(-1, 2)
-        return (nibbles[:, 0] | nibbles[:, 1] << 4).view(target.numpy).reshape(x.shape[:-1])
+        pairs = (wide(x).astype(np.int64) & 15).astype(np.uint8).reshape(-1, 2)
+        return (pairs[:, 0] | pairs[:, 1] << 4).view(target.numpy).reshape(x.shape[:-1])
     data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    nibbles = np.stack([data & 15, data >> 4], -1).reshape(-1)
-    return _convert(nibbles, target).reshape(*x.shape, source.bits // 4)
+    return wrapped(np.stack([data & 15, data >> 4], -1), target).reshape(*x.shape, source.bits // 4)
 
 
 def _part(name: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -231,24 +221,24 @@ ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.CEIL: widened(np.ceil),
     OpType.FLOOR: widened(np.floor),
     OpType.ROUND: widened(np.rint),
-    OpType.COS: widened(np.cos),
-    OpType.SIN: widened(np.sin),
+    OpType.COS: _analytic(np.cos),
+    OpType.SIN: _analytic(np.sin),
     OpType.ERF: widened(_erf),
-    OpType.EXP: widened(np.exp),
-    OpType.EXPM1: widened(np.expm1),
-    OpType.LOG: widened(np.log),
-    OpType.LOG1P: widened(np.log1p),
-    OpType.LOGISTIC: widened(_logistic),
-    OpType.RSQRT: widened(lambda x: 1 / np.sqrt(x)),
-    OpType.SQRT: widened(np.sqrt),
-    OpType.TANH: widened(np.tanh),
+    OpType.EXP: _analytic(np.exp),
+    OpType.EXPM1: _analytic(_expm1),
+    OpType.LOG: _analytic(np.log),
+    OpType.LOG1P: _analytic(_log1p),
+    OpType.LOGISTIC: _analytic(_logistic),
+    OpType.RSQRT: _analytic(lambda x: 1 / np.sqrt(x)),
+    OpType.SQRT: _analytic(np.sqrt),
+    OpType.TANH: _analytic(np.tanh),
     OpType.REAL: _part("real"),
     OpType.IMAG: _part("imag"),
     OpType.CONJ: np.conj,
     OpType.IS_FINITE: widened(np.isfinite),
     OpType.IS_NAN: widened(np.isnan),
     OpType.LOGICAL_NOT: np.logical_not,
-    OpType.BITWISE_NOT: _not,
+    OpType.BITWISE_NOT: widened(np.invert),
     OpType.BIT_COUNT: lambda x: _count(x, ones=True),
     OpType.CLZ: lambda x: _count(x, ones=False),
     OpType.ADD: widened(np.add),
@@ -256,16 +246,16 @@ ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.MUL: widened(np.multiply),
     OpType.DIV: widened(_divide),
     OpType.REM: widened(_remainder),
-    OpType.POW: widened(_power),
+    OpType.POW: _analytic(_power),
     OpType.MAX: widened(np.maximum),
     OpType.MIN: widened(np.minimum),
     OpType.ATAN2: widened(np.arctan2),
-    OpType.BITWISE_AND: _bitwise(np.bitwise_and),
-    OpType.BITWISE_OR: _bitwise(np.bitwise_or),
-    OpType.BITWISE_XOR: _bitwise(np.bitwise_xor),
-    OpType.SHIFT_LEFT: _shifted(np.left_shift, "zero"),
-    OpType.SHIFT_RIGHT_ARITHMETIC: _shifted(np.right_shift, "sign"),
-    OpType.SHIFT_RIGHT_LOGICAL: _shifted(np.right_shift, "zero"),
+    OpType.BITWISE_AND: widened(np.bitwise_and),
+    OpType.BITWISE_OR: widened(np.bitwise_or),
+    OpType.BITWISE_XOR: widened(np.bitwise_xor),
+    OpType.SHIFT_LEFT: _shifted(np.left_shift, by_sign=False),
+    OpType.SHIFT_RIGHT_ARITHMETIC: _shifted(np.right_shift, by_sign=True),
+    OpType.SHIFT_RIGHT_LOGICAL: _shifted(np.right_shift, by_sign=False),
     OpType.LOGICAL_AND: np.logical_and,
     OpType.LOGICAL_OR: np.logical_or,
     OpType.LOGICAL_XOR: np.logical_xor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def _scatter(function: np.ufunc) -> Callable[..., np.ndarray]:
         return result
 
     def computed(
-        operand: np.ndarray, scatter_indices: np.ndarray, updates: np.ndarray, **attributes: int
+        operand: np.ndarray, scatter_indices: np.ndarray, updates: np.ndarray, **attributes: Any
     ) -> np.ndarray:
         # The indices have a type of their own, which is not widened with the others.
         return widened(lambda x, y: scatter(x, scatter_indices, y, **attributes))(operand, updates)

@@ -84,7 +84,7 @@ def _attention(
         if allowed is not None:
             scores = np.where(allowed, scores, -np.inf)
         if is_causal:
-            scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+            scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
         greatest = scores.max(3, keepdims=True, initial=-np.inf)
         powers = np.exp(scores - np.where(greatest == -np.inf, 0, greatest))
         total = powers.sum(3, keepdims=True)

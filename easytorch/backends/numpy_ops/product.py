@@ -74,7 +74,7 @@ def _convolution(
 
 def _fft(operand: np.ndarray, fft_type: FFTType, fft_length: tuple[int, ...]) -> np.ndarray:
     axes = tuple(range(operand.ndim - len(fft_length), operand.ndim))
-    transform = {
+    transform: Callable[..., np.ndarray] = {
         FFTType.FORWARD: np.fft.fftn,
         FFTType.INVERSE: np.fft.ifftn,
         FFTType.FORWARD_REAL: np.fft.rfftn,

@@ -47,10 +47,9 @@ def _rng_bit_generator(state: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.
     if bits == 64:
         words = words[::2] | words[1::2] << _HALF
     words = words[: shape.size]
-    if bits == 4:
-        values = wrapped(words, shape.dtype)
-    else:
-        values = words.astype(f"u{shape.dtype.size}").view(shape.dtype.numpy)
+    # Four-bit elements are bytes here, whose other bits mean nothing.
+    narrow = words.astype(f"u{shape.dtype.size}")
+    values = wrapped(narrow, shape.dtype) if bits == 4 else narrow.view(shape.dtype.numpy)
     counter = (low + blocks + (high << 64)) % _WORD**2
     return np.array([key, counter % _WORD, counter // _WORD], np.uint64), values.reshape(shape.dimensions)
 

@@ -15,7 +15,7 @@ _NUMBERS = (*SIGNED, *UNSIGNED, *FLOATS, *COMPLEX)
 
 
 @takes(_NUMBERS, "integers, floats and complex numbers")
-def _dot(x0: Shape, x1: Shape) -> Shape:
+def _dot(x0: Shape, x1: Shape) -> Shape | tuple[Shape, ...]:
     if x0.rank not in (1, 2) or x1.rank not in (1, 2) or (x0.rank, x1.rank) == (1, 2):
         raise BackendError("it takes two vectors, a matrix and a vector, or two matrices; see `dot_general`")
     return _dot_general(x0, x1, (x0.rank - 1,), (), (0,), ())
