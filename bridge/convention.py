@@ -22,7 +22,7 @@ from easytorch.bridge.families import Config, native_rules
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.members import Member, members_of
-from easytorch.bridge.rules import ALIAS, BUFFER, TIED, TIED_ALWAYS, TIES, Rule, Rules
+from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIES, Rule, Rules
 from easytorch.bridge.transforms import Transform
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ def _in_table(name: str, member: Member) -> list[Row]:
         rule, _, bindings = match
         assert rule.transform is not None
         parts = tuple(start + side.fill(bindings) for side in rule.torch)
-        rows.append((parts, path + rule.flax.fill(bindings), rule.transform))
+        transform = SPARE if rule.kind == SPARE else rule.transform
+        rows.append((parts, path + rule.flax.fill(bindings), transform))
     if (tie := table.tie(inside)) is not None:
         rows.append(((name,), path + tie[1], tie[0].kind))
     return rows

@@ -13,12 +13,13 @@ Flax modules hold their parameters.
   fuses, the other pattern is the tuple, and the transform is read from the leaves to torch.
 - Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
 
-Six names in the transform's place say what is not a change of layout:
+Seven names in the transform's place say what is not a change of layout:
 
 - `buffer` (Flax pattern None): Flax has no such leaf; conversion keeps the tensor beside the Flax weights.
 - `tied`: this torch tensor repeats what Flax holds once at the path.
 - `tied_always`: the same, where the config does not say whether: torch has both names filled also if it ties nothing.
 - `tied_in_torch`: torch may leave this tensor out because it repeats the one at the path; Flax holds both.
+- `spare`: taken as it is; a leaf that Flax always has, and torch not with every config.
 - `unread`: a leaf that its own program does not compute with, because this torch tensor is tied to another.
 - `alias`: another spelling that torch checkpoints have; the second name, literal too, is the torch one it stands for.
 """
@@ -44,6 +45,7 @@ TIED_IN_TORCH = "tied_in_torch"
 TIES = (TIED, TIED_ALWAYS, TIED_IN_TORCH)
 ALIAS = "alias"
 UNREAD = "unread"
+SPARE = "spare"
 
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -169,6 +171,11 @@ class RuleTable:
         """Whether `name` is a torch tensor that the tree has no place for."""
         return next(self._buffers.matches(name), None) is not None
 
+    def is_spare(self, name: str) -> bool:
+        """Whether a torch model may have no place for `name` although the tree always holds it."""
+        found = self.torch_rule(name)
+        return found is not None and found[0].kind == SPARE
+
     def is_unread(self, path: str) -> bool:
         """Whether leaf `path` is nothing that its program computes with."""
         return path in self._unread
@@ -224,7 +231,7 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
     else:
         kind = change
         if kind not in (BUFFER, UNREAD, *TIES):
-            transform = transform_called(kind)
+            transform = transform_called("identity" if kind == SPARE else kind)
     if transform is not None and transform.to_torch is None:
         raise ValueError(
             f"rule {number} {rule!r}: the transform {kind!r} has no inverse, so the table reads only one way"

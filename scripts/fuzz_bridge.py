@@ -107,7 +107,8 @@ def run(reader: str, seconds: int, kept: Path) -> bool:
         flush=True,
     )
     if done.returncode:
-        print("\n".join(done.stderr.splitlines()[-40:]), flush=True)
+        # Python's traceback goes to the one, libFuzzer's account to the other.
+        print(*done.stdout.splitlines()[-60:], *done.stderr.splitlines()[-40:], sep="\n", flush=True)
     return done.returncode == 0
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules import SPARE, Rules
 
-RULES: Rules = (("[wav2vec2.]masked_spec_embed", "[wav2vec2/]masked_spec_embed", "identity"),)
+RULES: Rules = (("[wav2vec2.]masked_spec_embed", "[wav2vec2/]masked_spec_embed", SPARE),)

@@ -20,6 +20,7 @@ from easytorch.protocol.checkpoint import check_config, check_torch_files, flax_
 from easytorch.protocol.flax_weights import load_flax
 from easytorch.protocol.loading import check_loaded_foreign
 from easytorch.protocol.native import NativeModel
+from easytorch.protocol.repeats import fill_repeats, reader_of
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass as _Base
@@ -157,6 +158,7 @@ def _load_foreign(
     if flax is None:
         source = check_torch_files(path, kwargs)
         model, info = load(path, *model_args, **kwargs)
+        fill_repeats(model, info, reader_of(path, kwargs))
     else:
         source, config = str(flax), kwargs.pop("config", None)
         loader = model_class.from_pretrained

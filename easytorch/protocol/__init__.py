@@ -7,6 +7,7 @@ checkpoint.py    which file a folder or name stands for, and that it is whole
 flax_trees.py    the same for any transformers model, as functions
 flax_weights.py  a Flax checkpoint given to a `from_pretrained`
 loading.py       which weights a checkpoint may lack, or hold in addition
+repeats.py       weights it holds under another of their names
 """
 
 from easytorch.protocol.base import BaseModuleProtocol

@@ -119,6 +119,16 @@ def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
     return str(folder)
 
 
+def torch_folder(name_or_path: Any, kwargs: dict[str, Any]) -> Path:
+    """The folder with the torch weights that have been loaded from a folder or a name on the Hub."""
+    inside = kwargs.get("subfolder") or ""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path) / inside
+    where = {key: kwargs[key] for key in ("cache_dir", "revision") if kwargs.get(key) is not None}
+    cached = (try_to_load_from_cache(str(name_or_path), str(Path(inside, file)), **where) for file in TORCH_FILES)
+    return next((Path(file).parent for file in cached if isinstance(file, str)), Path(name_or_path))
+
+
 def inferred_config(folder: Path) -> PreTrainedConfig | None:
     """The config of a checkpoint that brings none, where its names and shapes tell it (Gemma's, MaxText's, T5X's)."""
     if (folder / "config.json").is_file() or has_torch_weights(folder, {}) or not _bridge_reads(folder):

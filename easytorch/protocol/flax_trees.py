@@ -105,7 +105,8 @@ def from_flax(
     check_shapes(model, info, None, ignore)
     table, names = compile_rules(rules), architecture.names
     missing = [name for name in info["missing_keys"] if not table.is_buffer(names.hub_name(name) or name)]
-    for what, left in (("is missing from", missing), ("is left over in", info["unexpected_keys"])):
+    left_over = [name for name in info["unexpected_keys"] if not table.is_spare(name)]
+    for what, left in (("is missing from", missing), ("is left over in", left_over)):
         if left:
             raise CheckpointError(f"{what} the Flax params of {model_class.__name__}", tensor=min(left))
     return (model, info) if wants_info else model
@@ -128,6 +129,12 @@ def state_dict_from_flax(
     if mesh is None:
         return tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
     return tree_to_dtensors(leaves, rules, mesh, tie_word_embeddings=architecture.tie)
+
+
+def described(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str]) -> tuple[Architecture, Rules]:
+    """What `model_class` holds, and the Flax names of that and of `given`, names there are beside."""
+    architecture = _architecture(model_class, config, given)
+    return architecture, _rules(architecture, config, "flax")
 
 
 def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTrainedModel:

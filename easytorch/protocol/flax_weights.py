@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.state import load_torch_state_dict
+from easytorch.protocol.repeats import fill_repeats
 
 _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -39,6 +40,7 @@ def load_flax(
     if not state_dict:
         raise CheckpointError("holds no weights; save it again", file=file)
     model, info = load(None, *model_args, config=config, state_dict=state_dict, **dtype, **kwargs)
+    fill_repeats(model, info, state_dict.__getitem__)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     if model.can_generate():
         for folder in (file, *file.parents[:2]):  # a checkpoint that is a folder may stand in the model's

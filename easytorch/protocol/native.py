@@ -15,6 +15,7 @@ from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.checkpoint import check_torch_files, flax_file
 from easytorch.protocol.flax_weights import load_flax
 from easytorch.protocol.loading import check_loaded
+from easytorch.protocol.repeats import fill_repeats, reader_of
 
 
 class NativeModel(BridgeMixin, PreTrainedModel):
@@ -54,6 +55,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         if flax is None:
             source = check_torch_files(pretrained_model_name_or_path, kwargs)
             model, info = load(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+            fill_repeats(model, info, reader_of(pretrained_model_name_or_path, kwargs))
         else:
             source = str(flax)
             model, info = load_flax(

@@ -209,3 +209,21 @@ def test_sharded_weights_are_gathered() -> None:
     finally:
         distributed.destroy_process_group()
     assert given.keys() == expected.keys() and all(np.array_equal(given[path], expected[path]) for path in given)
+
+
+def test_what_flax_always_holds_is_not_left_over_in_a_model_without_it() -> None:
+    """Flax's wav2vec2 has the vector that masks features also where the config masks none."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "vocab_size": 12}
+    no_masks = {"mask_time_prob": 0.0, "mask_feature_prob": 0.0}
+    config = transformers.Wav2Vec2Config(**sizes, **convolutions, **positions, **no_masks)
+    model = easytorch.AutoModelForCTC.from_config(config)
+    tree = model.to_flax()
+    assert "masked_spec_embed" not in tree["wav2vec2"]
+    tree["wav2vec2"]["masked_spec_embed"] = np.ones(16, np.float32)
+    again = easytorch.AutoModelForCTC.from_flax(config, tree)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    tree["wav2vec2"]["masked_spec_embeds"] = np.ones(16, np.float32)
+    with pytest.raises(CheckpointError, match="masked_spec_embeds"):
+        easytorch.AutoModelForCTC.from_flax(config, tree)

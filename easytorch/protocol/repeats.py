@@ -1,0 +1,71 @@
+"""Weights that a checkpoint holds under another of their names than the class which is loaded has for them.
+
+An encoder-decoder keeps the embeddings of its two halves once, as `shared`; its decoder alone (`BartForCausalLM`) has
+them as `embed_tokens`, which transformers would leave at random numbers, a torch checkpoint's too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.dtypes import to_torch
+from easytorch.bridge.rules import TIED_ALWAYS, compile_rules
+from easytorch.protocol import flax_trees
+from easytorch.protocol.checkpoint import torch_folder
+
+logger = logging.getLogger(__name__)
+
+Read = Callable[[str], torch.Tensor]
+
+
+def fill_repeats(model: PreTrainedModel, info: dict[str, Any], read: Read) -> None:
+    """Fills those of `info["missing_keys"]` that repeat one of `info["unexpected_keys"]`, and takes both off the lists.
+
+    read: a weight of the checkpoint by its name there.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in info["missing_keys"] if name in parameters]
+    if not missing or not info["unexpected_keys"]:
+        return
+    for name, source in _repeats(model, missing, info["unexpected_keys"]).items():
+        with torch.no_grad():
+            parameters[name].copy_(read(source))
+        logger.warning("%s is not new: it is %s of the checkpoint", name, source)
+        filled = {other for other in missing if parameters[other] is parameters[name]}
+        info["missing_keys"] = type(info["missing_keys"])(set(info["missing_keys"]) - filled)
+        info["unexpected_keys"] = type(info["unexpected_keys"])(set(info["unexpected_keys"]) - {source})
+
+
+def reader_of(name_or_path: Any, kwargs: dict[str, Any]) -> Read:
+    """What reads single weights of the torch checkpoint that was loaded from there with `kwargs`."""
+
+    def read(name: str) -> torch.Tensor:
+        if name_or_path is None:
+            return kwargs["state_dict"][name]
+        with open_checkpoint(torch_folder(name_or_path, kwargs), prefer="torch") as checkpoint:
+            return to_torch(checkpoint.reader.read(name)).clone()
+
+    return read
+
+
+def _repeats(model: PreTrainedModel, missing: list[str], unexpected: Any) -> dict[str, str]:
+    """Missing weight -> the unexpected one that it repeats."""
+    architecture, rules = flax_trees.described(type(model), model.config, unexpected)
+    table, base = compile_rules(rules), f"{architecture.base}."
+    there = {name.removeprefix(base): name for name in unexpected}
+    found = {}
+    for name in missing:
+        tie = table.tie(architecture.names.hub_name(name) or name)
+        if tie is None or not (architecture.tie or tie[0].kind == TIED_ALWAYS):
+            continue
+        rule, bindings = table.flax_rule(tie[1])  # ties name leaves that rows have
+        source = rule.torch[0].fill(bindings).removeprefix(base)
+        if source in there:
+            found[name] = there[source]
+    return found
