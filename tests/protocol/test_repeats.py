@@ -8,9 +8,19 @@ import easytorch
 from easytorch.bridge.convert import convert
 
 _SIZES = {
-    **{"vocab_size": 31, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8},
-    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+    "vocab_size": 31,
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "max_position_embeddings": 16,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
 }
 
 
