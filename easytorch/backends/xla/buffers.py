@@ -1,0 +1,58 @@
+"""Arrays on XLA's devices: jax arrays, with the shape and the device that programs compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from easytorch.backends.errors import BackendError
+from easytorch.backends.shapes import Shape
+
+# A shape on a device. Equal ones are one object, so that comparing lists of them is comparing pointers.
+Spec = tuple[Shape, int]
+_SPECS: dict[Spec, Spec] = {}
+_ALIGNMENT = 64
+
+
+def spec(shape: Shape, device_num: int) -> Spec:
+    """The one object for a shape on a device."""
+    found = (shape, device_num)
+    return _SPECS.setdefault(found, found)
+
+
+class XlaBuffer:
+    """`array` is None, and `spec` too, once it is finalized or donated: `gone` says which."""
+
+    __slots__ = ("array", "gone", "shared", "spec")
+
+    def __init__(self, array: Any, spec: Spec, shared: np.ndarray | None = None) -> None:
+        self.array: Any = array
+        self.spec: Spec | None = spec
+        # The caller's own view of the memory, one-dimensional and writable.
+        self.shared = shared
+        self.gone = ""
+
+    def release(self, why: str) -> None:
+        """Takes the array away."""
+        self.array = self.spec = self.shared = None
+        self.gone = why
+
+    def __repr__(self) -> str:
+        return f"<XlaBuffer {self.gone}>" if self.spec is None else f"<XlaBuffer {self.spec[0]} on {self.spec[1]}>"
+
+
+def valid(buffer: Any) -> XlaBuffer:
+    """The buffer; `BackendError` for what is none, or is gone."""
+    if not isinstance(buffer, XlaBuffer):
+        raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'xla'; make one by buffer_from_numpy")
+    if buffer.spec is None:
+        raise BackendError(f"the buffer is {buffer.gone}; it cannot be used any more")
+    return buffer
+
+
+def aligned_zeros(shape: Shape) -> np.ndarray:
+    """Memory as XLA uses it without a copy: aligned to 64 bytes."""
+    memory = np.zeros(shape.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + shape.nbytes].view(shape.dtype.numpy).reshape(shape.dimensions)

@@ -1,0 +1,102 @@
+"""Compiled programs on disk: the text of a module, the devices and the versions name a file.
+
+$EASYTORCH_XLA_CACHE is the folder (empty: none), by default ~/.cache/easytorch/xla.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from easytorch.backends.xla import pjrt
+
+CACHE_ENV_VAR = "EASYTORCH_XLA_CACHE"
+# The files used longest ago go when there is more than this.
+LIMIT_BYTES = 2**30
+_SUFFIX = ".pjrt"
+_DIGEST_BYTES = 32
+
+
+def folder() -> Path | None:
+    """Where programs are kept, None if they are not."""
+    chosen = os.environ.get(CACHE_ENV_VAR)
+    if chosen is None:
+        return Path.home() / ".cache" / "easytorch" / "xla"
+    return Path(chosen) if chosen else None
+
+
+def compile_module(text: str, devices: Sequence[Any]) -> Any:
+    """The loaded program of the module, from the folder if it is there; else compiled, and kept."""
+    home = folder()
+    if home is None:
+        return pjrt.compile_module(text, devices)
+    path = home / f"{_key(text, devices)}{_SUFFIX}"
+    found = _load(path, devices)
+    if found is not None:
+        return found
+    program = pjrt.compile_module(text, devices)
+    _store(path, pjrt.serialize(program, devices))
+    return program
+
+
+def _key(text: str, devices: Sequence[Any]) -> str:
+    parts = (
+        text,
+        pjrt.VERSION,
+        pjrt.platform_version(devices[0]),
+        ",".join(str(device.id) for device in devices),
+        pjrt.options_key(),
+        os.environ.get("XLA_FLAGS", ""),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _load(path: Path, devices: Sequence[Any]) -> Any | None:
+    try:
+        data = path.read_bytes()
+        os.utime(path)
+    except OSError:
+        return None
+    digest, program = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    # PJRT ends the process over some damaged programs: it gets only what was written.
+    if hashlib.sha256(program).digest() != digest:
+        return None
+    try:
+        return pjrt.deserialize(program, devices)
+    except pjrt.RuntimeErrors:
+        return None
+
+
+def _store(path: Path, program: bytes) -> None:
+    """Written beside and renamed, so that nobody reads a part. A folder that cannot be written keeps nothing."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(program).digest() + program)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
+        _trim(path.parent)
+
+
+def _trim(home: Path) -> None:
+    files = []
+    for path in home.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            files.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= LIMIT_BYTES:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size

@@ -1,0 +1,89 @@
+"""Gather and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from easytorch.backends.dtypes import COMPLEX, FLOATS
+from easytorch.backends.shapeinference import infer
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType
+from easytorch.backends.xla.emitter import Emitter, Value, int_array
+from easytorch.backends.xla.emitters import ALL, INTEGERS, ORDERED, Rule, rule
+from easytorch.backends.xla.emitters.movement import index
+from easytorch.backends.xla.emitters.narrow import narrow, widen
+
+Ints = tuple[int, ...]
+
+
+def _gather(
+    e: Emitter,
+    operand: Value,
+    start_indices: Value,
+    index_vector_axis: int,
+    offset_output_axes: Ints,
+    collapsed_slice_axes: Ints,
+    start_index_map: Ints,
+    slice_sizes: Ints,
+    indices_are_sorted: bool,
+) -> Value:
+    settings = {
+        "index_vector_axis": index_vector_axis,
+        "offset_output_axes": offset_output_axes,
+        "collapsed_slice_axes": collapsed_slice_axes,
+        "start_index_map": start_index_map,
+        "slice_sizes": slice_sizes,
+        "indices_are_sorted": indices_are_sorted,
+    }
+    (shape,) = infer(OpType.GATHER, (operand.shape, start_indices.shape), settings)
+    numbers = (
+        f"offset_dims = {list(offset_output_axes)}, collapsed_slice_dims = {list(collapsed_slice_axes)}, "
+        f"start_index_map = {list(start_index_map)}, index_vector_dim = {index_vector_axis}"
+    )
+    attributes = (
+        f"dimension_numbers = #stablehlo.gather<{numbers}>, slice_sizes = {int_array(slice_sizes)}, "
+        f"indices_are_sorted = {_truth(indices_are_sorted)}"
+    )
+    return e.op("gather", (operand, index(e, start_indices)), shape, attributes)
+
+
+def _scatter(name: str) -> Callable[..., Value]:
+    def emit(
+        e: Emitter,
+        operand: Value,
+        scatter_indices: Value,
+        updates: Value,
+        index_vector_axis: int,
+        update_window_axes: Ints,
+        inserted_window_axes: Ints,
+        scatter_axes_to_operand_axes: Ints,
+        indices_are_sorted: bool,
+        unique_indices: bool,
+    ) -> Value:
+        numbers = (
+            f"update_window_dims = {list(update_window_axes)}, inserted_window_dims = {list(inserted_window_axes)}, "
+            f"scatter_dims_to_operand_dims = {list(scatter_axes_to_operand_axes)}, "
+            f"index_vector_dim = {index_vector_axis}"
+        )
+        attributes = (
+            f"scatter_dimension_numbers = #stablehlo.scatter<{numbers}>, "
+            f"indices_are_sorted = {_truth(indices_are_sorted)}, unique_indices = {_truth(unique_indices)}"
+        )
+        wide, added = widen(e, operand, least=4), widen(e, updates, least=4)
+        region = e.region([Shape(wide.dtype)] * 2, lambda a, b: [e.binary(name, a, b)])
+        result = e.op("scatter", (wide, index(e, scatter_indices), added), wide.shape, attributes, region)
+        return narrow(e, result, operand.dtype)
+
+    return emit
+
+
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
+
+
+EMITTERS: dict[OpType, Rule] = {
+    OpType.GATHER: rule(_gather, *ALL),
+    OpType.SCATTER_SUM: rule(_scatter("add"), *INTEGERS, *FLOATS, *COMPLEX),
+    OpType.SCATTER_MAX: rule(_scatter("maximum"), *ORDERED),
+    OpType.SCATTER_MIN: rule(_scatter("minimum"), *ORDERED),
+}

@@ -1,0 +1,181 @@
+"""Reductions over axes and windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from easytorch.backends.dtypes import FLOATS, SIGNED, DType
+from easytorch.backends.shapeinference.reduction import window_sizes
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType, PadAxis, ReduceOpType
+from easytorch.backends.xla.emitter import Emitter, Value, int_array, pairs
+from easytorch.backends.xla.emitters import BITS, BOOL, INTEGERS, NUMBERS, ORDERED, Rule, rule
+from easytorch.backends.xla.emitters.conversion import convert
+from easytorch.backends.xla.emitters.movement import pad
+from easytorch.backends.xla.emitters.narrow import widen, widened
+
+Ints = tuple[int, ...]
+
+
+def least(dtype: DType) -> float:
+    """What is no greater than any element."""
+    if dtype.is_float:
+        return -math.inf
+    return -(2 ** (dtype.bits - 1)) if dtype in SIGNED else 0
+
+
+def most(dtype: DType) -> float:
+    """What is no less than any element."""
+    if dtype.is_float:
+        return math.inf
+    return 1 if dtype is DType.BOOL else 2 ** (dtype.bits - (dtype in SIGNED)) - 1
+
+
+# The operation that puts two elements together, and what it starts from.
+COMBINERS: dict[ReduceOpType, tuple[str, Callable[[DType], float]]] = {
+    ReduceOpType.SUM: ("add", lambda dtype: 0),
+    ReduceOpType.PRODUCT: ("multiply", lambda dtype: 1),
+    ReduceOpType.MAX: ("maximum", least),
+    ReduceOpType.MIN: ("minimum", most),
+}
+
+
+def _reduce(name: str, start: Callable[[DType], float]) -> Callable[..., Value]:
+    def emit(e: Emitter, x: Value, axes: Ints) -> Value:
+        return e.reduce(name, x, start(x.dtype), axes or tuple(range(x.rank)))
+
+    return widened(emit, least=4)
+
+
+def _arg_min_max(e: Emitter, x: Value, axis: int, output_dtype: DType, is_min: bool) -> Value:
+    x = widen(e, x)
+    counter = DType.INT32 if x.dimensions[axis] < 2**31 else DType.INT64
+    places = e.iota(x.shape.with_dtype(counter), axis)
+    direction = "LT" if is_min else "GT"
+
+    def earlier(best: Value, place: Value, other: Value, other_place: Value) -> list[Value]:
+        better = e.compare(direction, best, other)
+        same = e.compare("EQ", best, other)
+        if x.dtype.is_float:
+            better = e.binary("or", better, e.compare("NE", best, best))
+            both = e.binary("and", e.compare("NE", best, best), e.compare("NE", other, other))
+            same = e.binary("or", same, both)
+            better = e.binary("and", better, e.unary("not", both))
+        first = e.binary("and", same, e.compare("LT", place, other_place))
+        keep = e.binary("or", better, first)
+        return [e.select(keep, best, other), e.select(keep, place, other_place)]
+
+    scalars = [Shape(x.dtype), Shape(counter)]
+    region = e.region([*scalars, *scalars], earlier)
+    start = most(x.dtype) if is_min else least(x.dtype)
+    # An index after all others: of elements that are all as the start, the first is still chosen.
+    operands = (x, places, e.scalar(start, x.dtype), e.scalar(2**31 - 1, counter))
+    kept = (*x.dimensions[:axis], *x.dimensions[axis + 1 :])
+    shapes = (Shape(x.dtype, kept), Shape(counter, kept))
+    _, found = e.ops("reduce", operands, shapes, f"dimensions = {int_array((axis,))}", region)
+    return convert(e, found, output_dtype)
+
+
+def _reduce_window(
+    e: Emitter,
+    x: Value,
+    reduction_type: ReduceOpType,
+    window_dimensions: Ints,
+    strides: Ints,
+    base_dilations: Ints,
+    window_dilations: Ints,
+    paddings: tuple[Ints, ...],
+) -> Value:
+    if not x.rank:
+        return x
+    name, start = COMBINERS[reduction_type]
+    region = e.region([Shape(x.dtype)] * 2, lambda a, b: [e.binary(name, a, b)])
+    sizes = window_sizes(x.dimensions, window_dimensions, strides, base_dilations, window_dilations, paddings)
+    attributes = (
+        f"window_dimensions = {int_array(window_dimensions)}, window_strides = {int_array(strides)}, "
+        f"base_dilations = {int_array(base_dilations)}, window_dilations = {int_array(window_dilations)}, "
+        f"padding = {pairs(paddings)}"
+    )
+    operands = (x, e.scalar(start(x.dtype), x.dtype))
+    return e.op("reduce_window", operands, Shape(x.dtype, sizes), attributes, region)
+
+
+def _select_and_scatter(direction: str) -> Callable[..., Value]:
+    def emit(
+        e: Emitter,
+        operand: Value,
+        source: Value,
+        window_dimensions: Ints,
+        window_strides: Ints,
+        paddings: tuple[Ints, ...],
+    ) -> Value:
+        if not operand.rank:
+            return source
+        scalars = [Shape(operand.dtype)] * 2
+        select = e.region(scalars, lambda a, b: [e.compare(direction, a, b)])
+        scatter = e.region(scalars, lambda a, b: [e.binary("add", a, b)])
+        attributes = (
+            f"window_dimensions = {int_array(window_dimensions)}, window_strides = {int_array(window_strides)}, "
+            f"padding = {pairs(paddings)}"
+        )
+        operands = (operand, source, e.scalar(0, operand.dtype))
+        return e.op("select_and_scatter", operands, operand.shape, attributes, f"{select}, {scatter}")
+
+    return widened(emit, least=4)
+
+
+def _scatter_windows(
+    e: Emitter,
+    operand: Value,
+    source: Value,
+    window_dimensions: Ints,
+    window_strides: Ints,
+    paddings: tuple[Ints, ...],
+) -> Value:
+    """The reverse of a sum over windows: the sources of all windows that an element is in.
+
+    They are spread by the strides, and summed over windows that step by one.
+    """
+    if not operand.rank:
+        return source
+    axes = []
+    for size, count, window, stride, (low, _) in zip(
+        operand.dimensions, source.dimensions, window_dimensions, window_strides, paddings, strict=True
+    ):
+        spread = (count - 1) * stride + 1 if count else 0
+        start = window - 1 - low
+        axes.append(PadAxis(start, size + window - 1 - spread - start, stride - 1))
+    ones = (1,) * operand.rank
+    spread_out = pad(e, source, e.scalar(0, source.dtype), tuple(axes))
+    return _reduce_window(
+        e, spread_out, ReduceOpType.SUM, window_dimensions, ones, ones, ones, ((0, 0),) * operand.rank
+    )
+
+
+def _bits(number: int) -> Callable[[DType], float]:
+    """Where the bits start from: none, or all."""
+    return lambda dtype: 0 if not number else (1 if dtype is DType.BOOL else -1 if dtype in SIGNED else most(dtype))
+
+
+_AND = ("and", _bits(1))
+_OR = ("or", _bits(0))
+_XOR = ("xor", _bits(0))
+
+EMITTERS: dict[OpType, Rule] = {
+    OpType.REDUCE_SUM: rule(_reduce(*COMBINERS[ReduceOpType.SUM]), *NUMBERS),
+    OpType.REDUCE_PRODUCT: rule(_reduce(*COMBINERS[ReduceOpType.PRODUCT]), *NUMBERS),
+    OpType.REDUCE_MAX: rule(_reduce(*COMBINERS[ReduceOpType.MAX]), *ORDERED),
+    OpType.REDUCE_MIN: rule(_reduce(*COMBINERS[ReduceOpType.MIN]), *ORDERED),
+    OpType.REDUCE_BITWISE_AND: rule(_reduce(*_AND), *BITS),
+    OpType.REDUCE_BITWISE_OR: rule(_reduce(*_OR), *BITS),
+    OpType.REDUCE_BITWISE_XOR: rule(_reduce(*_XOR), *BITS),
+    OpType.REDUCE_LOGICAL_AND: rule(_reduce(*_AND), *BOOL),
+    OpType.REDUCE_LOGICAL_OR: rule(_reduce(*_OR), *BOOL),
+    OpType.REDUCE_LOGICAL_XOR: rule(_reduce(*_XOR), *BOOL),
+    OpType.ARG_MIN_MAX: rule(_arg_min_max, *ORDERED),
+    OpType.REDUCE_WINDOW: rule(widened(_reduce_window, least=4), *NUMBERS, *BOOL),
+    OpType.SELECT_AND_SCATTER_MAX: rule(_select_and_scatter("GE"), *INTEGERS, *FLOATS),
+    OpType.SELECT_AND_SCATTER_MIN: rule(_select_and_scatter("LE"), *INTEGERS, *FLOATS),
+    OpType.SELECT_AND_SCATTER_SUM: rule(widened(_scatter_windows, least=4), *INTEGERS, *FLOATS),
+}

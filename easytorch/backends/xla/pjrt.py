@@ -1,0 +1,146 @@
+"""The PJRT client of jaxlib: the one file that knows its private names, which differ between versions (0.7 to 0.10).
+
+The client is jax's own, so that arrays are jax arrays and its configuration (platforms, number of devices) holds here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from easytorch.backends.errors import BackendError
+
+if TYPE_CHECKING:
+    import jax
+
+try:
+    import jax
+    import jaxlib
+    from jaxlib import xla_client
+except ImportError as error:
+    raise ImportError("the backend 'xla' needs jax: pip install jax") from error
+
+# A conversion to a narrow float and back rounds, as it is written, instead of being left out.
+_OPTIONS = [("xla_allow_excess_precision", "False")]
+VERSION: str = jaxlib.__version__
+# Reports of PJRT about a program: RuntimeError is its base in every version.
+RuntimeErrors = (RuntimeError, ValueError)
+
+
+def devices(platform: str) -> list[Any]:
+    """jax's devices of a platform, its default one for ""; `BackendError` for one that is not there."""
+    try:
+        return jax.local_devices(backend=platform or None)
+    except RuntimeError as error:
+        raise BackendError(f"XLA has no platform {platform!r} here: {error}") from error
+
+
+def platform_version(device: Any) -> str:
+    """What the client says about itself: a part of what identifies a compiled program."""
+    return f"{device.client.platform} {device.client.platform_version} {device.device_kind}"
+
+
+def _compile_options(device_ids: Sequence[int]) -> Any:
+    options = xla_client.CompileOptions()
+    options.num_replicas = len(device_ids)
+    options.num_partitions = 1
+    options.env_option_overrides = list(_OPTIONS)
+    build = options.executable_build_options
+    build.num_replicas, build.num_partitions = len(device_ids), 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[number] for number in device_ids]))
+    return options
+
+
+def options_key() -> str:
+    """The options that programs are compiled with."""
+    return repr(_OPTIONS)
+
+
+def compile_module(text: str, targets: Sequence[Any]) -> Any:
+    """The loaded program of a StableHLO module for the devices `targets`, one replica each."""
+    options = _compile_options([device.id for device in targets])
+    try:
+        return targets[0].client.compile_and_load(text, xla_client.DeviceList(tuple(targets)), options)
+    except RuntimeErrors as error:
+        raise BackendError(f"XLA does not compile the computation: {error}") from error
+
+
+def serialize(executable: Any, targets: Sequence[Any]) -> bytes:
+    """A loaded program as bytes."""
+    return bytes(targets[0].client.serialize_executable(executable))
+
+
+def deserialize(data: bytes, targets: Sequence[Any]) -> Any:
+    """What `serialize` gave, loaded again; `RuntimeErrors` where it is none."""
+    options = _compile_options([device.id for device in targets])
+    return targets[0].client.deserialize_executable(data, xla_client.DeviceList(tuple(targets)), options)
+
+
+@functools.cache
+def sharding(device: Any) -> Any:
+    """Of arrays that are on one device."""
+    return jax.sharding.SingleDeviceSharding(device)
+
+
+# jax 0.7.1 has no such argument, and takes 64-bit types as they are.
+_TAKES_X64 = "enable_x64" in (xla_client.batched_device_put.__doc__ or "")
+
+
+def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
+    """An array on the device: on a CPU over the same memory where that is aligned to 64 bytes, unless `copy`."""
+    x64 = {"enable_x64": True} if _TAKES_X64 else {}
+    semantics = xla_client.HostBufferSemantics
+    result = xla_client.batched_device_put(
+        jax.core.ShapedArray(array.shape, array.dtype),
+        sharding(device),
+        [array],
+        [device],
+        force_copy=copy,
+        host_buffer_semantics=semantics.IMMUTABLE_ONLY_DURING_CALL if copy else semantics.ZERO_COPY,
+        **x64,
+    )
+    assert result.dtype == array.dtype, "jax narrows 64-bit types unless told not to"
+    return result
+
+
+def x64() -> AbstractContextManager[None]:
+    """jax does not narrow 64-bit types meanwhile."""
+    # A public name since jax 0.8.
+    context = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+    found: AbstractContextManager[None] = context(True)
+    return found
+
+
+def from_dlpack(exporter: Any, device: Any) -> jax.Array:
+    """An array over memory of a GPU that another library made."""
+    with x64():
+        return jax.dlpack.from_dlpack(exporter, device=device)
+
+
+def caller(executable: Any) -> Callable[[list[Any]], list[Any]]:
+    """A function of the arrays of one device that runs the program on them."""
+    execute = executable.execute_sharded
+
+    def call(arrays: list[Any]) -> list[Any]:
+        return [shards[0] for shards in execute(arrays).disassemble_into_single_device_arrays()]
+
+    return call
+
+
+def call_replicated(executable: Any, arrays: Sequence[Sequence[Any]], mesh: Any) -> list[list[Any]]:
+    """Runs on all devices: `arrays` and results have for each argument those of all devices.
+
+    mesh: `replica_mesh` of the devices. To PJRT an argument is the buffers it has; that they differ is our affair.
+    """
+    arguments = [jax.make_array_from_single_device_arrays(shards[0].shape, mesh, list(shards)) for shards in arrays]
+    return executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+
+
+def replica_mesh(targets: Sequence[Any]) -> Any:
+    """How arguments that are on all of `targets` are described."""
+    mesh = jax.sharding.Mesh(np.array(targets), ("replica",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

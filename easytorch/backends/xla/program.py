@@ -1,0 +1,109 @@
+"""Compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from easytorch.backends.errors import BackendError
+from easytorch.backends.executable import CheckedExecutable
+from easytorch.backends.graph import Graph
+from easytorch.backends.interface import Buffer
+from easytorch.backends.shapes import Shape
+from easytorch.backends.xla import cache, pjrt
+from easytorch.backends.xla.buffers import XlaBuffer, spec
+from easytorch.backends.xla.stablehlo import emit
+
+if TYPE_CHECKING:
+    from easytorch.backends.xla.backend import XlaBackend
+
+_specs, _arrays = attrgetter("spec"), attrgetter("array")
+
+
+class XlaExecutable(CheckedExecutable):
+    """A program, and for each set of donated inputs that was asked for one whose outputs take their memory."""
+
+    def __init__(self, backend: XlaBackend, graph: Graph, num_devices: int) -> None:
+        super().__init__(backend, graph, num_devices)
+        self._graph: Graph | None = graph
+        self._devices = backend.devices[:num_devices]
+        self._mesh = pjrt.replica_mesh(self._devices) if num_devices > 1 else None
+        self._wanted = [spec(shape, device) for device in range(num_devices) for shape in self._input_shapes]
+        self._given = [spec(shape, device) for device in range(num_devices) for shape in self._output_shapes]
+        self._programs: dict[frozenset[int], Any] = {}
+        self._plain: Callable[[list[Any]], list[Any]] | None = None
+        program = self._program(frozenset())
+        if num_devices == 1:
+            self._plain = pjrt.caller(program)
+
+    def execute(self, inputs: Sequence[Buffer], donate: Sequence[bool] | None = None) -> list[Buffer]:
+        """Checks, then runs."""
+        plain = self._plain
+        if plain is None or donate is not None or self._backend.is_finalized():
+            return super().execute(inputs, donate)
+        try:
+            fits = list(map(_specs, inputs)) == self._wanted
+        except AttributeError:
+            fits = False
+        if not fits:
+            # Says what is wrong, or takes what is equal.
+            return super().execute(inputs)
+        return list(map(XlaBuffer, plain(list(map(_arrays, inputs))), self._given))
+
+    def _run(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> list[Buffer]:
+        for number, (buffer, wanted) in enumerate(zip(inputs, self._wanted, strict=True)):
+            if buffer.spec != wanted:
+                raise BackendError(
+                    f"{self._name!r}: input {number} is for device {wanted[1]}, and is on device {buffer.spec[1]}"
+                )
+        count = len(self._names)
+        donated = [buffer for buffer, given in zip(inputs, donate, strict=True) if given]
+        if len({id(buffer) for buffer in donated}) < len(donated) or any(
+            buffer is other for buffer in donated for other, given in zip(inputs, donate, strict=True) if not given
+        ):
+            raise BackendError(f"{self._name!r}: a donated buffer is given twice")
+        # Memory is taken over where all devices give it.
+        everywhere = frozenset(n for n in range(count) if all(donate[n::count])) if donated else frozenset()
+        try:
+            results = self._call(everywhere, [buffer.array for buffer in inputs])
+        except pjrt.RuntimeErrors as error:
+            raise BackendError(f"{self._name!r}: XLA cannot run it: {error}") from error
+        for buffer in donated:
+            buffer.release("donated")
+        return list(map(XlaBuffer, results, self._given))
+
+    def _call(self, donated: frozenset[int], arrays: list[Any]) -> list[Any]:
+        program = self._program(donated)
+        if self._mesh is None:
+            return pjrt.caller(program)(arrays)
+        count = len(self._names)
+        results = pjrt.call_replicated(program, [arrays[number::count] for number in range(count)], self._mesh)
+        return [shards[device] for device in range(self._num_devices) for shards in results]
+
+    def _program(self, donated: frozenset[int]) -> Any:
+        aliases = _aliases(donated, self._input_shapes, self._output_shapes)
+        key = frozenset(aliases)
+        if key not in self._programs:
+            assert self._graph is not None
+            text = emit(self._graph, self._num_devices, aliases)
+            self._programs[key] = cache.compile_module(text, self._devices)
+        return self._programs[key]
+
+    def finalize(self) -> None:
+        """Frees the programs."""
+        super().finalize()
+        self._plain = self._graph = None
+        self._programs.clear()
+
+
+def _aliases(donated: frozenset[int], inputs: Sequence[Shape], outputs: Sequence[Shape]) -> dict[int, int]:
+    """For donated inputs, an output of the same shape each, as far as there are any."""
+    free = list(range(len(outputs)))
+    aliases = {}
+    for number in sorted(donated):
+        match = next((output for output in free if outputs[output] == inputs[number]), None)
+        if match is not None:
+            free.remove(match)
+            aliases[number] = match
+    return aliases

@@ -1,0 +1,111 @@
+"""A graph as the text of a StableHLO module (https://openxla.org/stablehlo/spec), in one pass over its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from easytorch.backends.dtypes import DType
+from easytorch.backends.graph import Graph, Node, Op
+from easytorch.backends.types import Capabilities, OpType
+from easytorch.backends.xla.emitter import Emitter, Value, tensor
+from easytorch.backends.xla.emitters import (
+    ALL,
+    Rule,
+    collectives,
+    control,
+    conversion,
+    elementwise,
+    indexing,
+    movement,
+    normalization,
+    products,
+    random_bits,
+    reductions,
+)
+
+EMITTERS: Mapping[OpType, Rule] = {
+    **elementwise.EMITTERS,
+    **conversion.EMITTERS,
+    **movement.EMITTERS,
+    **reductions.EMITTERS,
+    **products.EMITTERS,
+    **indexing.EMITTERS,
+    **normalization.EMITTERS,
+    **control.EMITTERS,
+    **collectives.EMITTERS,
+    **random_bits.EMITTERS,
+}
+# Not written by an emitter: they are the arguments and the literals of a module.
+_GIVEN = (OpType.PARAMETER, OpType.CONSTANT)
+
+CAPABILITIES = Capabilities(
+    {**dict.fromkeys(_GIVEN, frozenset(ALL)), **{op_type: rule.dtypes for op_type, rule in EMITTERS.items()}},
+    frozenset(DType),
+)
+
+
+class GraphEmitter(Emitter):
+    """Writes graphs, those of closures within the others."""
+
+    def inline(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
+        """The graph's operations with `arguments` for its parameters; what its outputs are."""
+        values: dict[tuple[int, int], Value] = {
+            (op.node.number, 0): value for op, value in zip(graph.parameters, arguments, strict=True)
+        }
+        for node in graph.nodes:
+            if node.op_type is not OpType.PARAMETER:
+                self._write(node, values)
+        return [values[_key(op)] for op in graph.outputs]
+
+    def _write(self, node: Node, values: dict[tuple[int, int], Value]) -> None:
+        if node.op_type is OpType.CONSTANT:
+            written = conversion.constant(self, node.attributes["value"], node.shapes[0])
+        else:
+            operands = [values[_key(op)] for op in node.inputs]
+            written = EMITTERS[node.op_type].emit(self, *operands, **node.attributes)
+        if isinstance(written, Value):
+            values[node.number, 0] = written
+        else:
+            for output, value in enumerate(written):
+                values[node.number, output] = value
+
+
+def _key(op: Op) -> tuple[int, int]:
+    return op.node.number, op.output
+
+
+def emit(graph: Graph, num_devices: int = 1, aliases: Mapping[int, int] | None = None) -> str:
+    """The module of a whole computation.
+
+    aliases: for the number of a parameter, that of the output which takes its memory.
+    """
+    emitter = GraphEmitter(num_devices)
+    arguments = [Value(f"%arg{number}", shape) for number, shape in enumerate(graph.parameter_shapes)]
+    results = emitter.inline(graph, arguments)
+    parameters = ", ".join(
+        f"{value.name}: {tensor(value.shape)}{_alias(aliases, number)}" for number, value in enumerate(arguments)
+    )
+    names, types = ", ".join(value.name for value in results), ", ".join(tensor(value.shape) for value in results)
+    return "\n".join(
+        (
+            f"module @{_identifier(graph.name)} attributes "
+            f"{{mhlo.num_partitions = 1 : i32, mhlo.num_replicas = {num_devices} : i32}} {{",
+            f"func.func public @main({parameters}) -> ({types}) {{",
+            *emitter.lines,
+            f'"func.return"({names}) : ({types}) -> ()',
+            "}",
+            "}",
+        )
+    )
+
+
+def _alias(aliases: Mapping[int, int] | None, number: int) -> str:
+    if not aliases or number not in aliases:
+        return ""
+    return f" {{tf.aliasing_output = {aliases[number]} : i32}}"
+
+
+def _identifier(name: str) -> str:
+    """A name that MLIR takes: others are kept from users' own characters."""
+    plain = "".join(character if character.isascii() and character.isalnum() else "_" for character in name)
+    return f"m_{plain}"
