@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -15,13 +16,14 @@ from easytorch.bridge.architecture import Architecture, architecture_of, check
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader
+from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
+from easytorch.bridge.spool import Spool
 from easytorch.bridge.unwrap import UnwrappedReader
 
 
@@ -38,13 +40,15 @@ class Renamed:
 class Checkpoint:
     """An open checkpoint. `scheme` is the name of its tensors' scheme; `config` is None where there is none.
 
-    `reader` has all that is in the files, also what is no weight of the model.
+    `reader` has all that is in the files, also what is no weight of the model. `spool` is where parts of stacked leaves
+    wait.
     """
 
     def __init__(self, form: Format, reader: Reader, scheme: str, config: Config | None) -> None:
         self.form = form
         self.reader = reader
         self.scheme = scheme
+        self.spool = Spool()
         self._weights = reader if form.scheme is not None else UnwrappedReader(reader)
         self._config = config
         self._side: SideFile | None = None
@@ -108,8 +112,8 @@ class Checkpoint:
         plan.keep(kept.values())
         if strict:
             self._check(plan.targets, table)
-        plan.notes += self._left_out()
-        self._torch = PlannedReader(self._weights, plan, side)
+        plan.notes += [*_cut_off(plan, self._weights.tensors), *self._left_out()]
+        self._torch = PlannedReader(self._weights, plan, side, self.spool)
         return _renamed(self._torch, plan)
 
     def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
@@ -122,7 +126,7 @@ class Checkpoint:
                 {name: reader.tensors[given] for name, given in table.torch_names(reader.tensors).items()}, table
             )
         plan.notes[:0] = torch.notes
-        return _renamed(PlannedReader(reader, plan), plan)
+        return _renamed(PlannedReader(reader, plan, spool=self.spool), plan)
 
     def read_torch(self, name: str) -> np.ndarray:
         """The data of a torch tensor that `Renamed.kept` names."""
@@ -184,6 +188,21 @@ def _given(scheme: str | None, form: Format, file: Path) -> str:
     if scheme not in (None, form.scheme):
         raise CheckpointError(f"is {form.name}, whose names are {form.scheme!r} and not {scheme!r}", file=file)
     return form.scheme
+
+
+def _cut_off(plan: Plan, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Notes on the leaves that hold more than what is made of them, as a vocabulary that is padded."""
+    notes = []
+    for step in plan.steps:
+        given = sum(math.prod(tensors[name].shape) for name in step.sources if name in tensors)
+        made = sum(math.prod(info.shape) for info in step.targets)
+        if given > made:
+            first = step.targets[0]
+            notes.append(
+                f"{given - made} of {given} elements of {step.sources[0]} are left out: with this config "
+                f"{first.name} is {first.shape}"
+            )
+    return notes
 
 
 def _never(one: Step, other: Step) -> bool:

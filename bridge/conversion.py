@@ -71,6 +71,7 @@ class Conversion:
         """Writes the destination, whole or not at all."""
         config, reader = self._checkpoint.config, self._renamed.reader
         with staged(self._destination, self._file, key=self._key(), resume=resume) as staging:
+            self._checkpoint.spool.folder = staging.folder.parent
             write_files(staging, self._form, self._layout, ReaderSource(reader, config, progress))
             if verify and (name := wrong_tensor(staging.folder, self._form, reader)) is not None:
                 raise CheckpointError("was not written as it was read; check the disk", tensor=name)

@@ -173,7 +173,9 @@ class _FromTorch:
             self._move(source, self._given[name])
             self._plan.kept[source] = self._given[source]
         elif self._tie:
-            self._plan.notes.append(f"{name} differs from {source} although the config ties them; both are kept")
+            self._plan.notes.append(
+                f"{name} differs from {source}, to which the class ties it where they agree; both are kept"
+            )
 
     def _fill(self, names: Mapping[str, None], fill: Collection[str]) -> None:
         for name in fill:

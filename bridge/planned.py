@@ -12,23 +12,24 @@ from easytorch.bridge.bits import identical
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.plan import Plan, Same, Step
-from easytorch.bridge.spool import put_aside
+from easytorch.bridge.spool import Spool
 
 
 class PlannedReader:
     """The targets of `plan` as a checkpoint of its own, so that conversions can be chained.
 
     Sources are read from `reader`, those it does not have from `beside`. It owns neither. The tensors of a leaf that
-    holds several (stacked layers) are all made when the first is asked for, and put aside until they are.
+    holds several (stacked layers) are all made when the first is asked for, and put aside in `spool` until they are.
     """
 
-    def __init__(self, reader: Reader, plan: Plan, beside: Reader | None = None) -> None:
+    def __init__(self, reader: Reader, plan: Plan, beside: Reader | None = None, spool: Spool | None = None) -> None:
         self.tensors: Mapping[str, TensorInfo] = plan.targets
         self.metadata: Mapping[str, str] = {}
         self.files = reader.files
         self._home = {} if beside is None else dict.fromkeys(beside.tensors, beside)
         self._home |= dict.fromkeys(reader.tensors, reader)
         self._makers = {info.name: step for step in plan.steps for info in step.targets}
+        self._spool = Spool() if spool is None else spool
         self._aside: dict[str, np.ndarray] = {}
         self._locks = {step.sources: Lock() for step in plan.steps if len(step.targets) > 1}
 
@@ -44,7 +45,7 @@ class PlannedReader:
         with self._locks[step.sources]:
             if name not in self._aside:
                 for info, made in zip(step.targets, self._run(step), strict=True):
-                    self._aside[info.name] = put_aside(made.whole())
+                    self._aside[info.name] = self._spool.put_aside(made.whole())
             return InParts.of(self._aside.pop(name))
 
     def _run(self, step: Step) -> Sequence[InParts]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -15,23 +16,33 @@ from easytorch.bridge.formats.blocks import contiguous
 _LEAST_BYTES = 1 << 16
 
 
-def put_aside(array: np.ndarray) -> np.ndarray:
-    """`array` in a file of its own that goes with the last view of it; the same array where it costs no memory.
+class Spool:
+    """Where arrays are put aside: in TMPDIR where that is set, else in `folder`, else where Python puts such files.
 
-    `CheckpointError` where the folder for temporary files (TMPDIR) has no room.
+    The default of the last is often in memory (a tmpfs), and too small: a conversion's `folder` is its destination's.
     """
-    if array.nbytes < _LEAST_BYTES or _mapped(array):
-        return array
-    try:
-        with tempfile.TemporaryFile(prefix="easytorch-") as file:
-            # Room is taken now: a full disk would be a bus error later.
-            os.posix_fallocate(file.fileno(), 0, array.nbytes)
-            memory = mmap.mmap(file.fileno(), array.nbytes)
-    except OSError as error:
-        message = f"no room for {array.nbytes} bytes ({error.strerror}); set TMPDIR to a folder with more"
-        raise CheckpointError(message, file=tempfile.gettempdir()) from error
-    kept = np.frombuffer(memory, array.dtype).reshape(array.shape)
-    return contiguous(array, kept)
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    def put_aside(self, array: np.ndarray) -> np.ndarray:
+        """`array` in a file of its own that goes with the last view of it; the same array where it costs no memory.
+
+        `CheckpointError` where the folder has no room.
+        """
+        if array.nbytes < _LEAST_BYTES or _mapped(array):
+            return array
+        folder = tempfile.gettempdir() if self.folder is None or "TMPDIR" in os.environ else self.folder
+        try:
+            with tempfile.TemporaryFile(prefix="easytorch-", dir=folder) as file:
+                # Room is taken now: a full disk would be a bus error later.
+                os.posix_fallocate(file.fileno(), 0, array.nbytes)
+                memory = mmap.mmap(file.fileno(), array.nbytes)
+        except OSError as error:
+            message = f"no room to put {array.nbytes} bytes aside ({error.strerror}); set TMPDIR to a folder with more"
+            raise CheckpointError(message, file=folder) from error
+        kept = np.frombuffer(memory, array.dtype).reshape(array.shape)
+        return contiguous(array, kept)
 
 
 def _mapped(array: np.ndarray) -> bool:

@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 _INDEX_LIMIT = 256 << 20
@@ -98,6 +98,8 @@ class ShardedReader:
                     raise CheckpointError(f"stands in {found[name].file} and again in {path}", file=path, tensor=name)
                 found[name] = info
                 self._home[name] = shard
+        partial = [shard.left_out for shard in self._shards if isinstance(shard, PartialReader)]
+        self.left_out = tuple(dict.fromkeys(name for names in partial for name in names))
         self._refuse_unnamed_parts(set(weight_map.values()))
         for name, file in weight_map.items():
             if name not in found or Path(found[name].file).name != file:

@@ -313,5 +313,6 @@ def test_padded_vocabulary(tmp_path):
     (tmp_path / "longer/config.json").write_text(json.dumps(config | {"vocab_size": 56}))
     convert(tmp_path / "longer", tmp_path / "gemma", to="gemma")
     (tmp_path / "gemma/config.json").unlink()
-    convert(tmp_path / "gemma", tmp_path / "back", to="torch", config=source)
+    report = convert(tmp_path / "gemma", tmp_path / "back", to="torch", config=source)
+    assert any("144 of" in note and "embed_tokens.weight is (50, 24)" in note for note in report.notes)
     assert same_weights(source, tmp_path / "back")

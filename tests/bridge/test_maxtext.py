@@ -1,6 +1,8 @@
 """MaxText's names and layouts: both ways, and a forward pass written from its layers against transformers'."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -268,7 +270,10 @@ def test_a_run_of_maxtext(tmp_path):
         manager.save(3, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
         manager.wait_until_finished()
     report = convert(tmp_path / "run/checkpoints", tmp_path / "back", to="torch", config=source)
-    assert "opt_state, step" in " ".join(report.notes)
+    notes = " ".join(report.notes)
+    assert "opt_state, step" in notes
+    for leaf in ("token_embedder/embedding", "decoder/logits_dense/kernel"):
+        assert f"elements of {leaf} are left out" in notes
     given, back = (load_file(tmp_path / name / "model.safetensors") for name in ("torch", "back"))
     assert set(given) == set(back)
     for name in given:
@@ -292,6 +297,21 @@ def test_other_families_are_refused(tmp_path, tiny_torch):
     with pytest.raises(CheckpointError, match="known here for llama"):
         convert(tiny_torch, tmp_path / "out", to="maxtext")
     assert not (tmp_path / "out").exists()
+
+
+def test_no_room_for_the_parts_of_a_stack(tmp_path, monkeypatch):
+    source = saved(model("llama"), tmp_path / "torch")
+    convert(source, tmp_path / "maxtext", to="maxtext")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr("easytorch.bridge.spool._LEAST_BYTES", 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/\.back\..*no room to put \d+ bytes aside"):
+        convert(tmp_path / "maxtext", tmp_path / "back", to="torch")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["maxtext", "torch"]
 
 
 def test_a_stack_is_read_once(tmp_path, monkeypatch):

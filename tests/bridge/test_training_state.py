@@ -1,5 +1,6 @@
 """Pickles of whole training states: the model is read, the rest reported, and nothing is run."""
 
+import json
 from collections import OrderedDict
 
 import pytest
@@ -37,6 +38,16 @@ def test_the_model_is_found(state, left_out, zipped, tmp_path):
         assert set(reader.tensors) == set(WEIGHTS)
         assert reader.left_out == left_out
         assert (reader.read("encoder.weight") == 1).all()
+
+
+def test_what_shards_hold_beside_the_model_is_said(tmp_path):
+    places = {"encoder.weight": "pytorch_model-00001-of-00002.bin", "encoder.bias": "pytorch_model-00002-of-00002.bin"}
+    for name, file in places.items():
+        torch.save({"model": {name: WEIGHTS[name]}, "optimizer": OPTIMIZER, name: 1}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    with registry.open_checkpoint(tmp_path)[1] as reader:
+        assert set(reader.tensors) == set(WEIGHTS)
+        assert reader.left_out == ("optimizer", "encoder.weight", "encoder.bias")
 
 
 @pytest.mark.parametrize(
