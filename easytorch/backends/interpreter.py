@@ -68,7 +68,7 @@ class Program:
         self._constant = constant
         self._num_devices = num_devices
         self._slots: dict[Op, int] = {}
-        needed = _needed(graph)
+        needed = needed_nodes(graph)
         last_use = {op: node.number for node in needed for op in node.inputs}
         kept = set(graph.outputs)
         self._parameters = [self._slot(op) for op in graph.parameters]
@@ -221,7 +221,7 @@ def _write(rows: Sequence[list[Value]], places: Sequence[int], given: Sequence[R
             row[place] = value
 
 
-def _needed(graph: Graph) -> list[Node]:
+def needed_nodes(graph: Graph) -> list[Node]:
     """The nodes that the outputs depend on, in order."""
     reached = {op.node.number for op in graph.outputs}
     for node in reversed(graph.nodes):
