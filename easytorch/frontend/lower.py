@@ -10,11 +10,12 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from easytorch.backends.builder import Builder
+from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.errors import BackendError
 from easytorch.backends.graph import Op
 from easytorch.frontend.context import Context, Value
 from easytorch.frontend.errors import LoweringError, UnsupportedOpError
-from easytorch.frontend.registry import lowerings
+from easytorch.frontend.registry import Lowering, lowerings
 
 
 def lower_graph(graph: GraphModule, builder: Builder, arguments: Sequence[Value]) -> list[Value]:
@@ -28,6 +29,7 @@ def lower_graph(graph: GraphModule, builder: Builder, arguments: Sequence[Value]
 
 def _run(graph: GraphModule, context: Context, arguments: Sequence[Value]) -> Any:
     values: dict[Node, Value] = {}
+    known = lowerings()
     given = iter(arguments)
     outer = context.node
     for node in graph.graph.nodes:
@@ -38,7 +40,7 @@ def _run(graph: GraphModule, context: Context, arguments: Sequence[Value]) -> An
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             context.node = node
-            values[node] = _call(context, node, args, kwargs)
+            values[node] = _call(known.get(node.target), context, node, args, kwargs)
         elif node.op == "output":
             context.node = outer
             return torch.fx.node.map_arg(node.args[0], values.__getitem__)
@@ -54,12 +56,13 @@ def _attribute(graph: GraphModule, node: Node, context: Context) -> Value:
     return context.constant(value) if isinstance(value, torch.Tensor) else value
 
 
-def _call(context: Context, node: Node, args: Any, kwargs: Any) -> Value:
+def _call(function: Lowering | None, context: Context, node: Node, args: Any, kwargs: Any) -> Value:
     target = node.target
-    function = lowerings().get(target)  # type: ignore[call-overload]
     if function is not None:
         try:
-            return function(context, *args, **kwargs)
+            result = function(context, *args, **kwargs)
+            _compare(node, result)
+            return result
         except (BackendError, LoweringError) as error:
             error.add_note(f"while lowering {node.format_node()}{where(node)}")
             raise
@@ -69,6 +72,23 @@ def _call(context: Context, node: Node, args: Any, kwargs: Any) -> Value:
             raise LoweringError(f"{node.format_node()}: attributes of tensors are not in a functional graph")
         return target(*args, **kwargs)  # type: ignore[operator]
     raise UnsupportedOpError(_unknown(node))
+
+
+def _compare(node: Node, result: Value) -> None:
+    """What a lowering gives must be of the type that the graph says, and of its sizes where they are known."""
+    if isinstance(result, tuple | list):
+        pairs = list(zip(result, node.meta.get("val") or (), strict=False))
+    else:
+        pairs = [(result, node.meta.get("val"))]
+    for given, value in pairs:
+        if not (isinstance(given, Op) and isinstance(value, torch.Tensor)):
+            continue
+        sizes = given.shape.dimensions
+        fits = given.shape.dtype == dtype_of(value.dtype) and len(sizes) == value.dim()
+        if not fits or any(isinstance(one, int) and one != size for one, size in zip(value.shape, sizes, strict=True)):
+            raise LoweringError(
+                f"{node.target}: its lowering gives {given.shape}, not {value.dtype} {list(value.shape)}"
+            )
 
 
 def _unknown(node: Node) -> str:

@@ -135,10 +135,8 @@ def moments(ctx: Context, wide: Op, axes: Sequence[int], correction: float = 0) 
     total = ctx.scalar(count, wide.shape.dtype)
     average = b.div(ctx.reduce(b.reduce_sum, wide, axes, True), total) if axes else wide
     deviation = b.sub(wide, average)
-    if wide.shape.dtype.is_complex:
-        square = b.real(b.mul(deviation, b.conj(deviation)))
-    else:
-        square = b.mul(deviation, deviation)
+    complex = wide.shape.dtype.is_complex
+    square = b.real(b.mul(deviation, b.conj(deviation))) if complex else b.mul(deviation, deviation)
     freedom = ctx.scalar(max(count - correction, 0), square.shape.dtype)
     variance = b.div(ctx.reduce(b.reduce_sum, square, axes, True) if axes else square, freedom)
     return average, variance

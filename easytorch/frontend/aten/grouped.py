@@ -1,0 +1,166 @@
+"""Products of groups of rows with a matrix each (mixtures of experts), and the histogram that counts the groups.
+
+The sizes of the groups are data, those of a program are not: rows are put into blocks of one group each, the last
+block of a group filled up. With blocks of ceil(S / E) rows there are at most 2 E blocks, so that no more than twice the needed
+work is done, whatever the sizes of the groups (Gale et al. 2022, MegaBlocks, with padding).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from easytorch.backends.dtypes import DType
+from easytorch.backends.graph import Op
+from easytorch.frontend.arrays import scatter_along, take
+from easytorch.frontend.context import Context
+from easytorch.frontend.errors import LoweringError
+from easytorch.frontend.registry import lowering
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where S rows, sorted by group, lie in `count` blocks of `size` rows. All are int32."""
+
+    size: int
+    count: int
+    group: Op  # (count,) the group of a block
+    row: Op  # (count, size) the row at a place
+    used: Op  # (count, size) bool: whether there is one
+    place: Op  # (S,) the place of a row among count * size
+    held: Op  # (S,) bool: whether the row is of any group
+
+
+def _blocks(ctx: Context, ends: Op, rows: int) -> Blocks:
+    """`ends` (E,) are the rows at which the groups end."""
+    b, groups = ctx.builder, ends.shape.dimensions[0]
+    kind = DType.INT32
+    size = max(1, math.ceil(rows / groups))
+    count = min(rows, groups + math.ceil(rows / size))
+
+    def number(value: int) -> Op:
+        return ctx.scalar(value, kind)
+
+    def column(x: Op) -> Op:
+        return ctx.reshape(x, (*x.shape.dimensions, 1))
+
+    ends = ctx.cast(ends, kind)
+    starts = b.concatenate(0, ctx.full((1,), 0, kind), b.slice(ends, (0,), (groups - 1,)))
+    filled = b.div(b.add(b.sub(ends, starts), number(size - 1)), number(size))
+    square = (groups, groups)
+    before = b.less_or_equal(ctx.iota(square, 1, kind), ctx.iota(square, 0, kind))
+    last = b.reduce_sum(b.where(before, ctx.expand(filled, square), ctx.full(square, 0, kind)), 1)
+    first = b.sub(last, filled)
+
+    def group_of(value: Op, limits: Op) -> Op:
+        """How many of the limits are not greater: the group in which a value lies."""
+        over = b.less_or_equal(ctx.reshape(limits, (1, groups)), column(value))
+        return b.reduce_sum(ctx.cast(over, kind), 1)
+
+    top = number(groups - 1)
+    number_of_block = ctx.iota((count,), 0, kind)
+    group = b.min(group_of(number_of_block, last), top)
+    start = b.add(take(ctx, starts, 0, group), _times(ctx, b.sub(number_of_block, take(ctx, first, 0, group)), size))
+    row = b.add(column(start), ctx.iota((1, size), 1, kind))
+    used = b.less_than(row, column(take(ctx, ends, 0, group)))
+    number_of_row = ctx.iota((rows,), 0, kind)
+    found = group_of(number_of_row, ends)
+    held = b.less_than(found, number(groups))
+    found = b.min(found, top)
+    place = b.add(_times(ctx, take(ctx, first, 0, found), size), b.sub(number_of_row, take(ctx, starts, 0, found)))
+    return Blocks(size, count, group, row, used, place, held)
+
+
+def _times(ctx: Context, x: Op, factor: int) -> Op:
+    return ctx.builder.mul(x, ctx.scalar(factor, x.shape.dtype))
+
+
+def _masked(ctx: Context, mask: Op, x: Op) -> Op:
+    spread = ctx.builder.broadcast_in_dim(mask, x.shape.with_dtype(DType.BOOL), tuple(range(mask.shape.rank)))
+    return ctx.builder.where(spread, x, ctx.scalar(0, x.shape.dtype))
+
+
+def _in_blocks(ctx: Context, blocks: Blocks, x: Op) -> Op:
+    """(S, D) -> (count, size, D), zero where a block has no row."""
+    inside = ctx.builder.clamp(
+        ctx.scalar(0, DType.INT32), blocks.row, ctx.scalar(x.shape.dimensions[0] - 1, DType.INT32)
+    )
+    return _masked(ctx, blocks.used, take(ctx, x, 0, inside))
+
+
+def _in_rows(ctx: Context, blocks: Blocks, x: Op) -> Op:
+    """(count, size, D) -> (S, D), zero for rows of no group."""
+    flat = ctx.reshape(x, (blocks.count * blocks.size, x.shape.dimensions[2]))
+    return _masked(ctx, blocks.held, take(ctx, flat, 0, blocks.place))
+
+
+@lowering("transformers::grouped_mm_fallback.default")
+def grouped_mm(ctx: Context, x: Op, weight: Op, offs: Op) -> Op:
+    """(S, K), (E, K, N), (E,) -> (S, N): rows offs[e - 1] to before offs[e] by weight[e]; zeros for rows beyond."""
+    blocks = _blocks(ctx, offs, x.shape.dimensions[0])
+    product = ctx.builder.dot_general(
+        _in_blocks(ctx, blocks, x), (2,), (0,), take(ctx, weight, 0, blocks.group), (1,), (0,)
+    )
+    return _in_rows(ctx, blocks, product)
+
+
+@lowering("transformers::grouped_mm_fallback_backward.default")
+def grouped_mm_backward(ctx: Context, x: Op, weight: Op, offs: Op, grad: Op) -> tuple[Op, Op]:
+    """Gradients of x and of the weight."""
+    b, blocks = ctx.builder, _blocks(ctx, offs, x.shape.dimensions[0])
+    by_block = _in_blocks(ctx, blocks, grad)
+    of_x = b.dot_general(by_block, (2,), (0,), take(ctx, weight, 0, blocks.group), (2,), (0,))
+    of_blocks = b.dot_general(_in_blocks(ctx, blocks, x), (1,), (0,), by_block, (1,), (0,))
+    zeros = ctx.full(weight.shape.dimensions, 0, weight.shape.dtype)
+    return _in_rows(ctx, blocks, of_x), scatter_along(ctx, zeros, 0, blocks.group, of_blocks)
+
+
+@lowering(aten._grouped_mm.default)
+def aten_grouped_mm(
+    ctx: Context,
+    x: Op,
+    weight: Op,
+    offs: Op | None = None,
+    bias: Op | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Op:
+    """Of rows with a stack of matrices; of two stacks it is a product of each with each."""
+    if x.shape.rank == 3 and weight.shape.rank == 3 and offs is None:
+        result = ctx.builder.dot_general(x, (2,), (0,), weight, (1,), (0,))
+    elif x.shape.rank == 2 and weight.shape.rank == 3 and offs is not None and bias is None:
+        result = grouped_mm(ctx, x, weight, offs)
+    else:
+        raise LoweringError(
+            f"_grouped_mm of {x.shape} and {weight.shape}: only rows (2-d) with a stack of matrices (3-d)"
+        )
+    return result if out_dtype is None else ctx.cast(result, out_dtype)
+
+
+@lowering(aten.histc.default)
+def histc(ctx: Context, x: Op, bins: int = 100, min: float = 0, max: float = 0) -> Op:
+    """How many elements lie in each of `bins` equal parts from min to max, whose ends both count; the least and the
+    greatest element if min and max are equal."""
+    b, kind = ctx.builder, x.shape.dtype
+    flat = ctx.wide(ctx.reshape(x, (-1,)))
+    wide = flat.shape.dtype
+    low, high = ctx.scalar(min, wide), ctx.scalar(max, wide)
+    if min == max and flat.shape.size:
+        low, high = b.reduce_min(flat, 0), b.reduce_max(flat, 0)
+        same = b.equal(low, high)
+        one = ctx.scalar(1, wide)
+        low, high = b.where(same, b.sub(low, one), low), b.where(same, b.add(high, one), high)
+    scaled = b.div(b.mul(b.sub(flat, low), ctx.scalar(bins, wide)), b.sub(high, low))
+    place = b.min(b.convert_dtype(scaled, DType.INT32), ctx.scalar(bins - 1, DType.INT32))
+    inside = b.logical_and(b.greater_or_equal(flat, low), b.less_or_equal(flat, high))
+    counts = scatter_along(
+        ctx,
+        ctx.full((bins,), 0, DType.INT32),
+        0,
+        b.where(inside, place, ctx.scalar(bins, DType.INT32)),
+        ctx.full(place.shape.dimensions, 1, DType.INT32),
+    )
+    return ctx.cast(counts, kind)
