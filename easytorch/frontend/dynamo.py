@@ -37,14 +37,14 @@ def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -
         raise ValueError(f"torch.compile(backend={NAME!r}) knows the options {', '.join(_OPTIONS)}, not {unknown}")
     backend = backend_of(options.get("backend", "xla"))
 
-    def inference(inner: GraphModule, inputs: Sequence[Any]) -> GraphProgram:
-        return GraphProgram(inner, backend, "inference", visible=len(_outputs(inner)))
+    def inference(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        return _boxed(GraphProgram(inner, backend, "inference", visible=len(_outputs(inner))))
 
-    def forward(inner: GraphModule, inputs: Sequence[Any]) -> GraphProgram:
-        return GraphProgram(inner, backend, "forward", visible=_results(inner))
+    def forward(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        return _boxed(GraphProgram(inner, backend, "forward", visible=_results(inner)))
 
-    def backward(inner: GraphModule, inputs: Sequence[Any]) -> GraphProgram:
-        return GraphProgram(inner, backend, "backward", visible=len(_outputs(inner)))
+    def backward(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        return _boxed(GraphProgram(inner, backend, "backward", visible=len(_outputs(inner))))
 
     return aot_autograd(
         fw_compiler=forward,
@@ -56,10 +56,28 @@ def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Of every operation that torch can take apart and no lowering knows."""
+    """Of every operation that torch can take apart and no lowering knows. Views are left to functionalization: a graph
+    is traced with fake tensors, on which the decompositions of `lift_fresh` and `alias` meet a real constant."""
     known = lowerings()
-    table = {**decomposition_table, **default_decompositions()}
+    table = {
+        target: function
+        for target, function in decomposition_table.items()
+        if isinstance(target, torch._ops.OpOverload)
+        and not any(result.alias_info is not None for result in target._schema.returns)
+    }
+    table |= default_decompositions()
     return {target: function for target, function in table.items() if target not in known}
+
+
+def _boxed(program: GraphProgram) -> Callable[[list[Any]], list[Any]]:
+    """The program as a function that is called with one list: AOTAutograd asks for this attribute, and dynamo copies
+    it from functions only."""
+
+    def run(arguments: list[Any]) -> list[Any]:
+        return program(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _outputs(graph: GraphModule) -> Sequence[Any]:

@@ -42,11 +42,8 @@ class Plan:
 
 
 class GraphProgram:
-    """Called with a list, which it empties so that nothing is kept alive longer than needed (AOTAutograd's boxed
-    convention). The first `visible` outputs are torch tensors with the strides that torch would give them, the rest
+    """Called with a list, which it empties so that nothing is kept alive longer than needed. The first `visible` outputs are torch tensors with the strides that torch would give them, the rest
     stay on the device (`DeviceTensor`)."""
-
-    _boxed_call = True
 
     def __init__(self, graph: GraphModule, backend: Backend, name: str, visible: int) -> None:
         self._graph = graph

@@ -13,8 +13,11 @@ from easytorch.backends.types import OpType
 
 def _starts(indices: np.ndarray, index_vector_axis: int, axes: Sequence[int], rank: int) -> np.ndarray:
     """(places, rank): where each slice begins; 0 along the axes that the index vectors do not give."""
-    # Beyond any size, so that what int64 does not hold stays out of range.
-    plain = np.minimum(wide(indices), np.iinfo(np.int64).max).astype(np.int64)
+    plain = wide(indices)
+    if plain.dtype == np.uint64:
+        # Beyond any size, so that what int64 does not hold stays out of range.
+        plain = np.minimum(plain, np.uint64(np.iinfo(np.int64).max))
+    plain = plain.astype(np.int64)
     if index_vector_axis == indices.ndim:
         plain = plain[..., None]
     vectors = np.moveaxis(plain, index_vector_axis, -1)
