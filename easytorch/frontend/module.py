@@ -20,6 +20,7 @@ from easytorch.backends.shapes import Shape
 from easytorch.frontend.capture import capture, tensor_of
 from easytorch.frontend.errors import LoweringError
 from easytorch.frontend.lower import lower_graph
+from easytorch.frontend.lru import Bounded
 from easytorch.frontend.rng import fresh_state, is_random
 
 _BACKENDS: dict[str, Backend] = {}
@@ -73,11 +74,13 @@ class Plan:
     executable: Executable | None
     results: list[tuple[int | None, Any]]
     random: bool
+    donate: list[bool] | None
 
 
 class CompiledModule:
-    """A module on a backend. Parameters and buffers are put on the device once (`bind` does it again); buffers that the
-    forward writes to stay there, and are seen by `state_dict` and, after `sync`, in the module."""
+    """A module on a backend. Its parameters and buffers are put on the device once, and again when they were written to
+    from outside; buffers that the forward writes to stay on the device, and are seen by `state_dict` and, after `sync`,
+    in the module."""
 
     def __init__(self, module: torch.nn.Module, program: ExportedProgram, backend: Backend) -> None:
         self.module = module
@@ -89,32 +92,42 @@ class CompiledModule:
         in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
         assert in_spec is not None and out_spec is not None
         self._in_spec, self._out_spec = in_spec, out_spec
-        self._positional, by_name = (in_spec.child(0), in_spec.child(1))
+        by_position, by_name = in_spec.child(0), in_spec.child(1)
+        self._positional = by_position.num_children
         self._names: list[str] = list(by_name.context or [])
-        self._mutated = {spec.target for spec in self._outputs if spec.kind in _STATE_MUTATIONS}
         self._user = [spec for spec in self._inputs if spec.kind is InputKind.USER_INPUT]
+        # Arguments that are all tensors, by position, are their own leaves.
+        self._plain = not self._names and by_position.num_leaves == by_position.num_children == len(self._user)
         self._places = {spec.arg.name: place for place, spec in enumerate(self._user)}
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._state: dict[str, Buffer] = {}
+        mutated = {spec.target for spec in self._outputs if spec.kind in _STATE_MUTATIONS}
+        held = [
+            str(spec.target)
+            for spec in self._inputs
+            if spec.kind is not InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
+        ]
+        # Where each parameter and buffer is among those on the device.
+        self._state = {name: place for place, name in enumerate(held)}
+        self._mutated = sorted(name for name in held if name in mutated)
+        self._tensors = [tensor_of(program, name) for name in held]
+        self._buffers: list[Buffer] = []
+        self._versions: list[tuple[int, int]] = []
+        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded()
         self.bind()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward gives. Arguments that are no tensors must be those it was compiled for."""
         leaves = self._flatten(args, kwargs)
         plan = self._plan(leaves)
-        outputs: list[Buffer] = []
-        if plan.executable is not None:
-            inputs = list(self._state.values())
-            donate = [name in self._mutated for name in self._state]
-            for leaf, spec in zip(leaves, self._user, strict=True):
-                if isinstance(spec.arg, TensorArgument):
-                    inputs.append(self.backend.buffer_from_torch(leaf.detach()))
-                    donate.append(False)
-            if plan.random:
-                inputs.append(fresh_state(self.backend))
-                donate.append(False)
-            outputs = plan.executable.execute(inputs, donate)
-        return self._deliver(plan, outputs, leaves)
+        if plan.executable is None:
+            return self._deliver(plan, [], leaves)
+        self._refresh()
+        inputs = list(self._buffers)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                inputs.append(self.backend.buffer_from_torch(leaf.detach() if leaf.requires_grad else leaf))
+        if plan.random:
+            inputs.append(fresh_state(self.backend))
+        return self._deliver(plan, plan.executable.execute(inputs, plan.donate), leaves)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for arguments of these sizes without running anything."""
@@ -125,13 +138,22 @@ class CompiledModule:
         return self._plan(self._flatten(args, kwargs)).executable
 
     def bind(self) -> None:
-        """Puts the module's parameters and buffers on the device anew, as after loading other weights."""
-        for spec in self._inputs:
-            if spec.kind is not InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
-                tensor = tensor_of(self.program, spec.target).detach()
+        """Puts the module's parameters and buffers on the device anew, in place of what the forward made of them."""
+        self._versions = [(-1, -1)] * len(self._tensors)
+        self._buffers = [None] * len(self._tensors)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Puts on the device what was written to in the module since."""
+        versions = [_version(tensor) for tensor in self._tensors]
+        if versions == self._versions:
+            return
+        for place, (name, tensor) in enumerate(zip(self._state, self._tensors, strict=True)):
+            if versions[place] != self._versions[place]:
                 # What is donated must not be memory that the module goes on using.
-                owned = tensor.clone() if spec.target in self._mutated else tensor
-                self._state[str(spec.target)] = self.backend.buffer_from_torch(owned)
+                owned = tensor.detach().clone() if name in self._mutated else tensor.detach()
+                self._buffers[place] = self.backend.buffer_from_torch(owned)
+        self._versions = versions
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's, with the buffers as they are on the device."""
@@ -142,15 +164,20 @@ class CompiledModule:
     def sync(self) -> None:
         """Copies the buffers that the forward wrote to into the module."""
         for name, tensor in self._current().items():
-            tensor_of(self.program, name).copy_(tensor)
+            place = self._state[name]
+            self._tensors[place].copy_(tensor)
+            self._versions[place] = _version(self._tensors[place])
 
     def _current(self) -> dict[str, torch.Tensor]:
         # Copies: the next call donates the memory.
-        return {name: self.backend.buffer_to_torch(self._state[name]).clone() for name in sorted(self._mutated)}
+        buffers = {name: self._buffers[self._state[name]] for name in self._mutated}
+        return {name: self.backend.buffer_to_torch(buffer).clone() for name, buffer in buffers.items()}
 
     def _flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        if len(args) != self._positional.num_children or list(kwargs) != self._names:
+        if len(args) != self._positional or list(kwargs) != self._names:
             args, kwargs = self._arrange(args, kwargs)
+        if self._plain and all(isinstance(arg, torch.Tensor) for arg in args):
+            return list(args)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         if spec != self._in_spec:
             raise LoweringError(f"compiled for arguments of the structure {self._in_spec}, and {spec} was given")
@@ -164,10 +191,8 @@ class CompiledModule:
             if parameter.kind is parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
             elif parameter.kind is parameter.VAR_POSITIONAL and given.get(name):
-                raise LoweringError(
-                    f"compiled for {self._positional.num_children} positional arguments, not {len(args)}"
-                )
-        first = list(signature.parameters)[: self._positional.num_children]
+                raise LoweringError(f"compiled for {self._positional} positional arguments, not {len(args)}")
+        first = list(signature.parameters)[: self._positional]
         wanted = [*first, *self._names]
         missing = [name for name in wanted if name not in given]
         extra = [name for name in given if name not in wanted and given[name] is not None]
@@ -177,16 +202,14 @@ class CompiledModule:
 
     def _plan(self, leaves: list[Any]) -> Plan:
         key = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._compile(leaves)
-        return plan
+        return self._plans.get(key) or self._plans.put(key, self._compile(leaves))
 
     def _compile(self, leaves: list[Any]) -> Plan:
         self._check(leaves)
         builder = self.backend.builder(type(self.module).__name__)
         state = {
-            name: builder.parameter(name, self.backend.buffer_shape(buffer)) for name, buffer in self._state.items()
+            name: builder.parameter(name, self.backend.buffer_shape(self._buffers[place]))
+            for name, place in self._state.items()
         }
         arguments: list[Any] = []
         given = iter(leaves)
@@ -208,8 +231,13 @@ class CompiledModule:
                 computed.append(value)
             else:
                 results.append((None, value))
-        executable = builder.compile(*computed) if computed else None
-        return Plan(executable, results, executable is not None and is_random(executable))
+        if not computed:
+            return Plan(None, results, False, None)
+        executable = builder.compile(*computed)
+        random = is_random(executable)
+        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        donate = [name in self._mutated for name in self._state] + [False] * (tensors + random)
+        return Plan(executable, results, random, donate if self._mutated else None)
 
     def _check(self, leaves: list[Any]) -> None:
         """That the arguments are such as the graph was captured for."""
@@ -241,7 +269,7 @@ class CompiledModule:
         for spec, (place, known) in zip(self._outputs, plan.results, strict=True):
             if spec.kind in _STATE_MUTATIONS:
                 assert place is not None
-                self._state[str(spec.target)] = outputs[place]
+                self._buffers[self._state[str(spec.target)]] = outputs[place]
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 assert place is not None
                 with torch.no_grad():
@@ -254,3 +282,8 @@ class CompiledModule:
             else:
                 raise LoweringError(f"{spec.arg.name}: a program has no output of kind {spec.kind.name}")
         return pytree.tree_unflatten(returned, self._out_spec)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when the tensor is written to or given other memory."""
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()

@@ -34,7 +34,7 @@ def lowering(*targets: Target | str, override: bool = False) -> Callable[[_Funct
                 raise ValueError(f"lowering: {target} has one already; pass override=True to replace it")
             continue
         if not isinstance(target, Target):
-            overloads = getattr(target, "overloads", list)()
+            overloads: list[str] = getattr(target, "overloads", list)()
             hint = f"; name one of its overloads: {', '.join(overloads)}" if overloads else ""
             raise TypeError(f"lowering: {target!r} is no overload of an operation{hint}")
         if target in _LOWERINGS and not override:

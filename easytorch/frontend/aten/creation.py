@@ -87,7 +87,7 @@ def arange_start(ctx: Context, start: Number, end: Number, **options: Any) -> Op
 def arange_step(ctx: Context, start: Number, end: Number, step: Number = 1, **options: Any) -> Op:
     """start + step * i, computed in float64 for floats (ATen's accumulation type on the CPU)."""
     kind = ctx.dtype()
-    count = max(0, math.ceil((end - start) / step))  # type: ignore[operator]
+    count = max(0, math.ceil((end - start) / step))  # type: ignore[operator, arg-type]
     wide = DType.FLOAT64 if kind.is_float else DType.INT64
     counted = ctx.iota((count,), 0, wide)
     if step != 1:

@@ -1,8 +1,8 @@
 """Products of groups of rows with a matrix each (mixtures of experts), and the histogram that counts the groups.
 
 The sizes of the groups are data, those of a program are not: rows are put into blocks of one group each, the last
-block of a group filled up. With blocks of ceil(S / E) rows there are at most 2 E blocks, so that no more than twice the needed
-work is done, whatever the sizes of the groups (Gale et al. 2022, MegaBlocks, with padding).
+block of a group filled up. With blocks of ceil(S / E) rows there are at most 2 E blocks, so that no more than twice the
+needed work is done, whatever the sizes of the groups (Gale et al. 2022, MegaBlocks, with padding).
 """
 
 from __future__ import annotations
