@@ -23,14 +23,14 @@ Row = Sequence[Value]
 Devices = tuple[int, ...]
 Function = Callable[..., Any]
 Functions = Mapping[OpType, Function]
-_Run = Callable[[Devices, Sequence[Row]], Sequence[Row]]
+Run = Callable[[Devices, Sequence[Row]], Sequence[Row]]
 # What the interpreter does itself.
 CONTROL = frozenset({OpType.PARAMETER, OpType.CONSTANT, OpType.CALL, OpType.WHILE_LOOP, OpType.COND})
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    run: _Run
+    run: Run
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
@@ -112,7 +112,7 @@ class Program:
     def _closure(self, graph: Graph) -> Program:
         return Program(graph, self._functions, self._constant, self._num_devices)
 
-    def _runner(self, node: Node) -> _Run:
+    def _runner(self, node: Node) -> Run:
         attributes = node.attributes
         if node.op_type is OpType.CALL:
             return self._closure(attributes["function"]).run
@@ -122,7 +122,7 @@ class Program:
             return self._loop(attributes["cond"], attributes["body"])
         function = self._functions[node.op_type]
         if node.op_type in COLLECTIVES:
-            return _collective(node, function, self._num_devices)
+            return collective(node, function, self._num_devices)
         if node.op_type is OpType.SORT:
             return self._sort(node, function)
         several = len(node.shapes) > 1
@@ -133,7 +133,7 @@ class Program:
 
         return plain
 
-    def _cond(self, true_branch: Graph, false_branch: Graph) -> _Run:
+    def _cond(self, true_branch: Graph, false_branch: Graph) -> Run:
         first, second = self._closure(true_branch), self._closure(false_branch)
         count = len(true_branch.captures)
 
@@ -148,7 +148,7 @@ class Program:
 
         return cond
 
-    def _loop(self, cond: Graph, body: Graph) -> _Run:
+    def _loop(self, cond: Graph, body: Graph) -> Run:
         test, step = self._closure(cond), self._closure(body)
         state_count, test_count = len(body.outputs), len(cond.captures)
 
@@ -169,7 +169,7 @@ class Program:
 
         return loop
 
-    def _sort(self, node: Node, function: Function) -> _Run:
+    def _sort(self, node: Node, function: Function) -> Run:
         attributes = dict(node.attributes)
         graph = attributes.pop("comparator")
         program = self._closure(graph)
@@ -186,11 +186,12 @@ class Program:
         return sort
 
 
-def _collective(node: Node, function: Function, num_devices: int) -> _Run:
+def collective(node: Node, function: Function, num_devices: int) -> Run:
+    """Runs `function` on the values of each group's devices."""
     attributes = dict(node.attributes)
     groups = attributes.pop("replica_groups", None) or (tuple(range(num_devices)),)
 
-    def collective(devices: Devices, rows: Sequence[Row]) -> Sequence[Row]:
+    def together(devices: Devices, rows: Sequence[Row]) -> Sequence[Row]:
         values = dict(zip(devices, rows[0], strict=True))
         results: dict[int, Value] = {}
         for group in groups:
@@ -204,7 +205,7 @@ def _collective(node: Node, function: Function, num_devices: int) -> _Run:
                 results.update(zip(group, function([values[device] for device in group], **attributes), strict=True))
         return [[results[device] for device in devices]]
 
-    return collective
+    return together
 
 
 def _pick(row: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:

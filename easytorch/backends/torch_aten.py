@@ -1,0 +1,321 @@
+"""The backend `torch`: every operation on ATen, on any device that torch has, eagerly or through torch.compile.
+
+What follows the colon of its configuration are the device, as torch writes it, and `compile`, in any order and with
+a comma between: "torch", "torch:cuda", "torch:cuda:1", "torch:compile", "torch:compile,cuda". Without a device it is
+torch's default one. It is one device of torch's; computations for several, with collectives, are simulated on it, one
+device after the other, and not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from easytorch.backends import torch_views
+from easytorch.backends.builder import Builder
+from easytorch.backends.dtypes import DType, dtype_of
+from easytorch.backends.errors import BackendError
+from easytorch.backends.executable import CheckedExecutable
+from easytorch.backends.graph import Graph
+from easytorch.backends.interface import Backend
+from easytorch.backends.registry import register
+from easytorch.backends.shapeinference import accepted_dtypes
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import Capabilities, DeviceNum
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("the backend 'torch' needs torch: pip install torch") from error
+
+from easytorch.backends.torch_ops.carriers import HELD, carrier, held, is_carried
+from easytorch.backends.torch_ops.lockstep import LockstepProgram
+from easytorch.backends.torch_ops.lowering import Target, lower
+from easytorch.backends.torch_ops.outputs import ownership
+from easytorch.backends.torch_ops.table import OPERATIONS
+
+# Simulated devices are lists in one process and cost nothing; as many as the backend numpy has.
+_SIMULATED = 8
+
+
+@dataclass(eq=False, slots=True)
+class TorchBuffer:
+    """A contiguous tensor on a device; None once it is finalized or donated.
+
+    owned: the memory is the buffer's alone, so that an execution it is donated to may write there.
+    """
+
+    tensor: torch.Tensor | None
+    shape: Shape
+    device: DeviceNum
+    owned: bool
+
+
+class TorchBackend(Backend):
+    """config: see the module."""
+
+    def __init__(self, config: str = "") -> None:
+        self.compiles, self.torch_device = _configured(config)
+        self._capabilities = _capabilities(self.torch_device)
+        self._finalized = False
+
+    @property
+    def name(self) -> str:
+        """The name it is registered under."""
+        return "torch"
+
+    @property
+    def description(self) -> str:
+        """A line for people."""
+        how = "through torch.compile" if self.compiles else "eagerly"
+        return f"torch {torch.__version__}: ATen {how} on {self.torch_device}, {_SIMULATED} simulated devices"
+
+    def num_devices(self) -> int:
+        """How many devices it simulates."""
+        self._check()
+        return _SIMULATED
+
+    def capabilities(self) -> Capabilities:
+        """Every operation of every element type that its rule takes and the device holds."""
+        return self._capabilities
+
+    def builder(self, name: str, num_devices: int = 1) -> Builder:
+        """A new computation."""
+        self._check()
+        if not 1 <= num_devices <= _SIMULATED:
+            raise BackendError(f"builder: {num_devices} devices are asked for, torch simulates {_SIMULATED}")
+        return Builder(self, name, num_devices)
+
+    def compile_graph(self, graph: Graph, num_devices: int) -> TorchExecutable:
+        """The function of the graph; for several devices an interpreter that runs them in lockstep."""
+        self._check()
+        return TorchExecutable(self, graph, num_devices)
+
+    def finalize(self) -> None:
+        """Everything but `is_finalized` is an error from now on."""
+        self._finalized = True
+
+    def is_finalized(self) -> bool:
+        """Whether `finalize` was called."""
+        return self._finalized
+
+    def buffer_finalize(self, buffer: TorchBuffer) -> None:
+        """Forgets the tensor."""
+        self._tensor(buffer)
+        buffer.tensor = None
+
+    def buffer_shape(self, buffer: TorchBuffer) -> Shape:
+        """Its shape."""
+        self._tensor(buffer)
+        return buffer.shape
+
+    def buffer_device_num(self, buffer: TorchBuffer) -> DeviceNum:
+        """The device it is on."""
+        self._tensor(buffer)
+        return buffer.device
+
+    def buffer_to_flat_data(self, buffer: TorchBuffer, flat: np.ndarray) -> None:
+        """Copies the elements into `flat`."""
+        tensor = self._tensor(buffer)
+        wanted = buffer.shape.dtype.numpy
+        if flat.dtype != wanted or flat.shape != (buffer.shape.size,):
+            raise BackendError(
+                f"BufferToFlatData: {buffer.shape} needs a one-dimensional array of {buffer.shape.size} {wanted}, and "
+                f"{flat.dtype}{list(flat.shape)} was given"
+            )
+        flat[:] = torch_views.to_numpy(tensor).reshape(-1)
+
+    def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> TorchBuffer:
+        """A buffer with a copy of the elements."""
+        given = np.asarray(flat)
+        if given.dtype != shape.dtype.numpy or given.shape != (shape.size,):
+            raise BackendError(
+                f"BufferFromFlatData: {shape} needs a one-dimensional array of {shape.size} {shape.dtype}, and "
+                f"{given.dtype}{list(given.shape)} was given"
+            )
+        return self._buffer(torch_views.to_torch(given.reshape(shape.dimensions).copy()), device_num, owned=True)
+
+    def has_shared_buffers(self) -> bool:
+        """Whether it runs on the CPU."""
+        return self.torch_device.type == "cpu"
+
+    def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[TorchBuffer, np.ndarray]:
+        """A buffer of zeros and its elements."""
+        self._require_shared("NewSharedBuffer")
+        array = np.zeros(shape.dimensions, shape.dtype.numpy)
+        return self._buffer(torch_views.to_torch(array), device_num, owned=False), array.reshape(-1)
+
+    def buffer_data(self, buffer: TorchBuffer) -> np.ndarray:
+        """The elements, over the same memory."""
+        self._require_shared("BufferData")
+        return torch_views.to_numpy(self._tensor(buffer)).reshape(-1)
+
+    def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> TorchBuffer:
+        """A buffer over the array's memory on the CPU, if it is contiguous and may be written, else of a copy."""
+        self._device(device_num)
+        whole = np.ascontiguousarray(array).reshape(array.shape)
+        shared = self.has_shared_buffers() and whole.flags.writeable and np.shares_memory(whole, array)
+        return self._buffer(torch_views.to_torch(whole), device_num, owned=not shared)
+
+    def buffer_to_numpy(self, buffer: TorchBuffer) -> np.ndarray:
+        """The elements: over the buffer's memory on the CPU, then for reading only; else a copy."""
+        array = torch_views.to_numpy(self._tensor(buffer))
+        buffer.owned = False
+        return array
+
+    def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> TorchBuffer:
+        """A buffer of the tensor itself if it is contiguous and on the device, else of a copy."""
+        whole = tensor.detach().resolve_conj().resolve_neg()
+        whole = whole.to(self.torch_device).contiguous()
+        return self._buffer(whole, device_num, owned=whole.untyped_storage()._cdata != tensor.untyped_storage()._cdata)
+
+    def buffer_to_torch(self, buffer: TorchBuffer) -> torch.Tensor:
+        """The tensor itself."""
+        tensor = self._tensor(buffer)
+        # Whoever has it now may keep it: it is no longer written to when it is donated.
+        buffer.owned = False
+        return tensor
+
+    def _buffer(self, tensor: torch.Tensor, device_num: int, *, owned: bool) -> TorchBuffer:
+        dtype = dtype_of(tensor.dtype)
+        if dtype not in self._capabilities.dtypes:
+            raise BackendError(f"{self.torch_device} holds no {dtype}")
+        placed = tensor.to(self.torch_device)
+        return TorchBuffer(placed, Shape(dtype, tuple(tensor.shape)), self._device(device_num), owned)
+
+    def _check(self) -> None:
+        if self._finalized:
+            raise BackendError("the backend 'torch' is finalized; make a new one")
+
+    def _require_shared(self, what: str) -> None:
+        self._check()
+        if not self.has_shared_buffers():
+            raise BackendError(f"{what}: buffers on {self.torch_device} are not memory of this process; copy them")
+
+    def _device(self, number: int) -> DeviceNum:
+        self._check()
+        if not 0 <= number < _SIMULATED:
+            raise BackendError(f"device {number} is none of the {_SIMULATED} of the backend 'torch'")
+        return DeviceNum(number)
+
+    def _tensor(self, buffer: TorchBuffer) -> torch.Tensor:
+        self._check()
+        if not isinstance(buffer, TorchBuffer):
+            raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'torch'; use `buffer_from_torch`")
+        if buffer.tensor is None:
+            raise BackendError("the buffer is finalized or was donated to an execution; make a new one")
+        return buffer.tensor
+
+
+def _configured(config: str) -> tuple[bool, torch.device]:
+    """Whether to compile, and the device."""
+    parts = [part.strip() for part in config.split(",") if part.strip()]
+    names = [part for part in parts if part != "compile"]
+    if len(names) > 1 or len(parts) - len(names) > 1:
+        raise BackendError(f"torch:{config}: it takes `compile` and one device, with a comma between")
+    try:
+        device = torch.device(names[0]) if names else torch.get_default_device()
+        # With its number, if it has one, and an error if it is not there.
+        device = torch.empty(0, device=device).device
+    # Builds of torch without a device's library raise AssertionError for it.
+    except (RuntimeError, AssertionError) as error:
+        raise BackendError(f"torch:{config}: torch {torch.__version__} has no such device: {error}") from None
+    if device.type == "meta":
+        raise BackendError("torch:meta: tensors there have no elements, so that nothing runs")
+    return len(names) < len(parts), device
+
+
+def _capabilities(device: torch.device) -> Capabilities:
+    dtypes = frozenset(dtype for dtype in HELD if _holds(device, dtype))
+    return Capabilities({op_type: accepted_dtypes(op_type) & dtypes for op_type in sorted(OPERATIONS)}, dtypes)
+
+
+def _holds(device: torch.device, dtype: DType) -> bool:
+    """Whether tensors of the type can be made on the device: no float64 on Apple's, for one."""
+    try:
+        torch.empty(1, dtype=held(dtype), device=device)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+class TorchExecutable(CheckedExecutable):
+    """A graph as a function of tensors."""
+
+    def __init__(self, backend: TorchBackend, graph: Graph, num_devices: int) -> None:
+        super().__init__(backend, graph, num_devices)
+        self._torch = backend
+        self._ownership = ownership(graph)
+        self._graph: Graph | None = graph
+        self._functions: dict[frozenset[int], Any] = {}
+        self._lockstep = LockstepProgram(graph, backend.torch_device, num_devices) if num_devices > 1 else None
+        if self._lockstep is None:
+            self._function(frozenset())
+        self._views = [carrier(shape.dtype) if is_carried(shape.dtype) else None for shape in self._input_shapes]
+        self._held = [held(shape.dtype) if is_carried(shape.dtype) else None for shape in self._output_shapes]
+
+    def finalize(self) -> None:
+        """Frees the function and its constants."""
+        super().finalize()
+        self._functions.clear()
+        self._lockstep = self._graph = None
+
+    def _function(self, writable: frozenset[int]) -> Any:
+        """The function that may write into the memory of these parameters."""
+        found = self._functions.get(writable)
+        if found is None:
+            assert self._graph is not None
+            target = Target(self._torch.torch_device, self._torch.compiles)
+            found = self._functions[writable] = lower(self._graph, target, writable)
+        return found
+
+    def _run(self, inputs: Sequence[TorchBuffer], donate: Sequence[bool]) -> list[TorchBuffer]:
+        count = len(self._names)
+        for number, buffer in enumerate(inputs):
+            if buffer.device != number // count:
+                raise BackendError(
+                    f"{self._name!r}: input {number} is on device {buffer.device}, and {number // count} is to run it"
+                )
+        tensors = [
+            buffer.tensor if view is None else buffer.tensor.view(view)  # type: ignore[union-attr]
+            for buffer, view in zip(inputs, self._views * self._num_devices, strict=True)
+        ]
+        writable = frozenset(
+            number for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True)) if given and buffer.owned
+        )
+        # Before it runs: each value is then freed after its last use.
+        for buffer, given in zip(inputs, donate, strict=True):
+            if given:
+                buffer.tensor = None
+        with torch.no_grad():
+            if self._lockstep is None:
+                results = self._function(writable)(*tensors)
+                return self._outputs(results, writable, 0)
+            rows = [tuple(tensors[number::count]) for number in range(count)]
+            found = self._lockstep.run(tuple(range(self._num_devices)), rows)
+            return [
+                buffer
+                for device in range(self._num_devices)
+                for buffer in self._outputs([row[device] for row in found], frozenset(), device)
+            ]
+
+    def _outputs(self, results: Sequence[torch.Tensor], writable: frozenset[int], device: int) -> list[TorchBuffer]:
+        copied, parameters = self._ownership.copied, self._ownership.parameters
+        buffers = []
+        for place, (tensor, held_type, shape) in enumerate(zip(results, self._held, self._output_shapes, strict=True)):
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            elif place in copied or (place in parameters and parameters[place] not in writable):
+                tensor = tensor.clone()
+            buffers.append(
+                TorchBuffer(
+                    tensor if held_type is None else tensor.view(held_type), shape, DeviceNum(device), owned=True
+                )
+            )
+        return buffers
+
+
+register("torch", TorchBackend)

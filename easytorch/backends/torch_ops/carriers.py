@@ -1,0 +1,102 @@
+"""How tensors carry the element types that ATen has next to no kernels for.
+
+uint16, uint32 and uint64 are carried by the signed integers with the same bits, the float8 types by uint8 with the same
+bits: whatever only moves elements needs no kernels of theirs, addition and multiplication modulo 2**bits are the same,
+and what depends on the value takes it out first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from easytorch.backends.dtypes import DType
+
+_WORDS = {DType.UINT16: torch.int16, DType.UINT32: torch.int32, DType.UINT64: torch.int64}
+_FLOAT8 = tuple(dtype for dtype in DType if dtype.is_float and dtype.size == 1)
+# The types of torch tensors; int4 and uint4 are none.
+HELD = tuple(dtype for dtype in DType if dtype.bits >= 8)
+# Above this a float32 rounds to no finite number; torch saturates some of these types, IEEE's rule for them is NaN.
+_FN_LIMIT = 464.0
+
+
+def held(dtype: DType) -> torch.dtype:
+    """torch's own type of this name."""
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
+
+
+def carrier(dtype: DType) -> torch.dtype:
+    """The type of the tensors that carry `dtype` inside a computation."""
+    return torch.uint8 if dtype in _FLOAT8 else _WORDS.get(dtype) or held(dtype)
+
+
+def is_carried(dtype: DType) -> bool:
+    """Whether a tensor of `dtype` is viewed as another type inside a computation."""
+    return dtype in _FLOAT8 or dtype in _WORDS
+
+
+def is_word(dtype: DType) -> bool:
+    """An unsigned type carried by a signed one."""
+    return dtype in _WORDS
+
+
+def is_float8(dtype: DType) -> bool:
+    """A float of one byte."""
+    return dtype in _FLOAT8
+
+
+def is_narrow(dtype: DType) -> bool:
+    """A float narrower than float32."""
+    return dtype.is_float and dtype.size < 4
+
+
+def wide(x: Tensor, dtype: DType) -> Tensor:
+    """The values of narrow floats as float32; anything else as it is."""
+    if dtype in _FLOAT8:
+        return x.view(held(dtype)).to(torch.float32)
+    return x.to(torch.float32) if is_narrow(dtype) else x
+
+
+def narrow(x: Tensor, dtype: DType) -> Tensor:
+    """What `wide` widened, rounded back: x is float32 if `dtype` is a narrow float."""
+    if dtype is DType.FLOAT8_E4M3FN:
+        x = torch.where(x.abs() > _FN_LIMIT, torch.nan, x)
+    return x.to(held(dtype)).view(torch.uint8) if dtype in _FLOAT8 else x.to(carrier(dtype))
+
+
+def swapped(dtype: DType) -> Callable[[Tensor], Tensor]:
+    """Turns carried unsigned integers into signed ones in the same order, and back; others stay."""
+    if dtype not in _WORDS:
+        return lambda x: x
+    top = -(2 ** (dtype.bits - 1))
+    return lambda x: x.bitwise_xor(top)
+
+
+def integers(x: Tensor, dtype: DType) -> Tensor:
+    """The values of integers as int64; of uint64 its bits."""
+    wide = x.to(torch.int64)
+    return wide.bitwise_and(2**dtype.bits - 1) if dtype in _WORDS and dtype.bits < 64 else wide
+
+
+def indices(x: Tensor, dtype: DType) -> Tensor:
+    """Integers as int64 indices, which compare as they should: uint64 values beyond them are the greatest."""
+    wide = integers(x, dtype)
+    return torch.where(wide < 0, 2**63 - 1, wide) if dtype is DType.UINT64 else wide
+
+
+def lowest(dtype: DType) -> int | float:
+    """What no element is less than, of a real type as `swapped` or `wide` gives it: -inf where the type has one."""
+    if dtype.is_float:
+        return -highest(dtype)
+    return 0 if dtype is DType.BOOL else torch.iinfo(carrier(dtype)).min
+
+
+def highest(dtype: DType) -> int | float:
+    """What no element is greater than, likewise."""
+    if dtype.is_float:
+        finite = is_float8(dtype) and dtype is not DType.FLOAT8_E5M2
+        return torch.finfo(held(dtype)).max if finite else torch.inf
+    return 1 if dtype is DType.BOOL else torch.iinfo(carrier(dtype)).max

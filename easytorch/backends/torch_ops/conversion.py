@@ -1,0 +1,99 @@
+"""Conversions between element types, and their bits read as other types."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.backends.dtypes import DType
+from easytorch.backends.torch_ops.carriers import carrier, held, integers, is_float8, is_narrow, narrow, wide
+from easytorch.backends.torch_ops.site import Kernel, Site
+
+_TOP = -(2**63)
+
+
+def bind_convert(site: Site) -> Kernel:
+    """Floats to integers towards zero and clamped, NaN to 0; anything but zero is true."""
+    return converter(site.dtype, site.attributes["dtype"])
+
+
+def converter(source: DType, target: DType) -> Kernel:
+    """The function from the carrier of one type to that of another."""
+    if source is target:
+        return lambda x: x
+    if target is DType.BOOL:
+        return lambda x: wide(x, source) != 0
+    if source.is_complex and not target.is_complex:
+        rest = converter(source.real, target)
+        return lambda x: rest(torch.real(x))
+    if target.is_complex:
+        if source.is_complex:
+            return lambda x: x.to(held(target))
+        part = converter(source, target.real)
+        return lambda x: part(x).to(held(target))
+    if target.is_integer:
+        if source.is_float:
+            return lambda x: _truncated(wide(x, source), target)
+        return lambda x: integers(x, source).to(carrier(target))
+    if source is DType.UINT64:
+        return lambda x: _rounded(_unsigned_to_float(x, target), target)
+    if source is DType.FLOAT64:
+        return lambda x: _rounded(x, target)
+    if source.is_float:
+        return lambda x: narrow(wide(x, source), target)
+    if is_float8(target):
+        return lambda x: narrow(integers(x, source).to(torch.float32), target)
+    return lambda x: integers(x, source).to(held(target))
+
+
+def _truncated(x: Tensor, target: DType) -> Tensor:
+    signed = target.value.startswith("int")
+    low, high = (-(2 ** (target.bits - 1)), 2 ** (target.bits - 1)) if signed else (0, 2**target.bits)
+    whole = x.trunc()
+    inside = torch.where((whole >= low) & (whole < float(high)), whole, 0)
+    if target is DType.UINT64:
+        upper = inside >= 2.0**63
+        whole_numbers = torch.where(upper, inside - 2.0**63, inside).to(torch.int64)
+        result = torch.where(upper, whole_numbers.bitwise_xor(_TOP), whole_numbers)
+        return torch.where(whole >= float(high), -1, result)
+    result = torch.where(whole < low, low, inside.to(torch.int64))
+    return torch.where(whole >= float(high), high - 1, result).to(carrier(target))
+
+
+def _unsigned_to_float(x: Tensor, target: DType) -> Tensor:
+    """The value of a carried uint64, rounded once: its half with the lost bit kept is in range."""
+    float_type = torch.float64 if target is DType.FLOAT64 else torch.float32
+    half = ((x >> 1) & (2**63 - 1)) | (x & 1)
+    return torch.where(x < 0, half.to(float_type) * 2, x.to(float_type))
+
+
+def _rounded(x: Tensor, target: DType) -> Tensor:
+    """float64 or float32 to any real float with one rounding, where torch goes through float32 and rounds twice."""
+    if not is_narrow(target):
+        return x.to(held(target))
+    return narrow(_to_odd(x) if x.dtype == torch.float64 else x, target)
+
+
+def _to_odd(x: Tensor) -> Tensor:
+    """float64 to float32, inexact values to the neighbour with an odd last bit: a second rounding then is the only one.
+
+    Boldo and Melquiond, Emulation of FMA and correctly rounded sums (2008), section 3.
+    """
+    near = x.to(torch.float32)
+    back = near.to(torch.float64)
+    bits = near.view(torch.int32)
+    step = torch.where(back.abs() > x.abs(), -1, 1).to(torch.int32)
+    inexact = (back != x) & ~x.isnan() & (bits & 1 == 0)
+    return torch.where(inexact, bits + step, bits).view(torch.float32)
+
+
+def bind_bitcast(site: Site) -> Kernel:
+    """The lowest bits first: a wider type takes up the last axis, a narrower adds one."""
+    source, target = site.dtype, carrier(site.attributes["target_dtype"])
+    bits = site.attributes["target_dtype"].bits
+    if source.bits == bits:
+        return lambda x: x.view(target)
+    if source.bits > bits:
+        return lambda x: x.contiguous().unsqueeze(-1).view(target)
+    # Copied: a view as a wider type needs an aligned start.
+    return lambda x: x.clone(memory_format=torch.contiguous_format).view(target).squeeze(-1)

@@ -1,0 +1,163 @@
+"""Reductions over axes. The axes that go, and whether there is anything in them, are known before they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from easytorch.backends.dtypes import DType
+from easytorch.backends.torch_ops.carriers import highest, is_float8, lowest, narrow, swapped, wide
+from easytorch.backends.torch_ops.conversion import converter
+from easytorch.backends.torch_ops.site import Binder, Kernel, Site
+from easytorch.backends.types import OpType, ReduceOpType
+
+Reduction = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def _over(site: Site) -> tuple[int, ...]:
+    """The axes that go: all if none is named."""
+    return tuple(site.attributes["axes"]) or tuple(range(site.operand.rank))
+
+
+def reduced(dtype: DType, kind: ReduceOpType) -> Reduction:
+    """The function of a tensor of values (see `values`) and axes that puts their elements together."""
+    if kind is ReduceOpType.SUM:
+        return _sum
+    if kind is ReduceOpType.PRODUCT:
+        return _product
+    identity = identity_of(dtype, kind)
+    function = torch.amax if kind is ReduceOpType.MAX else torch.amin
+
+    def extreme(x: Tensor, axes: Sequence[int]) -> Tensor:
+        if not axes:
+            return x
+        if any(x.shape[axis] == 0 for axis in axes):
+            kept = [size for axis, size in enumerate(x.shape) if axis not in axes]
+            return x.new_full(kept, identity)
+        return function(x, tuple(axes))
+
+    return extreme
+
+
+def identity_of(dtype: DType, kind: ReduceOpType) -> int | float:
+    """What changes nothing when values are put together so."""
+    if kind in (ReduceOpType.SUM, ReduceOpType.PRODUCT):
+        return int(kind is ReduceOpType.PRODUCT)
+    return lowest(dtype) if kind is ReduceOpType.MAX else highest(dtype)
+
+
+def values(dtype: DType, kind: ReduceOpType) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """From carried elements to values that are summed or compared (narrow floats in float32), and back."""
+    if dtype.is_float and dtype.size < 4:
+        return (lambda x: wide(x, dtype)), (lambda x: narrow(x, dtype))
+    if kind in (ReduceOpType.MAX, ReduceOpType.MIN):
+        swap = swapped(dtype)
+        return swap, swap
+    return (lambda x: x), (lambda x: x)
+
+
+def _sum(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return torch.sum(x, tuple(axes), dtype=x.dtype) if axes else x
+
+
+def _product(x: Tensor, axes: Sequence[int]) -> Tensor:
+    if not axes:
+        return x
+    if len(axes) == 1:
+        return torch.prod(x, axes[0], dtype=x.dtype)
+    return torch.prod(_flattened(x, axes), -1, dtype=x.dtype)
+
+
+def _flattened(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """x with `axes` as one at the end."""
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    shape = [x.shape[axis] for axis in kept]
+    return x.permute((*kept, *axes)).reshape(*shape, math.prod(x.shape[axis] for axis in axes))
+
+
+def _arithmetic(kind: ReduceOpType) -> Binder:
+    def bind(site: Site) -> Kernel:
+        axes, function = _over(site), reduced(site.dtype, kind)
+        if kind is ReduceOpType.SUM and axes and site.dtype.is_float and not is_float8(site.dtype):
+            # ATen sums narrow floats in float32.
+            return lambda x: torch.sum(x, axes)
+        inward, back = values(site.dtype, kind)
+        return lambda x: back(function(inward(x), axes))
+
+    return bind
+
+
+def _extreme(kind: ReduceOpType) -> Binder:
+    def bind(site: Site) -> Kernel:
+        axes, function = _over(site), reduced(site.dtype, kind)
+        if is_float8(site.dtype):
+            inward, back = values(site.dtype, kind)
+        else:
+            inward = back = swapped(site.dtype)
+        return lambda x: back(function(inward(x), axes))
+
+    return bind
+
+
+def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int) -> Binder:
+    """Halves put together until one element is left."""
+
+    def bind(site: Site) -> Kernel:
+        axes = _over(site)
+
+        def reduce(x: Tensor) -> Tensor:
+            x = _flattened(x, axes)
+            if x.shape[-1] == 0:
+                return x.new_full(x.shape[:-1], identity)
+            while (size := x.shape[-1]) > 1:
+                half = size // 2
+                joined = pair(x[..., :half], x[..., half : 2 * half])
+                x = torch.cat((joined, x[..., 2 * half :]), -1) if size % 2 else joined
+            return x.squeeze(-1)
+
+        return reduce if axes else lambda x: x
+
+    return bind
+
+
+def _logical(function: Callable[[Tensor, int], Tensor]) -> Binder:
+    def bind(site: Site) -> Kernel:
+        axes = _over(site)
+        return lambda x: function(_flattened(x, axes), -1)
+
+    return bind
+
+
+def _arg_min_max(site: Site) -> Kernel:
+    axis, dtype = site.attributes["axis"], site.dtype
+    choose = torch.argmin if site.attributes["is_min"] else torch.argmax
+    swap = swapped(dtype)
+    back = converter(DType.INT64, site.attributes["output_dtype"])
+
+    def chosen(x: Tensor) -> Tensor:
+        comparable = x.to(torch.uint8) if dtype is DType.BOOL else swap(wide(x, dtype) if is_float8(dtype) else x)
+        return back(choose(comparable, axis))
+
+    return chosen
+
+
+def _is_odd(x: Tensor, axis: int) -> Tensor:
+    return torch.sum(x, axis) % 2 == 1
+
+
+REDUCTIONS: dict[OpType, Binder] = {
+    OpType.REDUCE_SUM: _arithmetic(ReduceOpType.SUM),
+    OpType.REDUCE_PRODUCT: _arithmetic(ReduceOpType.PRODUCT),
+    OpType.REDUCE_MAX: _extreme(ReduceOpType.MAX),
+    OpType.REDUCE_MIN: _extreme(ReduceOpType.MIN),
+    OpType.REDUCE_BITWISE_AND: _bitwise(torch.bitwise_and, -1),
+    OpType.REDUCE_BITWISE_OR: _bitwise(torch.bitwise_or, 0),
+    OpType.REDUCE_BITWISE_XOR: _bitwise(torch.bitwise_xor, 0),
+    OpType.REDUCE_LOGICAL_AND: _logical(torch.all),
+    OpType.REDUCE_LOGICAL_OR: _logical(torch.any),
+    OpType.REDUCE_LOGICAL_XOR: _logical(_is_odd),
+    OpType.ARG_MIN_MAX: _arg_min_max,
+}

@@ -1,0 +1,51 @@
+"""What is known of an operation before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from easytorch.backends.dtypes import DType
+from easytorch.backends.graph import Node
+from easytorch.backends.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node on a device. traced: torch.compile will trace the function, so that it must not look at values."""
+
+    node: Node
+    device: torch.device
+    traced: bool = False
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the operands."""
+        return tuple(op.shape for op in self.node.inputs)
+
+    @property
+    def operand(self) -> Shape:
+        """Of the first operand."""
+        return self.node.inputs[0].shape
+
+    @property
+    def dtype(self) -> DType:
+        """Of the first operand."""
+        return self.node.inputs[0].shape.dtype
+
+    @property
+    def output(self) -> Shape:
+        """Of the first output."""
+        return self.node.shapes[0]
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """By the names of the builder's arguments."""
+        return self.node.attributes
+
+
+Kernel = Callable[..., Any]
+Binder = Callable[[Site], Kernel]

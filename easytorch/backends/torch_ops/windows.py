@@ -1,0 +1,117 @@
+"""Windows over an array: their reductions, and the places they select."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from easytorch.backends.torch_ops.carriers import swapped, wide
+from easytorch.backends.torch_ops.movement import padder
+from easytorch.backends.torch_ops.reduction import identity_of, reduced, values
+from easytorch.backends.torch_ops.site import Binder, Kernel, Site
+from easytorch.backends.types import OpType, PadAxis, ReduceOpType
+
+
+def windows(x: Tensor, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int], keep: int = 0) -> Tensor:
+    """A view of x with an axis for the places along each axis, and after them one for the elements of each window.
+
+    keep: how many leading axes have no windows of their own (sizes, strides and dilations 1 there).
+    """
+    for axis in range(keep, len(sizes)):
+        span = (sizes[axis] - 1) * dilations[axis] + 1
+        x = x.unfold(axis, span, strides[axis])[..., :: dilations[axis]]
+    return x
+
+
+def _reduce_window(site: Site) -> Kernel:
+    kind, dtype = site.attributes["reduction_type"], site.dtype
+    names = ("window_dimensions", "strides", "window_dilations")
+    sizes, strides, dilations = (site.attributes[name] for name in names)
+    identity = identity_of(dtype, kind)
+    config = [
+        PadAxis(start, end, dilation - 1)
+        for (start, end), dilation in zip(site.attributes["paddings"], site.attributes["base_dilations"], strict=True)
+    ]
+    output = site.output.dimensions
+    inward, back = values(dtype, kind)
+    function = reduced(dtype, kind)
+    pad = padder(site.operand.dimensions, config, identity) if any(map(_changes, config)) else None
+    moving = [axis for axis in range(len(sizes)) if (sizes[axis], strides[axis]) != (1, 1)]
+
+    def reduce(x: Tensor) -> Tensor:
+        x = inward(x)
+        if 0 in output:
+            return back(x.new_empty(output))
+        if pad is not None:
+            x = pad(x, x.new_full((), identity))
+        # One axis after the other: a window of k by k elements costs 2k and not k * k.
+        for axis in moving:
+            span = (sizes[axis] - 1) * dilations[axis] + 1
+            x = function(x.unfold(axis, span, strides[axis])[..., :: dilations[axis]], (x.ndim,))
+        return back(x)
+
+    return reduce
+
+
+def _changes(pad: PadAxis) -> bool:
+    return pad != PadAxis()
+
+
+def _select_and_scatter(better: Callable[[Tensor, Tensor], Tensor] | None) -> Binder:
+    """Sums at the selected places: the first of a window, then each that the selected one is not `better` than or
+    equal to; all of them if None."""
+
+    def bind(site: Site) -> Kernel:
+        operand, dtype = site.operand, site.dtype
+        sizes, strides = site.attributes["window_dimensions"], site.attributes["window_strides"]
+        config = [PadAxis(start, end) for start, end in site.attributes["paddings"]]
+        places = site.shapes[1].dimensions
+        if 0 in places or not operand.size:
+            return lambda x, source: torch.zeros_like(x)
+        # Where each element of each window stands; those of the padding stand behind the last.
+        numbers = torch.arange(operand.size, dtype=torch.int64, device=site.device).reshape(operand.dimensions)
+        numbers = padder(operand.dimensions, config)(
+            numbers, torch.full_like(numbers[(0,) * operand.rank], operand.size)
+        )
+        seen = windows(numbers, sizes, strides, (1,) * operand.rank).reshape(*places, math.prod(sizes))
+        elements = [one.contiguous() for one in seen.unbind(-1)]
+        to_sum, back = values(dtype, ReduceOpType.SUM)
+        swap = swapped(dtype)
+
+        def scatter(x: Tensor, source: Tensor) -> Tensor:
+            source = to_sum(source)
+            total = torch.zeros(operand.size + 1, dtype=source.dtype, device=source.device)
+            if better is None:
+                for element in elements:
+                    total = total.index_add(0, element.reshape(-1), source.reshape(-1))
+            else:
+                flat = swap(wide(x, dtype)).reshape(-1)
+                chosen = _selected(better, torch.cat((flat, flat[:1])), elements, operand.size)
+                total = total.index_add(0, chosen.reshape(-1), source.reshape(-1))
+            return back(total[:-1].reshape(operand.dimensions))
+
+        return scatter
+
+    return bind
+
+
+def _selected(
+    better: Callable[[Tensor, Tensor], Tensor], flat: Tensor, elements: Sequence[Tensor], outside: int
+) -> Tensor:
+    """The selected place of each window; `outside` where a window is all padding."""
+    chosen = elements[0]
+    for element in elements[1:]:
+        stays = (chosen != outside) & better(flat[chosen], flat[element])
+        chosen = torch.where((element == outside) | stays, chosen, element)
+    return chosen
+
+
+WINDOWS: dict[OpType, Binder] = {
+    OpType.REDUCE_WINDOW: _reduce_window,
+    OpType.SELECT_AND_SCATTER_MAX: _select_and_scatter(torch.ge),
+    OpType.SELECT_AND_SCATTER_MIN: _select_and_scatter(torch.le),
+    OpType.SELECT_AND_SCATTER_SUM: _select_and_scatter(None),
+}
