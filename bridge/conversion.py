@@ -12,7 +12,7 @@ from easytorch.bridge.checkpoint import Checkpoint, Renamed
 from easytorch.bridge.companions import copy_companions, set_config_dtype
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, RoundingFormat, WritableFormat
+from easytorch.bridge.formats.base import Layout, RoundingFormat, TokenizedReader, WritableFormat
 from easytorch.bridge.formats.registry import Target
 from easytorch.bridge.plan import cast_plan
 from easytorch.bridge.planned import PlannedReader
@@ -72,7 +72,9 @@ class Conversion:
         config, reader = self._checkpoint.config, self._renamed.reader
         with staged(self._destination, self._file, key=self._key(), resume=resume) as staging:
             self._checkpoint.spool.folder = staging.folder.parent
-            write_files(staging, self._form, self._layout, ReaderSource(reader, config, progress))
+            write_files(
+                staging, self._form, self._layout, ReaderSource(reader, config, progress, self._checkpoint.reader)
+            )
             if verify and (name := wrong_tensor(staging.folder, self._form, reader)) is not None:
                 raise CheckpointError("was not written as it was read; check the disk", tensor=name)
             if self._file is None:
@@ -108,6 +110,8 @@ class Conversion:
             write_side_file(folder, kept, renamed.tied)
         source = self._source if self._source.is_dir() else self._source.parent
         copy_companions(source, folder, checkpoint.reader.files)
+        if isinstance(checkpoint.reader, TokenizedReader) and self._target.scheme != checkpoint.scheme:
+            self._notes += filter(None, [checkpoint.reader.write_tokenizer(folder)])
         if checkpoint.config is None:
             return
         file = folder / "config.json"

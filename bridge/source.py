@@ -18,8 +18,11 @@ Progress = Callable[[str, int, int], None]
 class ReaderSource:
     """The tensors of an open checkpoint, with progress over their bytes."""
 
-    def __init__(self, reader: Reader, config: Config | None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, reader: Reader, config: Config | None, progress: Progress | None = None, origin: Reader | None = None
+    ) -> None:
         self.config = config
+        self.origin = origin
         self._reader = reader
         self._progress = progress
         self._total = sum(info.nbytes for info in reader.tensors.values())
@@ -44,6 +47,8 @@ class ReaderSource:
 
 class ArraySource:
     """Arrays by name."""
+
+    origin: Reader | None = None
 
     def __init__(self, arrays: Mapping[str, np.ndarray], config: Config | None = None) -> None:
         self.config = config

@@ -83,10 +83,19 @@ class PartialReader(Reader, Protocol):
     left_out: tuple[str, ...]
 
 
+@runtime_checkable
+class TokenizedReader(Reader, Protocol):
+    """A reader of a format that may hold the model's tokenizer too."""
+
+    def write_tokenizer(self, folder: Path) -> str | None:
+        """Writes it into `folder` as transformers reads it; why it could not, None where it could or there is none."""
+
+
 class Source(Protocol):
-    """What a writer takes its data from."""
+    """What a writer takes its data from. `origin`: the checkpoint as it was opened, None for arrays in memory."""
 
     config: Config | None
+    origin: Reader | None
 
     def read(self, name: str) -> np.ndarray:
         """The elements of one tensor, perhaps a strided view; may be called from several threads at once."""

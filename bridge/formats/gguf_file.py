@@ -30,6 +30,7 @@ from easytorch.bridge.formats.gguf_blocks import (
     stored_bytes,
     unpack,
 )
+from easytorch.bridge.formats.gguf_vocabulary import tokenizer_fields, write_tokenizer
 from easytorch.bridge.formats.gguf_walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
 from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.sharding import shard_names, split
@@ -103,6 +104,10 @@ class GgufReader:
             return config_from(self.fields, self.tensors, self._derived)
         except CheckpointError as error:
             raise CheckpointError(str(error), file=self.files[0]) from error
+
+    def write_tokenizer(self, folder: Path) -> str | None:
+        """Writes the tokenizer in the metadata into `folder` as transformers reads it; returns why it could not."""
+        return write_tokenizer(self.files[0], self.fields, folder)
 
     def read(self, name: str) -> np.ndarray:
         """A view of the mapped file; of packed elements, float32 ones unpacked."""
@@ -195,7 +200,8 @@ class Gguf:
         kinds = {info.name: self._stored(info) for info in tensors}
         entries = [(info.name, info.shape, kinds[info.name]) for info in tensors]
         entries += [(name, array.shape, "F32") for name, array in derived.items()]
-        write_header(folder / file, entries, _config(source), self._file_type(kinds), *_place(file))
+        carried = tokenizer_fields(source.origin.fields) if isinstance(source.origin, GgufReader) else {}
+        write_header(folder / file, entries, _config(source), self._file_type(kinds), *_place(file), carried)
         with (folder / file).open("ab") as stream:
             for info in tensors:
                 array = source.read(info.name)

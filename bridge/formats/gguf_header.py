@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.gguf_blocks import stored_bytes
@@ -13,15 +14,23 @@ _TOTAL = "split.tensors.count"
 
 
 def write_header(
-    path: Path, entries: Sequence[Entry], config: Config, file_type: int, number: int = 0, count: int = 1
+    path: Path,
+    entries: Sequence[Entry],
+    config: Config,
+    file_type: int,
+    number: int,
+    count: int,
+    tokenizer: Mapping[str, Any],
 ) -> None:
     """Writes a new file up to its data; the data of `entries` (name, shape, ggml's type) follows in that order.
 
     number, count: which part this is of how many; the first one has the metadata.
+    tokenizer: the metadata of one that another GGUF file had; without it, the one beside `config` is taken.
     """
     import gguf
     import numpy as np
 
+    from easytorch.bridge.formats.gguf_vocabulary import add_fields
     from easytorch.bridge.schemes.gguf_config import arch_of, fields_of
     from easytorch.bridge.schemes.gguf_tokenizer import add_tokenizer
 
@@ -47,7 +56,10 @@ def write_header(
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        add_tokenizer(writer, config)
+        if tokenizer:
+            add_fields(writer, tokenizer)
+        else:
+            add_tokenizer(writer, config)
     for name, shape, kind in entries:
         # The dtype only says that the shape counts elements.
         number_of = gguf.GGMLQuantizationType[kind]

@@ -93,16 +93,15 @@ class Header:
     def _number(self, code: str) -> Any:
         return struct.unpack(code, self._take(struct.calcsize(code)))[0]
 
-    def _text(self, *, strict: bool) -> str:
+    def _text(self, errors: str = "strict") -> str:
         raw = self._take(self._number("<Q"))
         try:
-            # Tokens of some vocabularies are not whole characters.
-            return raw.decode("utf-8", errors="strict" if strict else "replace")
+            return raw.decode("utf-8", errors)
         except UnicodeDecodeError as error:
             raise self._fail(f"has a name that is not UTF-8 ({error.reason})") from error
 
     def _entry(self) -> None:
-        key = self._text(strict=True)
+        key = self._text()
         if key in self.fields:
             raise self._fail(f"has the metadata {key!r} twice")
         self.fields[key] = self._value(self._number("<I"), 0)
@@ -111,13 +110,16 @@ class Header:
         if kind in _SCALARS:
             return self._numbers(kind, 1)[0].item()
         if kind == _STRING:
-            return self._text(strict=False)
+            return self._text("replace")
         if kind != _ARRAY or depth > _MAX_DEPTH:
             raise self._fail(f"has metadata of the unknown type {kind}" if kind != _ARRAY else "nests arrays too deep")
         inner, count = self._number("<I"), self._number("<Q")
         if inner in _SCALARS:
             return self._numbers(inner, count)
         self._bound(count, 8 if inner == _STRING else 12, "array elements")
+        if inner == _STRING:
+            # Tokens of some vocabularies are not whole characters; with these escapes they can be written again.
+            return [self._text("surrogateescape") for _ in range(count)]
         return [self._value(inner, depth + 1) for _ in range(count)]
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
@@ -127,7 +129,7 @@ class Header:
         return np.frombuffer(raw, "u1").astype(bool) if element.kind == "b" else np.frombuffer(raw, element)
 
     def _declaration(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text(strict=True)
+        name = self._text()
         rank = self._number("<I")
         if rank > MAX_DIMENSIONS:
             raise self._fail(f"has {rank} dimensions, more than the format's {MAX_DIMENSIONS}", name)

@@ -14,10 +14,11 @@ from safetensors.numpy import load_file, save_file
 from easytorch.bridge import convert, inspect
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import gguf_blocks
+from easytorch.bridge.formats import gguf_blocks, registry
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.gguf_blocks import PLAIN, can_unpack, packed, unpack
 from easytorch.bridge.formats.gguf_file import Gguf, GgufReader
+from easytorch.bridge.formats.gguf_vocabulary import add_fields
 from easytorch.bridge.schemes.gguf_config import OWN_CONFIG, llama3_factors
 
 SMALL = {
@@ -433,6 +434,42 @@ def test_a_byte_level_tokenizer(saved, tmp_path):
     assert content["chat_template"] == "{{ x }}"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="model.gguf")
     assert tokenizer("abc ab<|end|>")["input_ids"] == [7, 8, 6, 9]
+
+
+def test_a_tokenizer_goes_from_file_to_file_and_to_torch(saved, tmp_path):
+    _, folder = saved("qwen2")
+    (folder / "tokenizer.json").write_text(json.dumps(BYTE_LEVEL))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": "{{ x }}"}))
+    convert(folder, tmp_path / "first.gguf", to="gguf")
+    convert(tmp_path / "first.gguf", tmp_path / "second.gguf", to="gguf", dtype="q8_0")
+    first, second = (gguf.GGUFReader(tmp_path / f"{name}.gguf").fields for name in ("first", "second"))
+    of_tokenizer = [key for key in first if key.startswith("tokenizer.")]
+    assert len(of_tokenizer) > 5
+    for key in of_tokenizer:
+        assert (first[key].types, first[key].contents()) == (second[key].types, second[key].contents())
+    report = convert(tmp_path / "second.gguf", tmp_path / "torch", to="torch")
+    assert not any("tokenizer" in note for note in report.notes)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "torch")
+    assert tokenizer("abc ab<|end|>")["input_ids"] == [7, 8, 6, 9]
+    assert tokenizer.chat_template == "{{ x }}" and tokenizer.eos_token == "<|end|>"
+
+
+def test_a_tokenizer_transformers_cannot_read_is_reported(saved, tmp_path):
+    _, folder = saved("qwen2")
+    convert(folder, tmp_path / "x.gguf", to="gguf")
+    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [b"\xe4\xbd".decode("utf-8", "surrogateescape")]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "easytorch.bridge.schemes.gguf_tokenizer.add_tokenizer", lambda writer, _: add_fields(writer, fields)
+        )
+        convert(folder, tmp_path / "broken.gguf", to="gguf")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "broken.gguf").rename(tmp_path / "in/broken.gguf")
+    report = convert(tmp_path / "in", tmp_path / "torch", to="torch")
+    assert any(note.startswith("the tokenizer in broken.gguf is not carried") for note in report.notes)
+    convert(tmp_path / "in", tmp_path / "again.gguf", to="gguf")
+    with registry.open_checkpoint(tmp_path / "again.gguf")[1] as reader:
+        assert reader.fields["tokenizer.ggml.tokens"] == fields["tokenizer.ggml.tokens"]
 
 
 def piece(text_: str, score: float, kind: int = 1) -> bytes:
