@@ -110,7 +110,8 @@ def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
 def x64() -> AbstractContextManager[None]:
     """jax does not narrow 64-bit types meanwhile."""
     # A public name since jax 0.8.
-    context = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+    context = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64", None)
+    assert context is not None
     found: AbstractContextManager[None] = context(True)
     return found
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Graph, Node, Op
+from easytorch.backends.shapeinference import accepted_dtypes
 from easytorch.backends.types import Capabilities, OpType
-from easytorch.backends.xla.emitter import Emitter, Value, tensor
+from easytorch.backends.xla.emitter import ELEMENT_TYPES, Emitter, Value, tensor
 from easytorch.backends.xla.emitters import (
-    ALL,
-    Rule,
+    Emit,
     collectives,
     control,
     conversion,
@@ -23,7 +22,7 @@ from easytorch.backends.xla.emitters import (
     reductions,
 )
 
-EMITTERS: Mapping[OpType, Rule] = {
+EMITTERS: Mapping[OpType, Emit] = {
     **elementwise.EMITTERS,
     **conversion.EMITTERS,
     **movement.EMITTERS,
@@ -39,8 +38,7 @@ EMITTERS: Mapping[OpType, Rule] = {
 _GIVEN = (OpType.PARAMETER, OpType.CONSTANT)
 
 CAPABILITIES = Capabilities(
-    {**dict.fromkeys(_GIVEN, frozenset(ALL)), **{op_type: rule.dtypes for op_type, rule in EMITTERS.items()}},
-    frozenset(DType),
+    {op_type: accepted_dtypes(op_type) for op_type in (*_GIVEN, *EMITTERS)}, frozenset(ELEMENT_TYPES)
 )
 
 
@@ -62,7 +60,7 @@ class GraphEmitter(Emitter):
             written = conversion.constant(self, node.attributes["value"], node.shapes[0])
         else:
             operands = [values[_key(op)] for op in node.inputs]
-            written = EMITTERS[node.op_type].emit(self, *operands, **node.attributes)
+            written = EMITTERS[node.op_type](self, *operands, **node.attributes)
         if isinstance(written, Value):
             values[node.number, 0] = written
         else:

@@ -9,7 +9,7 @@ from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, ReduceOpType
 from easytorch.backends.xla.emitter import Emitter, Value, pairs
-from easytorch.backends.xla.emitters import ALL, BOOL, NUMBERS, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.narrow import widened
 from easytorch.backends.xla.emitters.reductions import COMBINERS
 
@@ -56,10 +56,10 @@ def _collective_permute(e: Emitter, x: Value, source_target_pairs: tuple[tuple[i
     return e.op("collective_permute", (x,), x.shape, f"source_target_pairs = {pairs(source_target_pairs)}")
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.ALL_REDUCE: rule(_reducing(OpType.ALL_REDUCE, "all_reduce"), *NUMBERS, *BOOL),
-    OpType.REDUCE_SCATTER: rule(_reducing(OpType.REDUCE_SCATTER, "reduce_scatter"), *NUMBERS, *BOOL),
-    OpType.ALL_GATHER: rule(_all_gather, *ALL),
-    OpType.ALL_TO_ALL: rule(_all_to_all, *ALL),
-    OpType.COLLECTIVE_PERMUTE: rule(_collective_permute, *ALL),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.ALL_REDUCE: _reducing(OpType.ALL_REDUCE, "all_reduce"),
+    OpType.REDUCE_SCATTER: _reducing(OpType.REDUCE_SCATTER, "reduce_scatter"),
+    OpType.ALL_GATHER: _all_gather,
+    OpType.ALL_TO_ALL: _all_to_all,
+    OpType.COLLECTIVE_PERMUTE: _collective_permute,
 }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import OpNotImplementedError
 from easytorch.backends.graph import Graph
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
-from easytorch.backends.xla.emitters import ALL, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 
 
 def _call(e: Emitter, *inputs: Value, function: Graph) -> tuple[Value, ...]:
@@ -64,9 +63,9 @@ def _sort(e: Emitter, *inputs: Value, comparator: Graph, axis: int, is_stable: b
     return e.ops("sort", everything, [value.shape for value in everything], attributes, region)[:count]
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.CALL: rule(_call, *ALL),
-    OpType.WHILE_LOOP: rule(_while_loop, *ALL),
-    OpType.COND: rule(_cond, DType.BOOL),
-    OpType.SORT: rule(_sort, *ALL),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.CALL: _call,
+    OpType.WHILE_LOOP: _while_loop,
+    OpType.COND: _cond,
+    OpType.SORT: _sort,
 }

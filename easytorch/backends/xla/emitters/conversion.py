@@ -8,7 +8,7 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value, tensor
-from easytorch.backends.xla.emitters import ALL, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.narrow import low_nibble, widen
 
 _NIBBLES = (DType.INT4, DType.UINT4)
@@ -153,7 +153,7 @@ def _raw(e: Emitter, array: np.ndarray, shape: Shape) -> Value:
     return e.op("constant", (), shape, f"value = dense<{data}> : {tensor(shape)}")
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.CONVERT_DTYPE: rule(convert, *ALL),
-    OpType.BITCAST: rule(bitcast, *ALL),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.CONVERT_DTYPE: convert,
+    OpType.BITCAST: bitcast,
 }

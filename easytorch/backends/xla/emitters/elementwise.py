@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
+from easytorch.backends.dtypes import SIGNED, DType
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
-from easytorch.backends.xla.emitters import ALL, BITS, BOOL, FLOATING, INTEGERS, NUMBERS, ORDERED, Rule, rule
-from easytorch.backends.xla.emitters.narrow import widen, widened
+from easytorch.backends.xla.emitters import Emit
+from easytorch.backends.xla.emitters.narrow import narrow, widen, widened
 
 Unary = Callable[[Emitter, Value], Value]
 Binary = Callable[[Emitter, Value, Value], Value]
@@ -57,6 +57,67 @@ def _ordinals(e: Emitter, x: Value) -> Value:
     return e.select(e.compare("LT", bits, e.like(bits, 0)), turned, bits)
 
 
+def _sqrt(e: Emitter, x: Value) -> Value:
+    root = e.unary("sqrt", x)
+    if not x.dtype.is_complex:
+        return root
+    # The imaginary part has the sign of x's, also that of a zero, which XLA overlooks.
+    imaginary = e.unary("abs", _imag(e, root))
+    bits = DType.INT32 if x.dtype is DType.COMPLEX64 else DType.INT64
+    signs = e.bits(_imag(e, x), x.shape.with_dtype(bits))
+    below = e.compare("LT", signs, e.like(signs, 0))
+    return _complex(e, _real(e, root), e.select(below, e.unary("negate", imaginary), imaginary))
+
+
+def _rsqrt(e: Emitter, x: Value) -> Value:
+    if not x.dtype.is_complex:
+        return e.unary("rsqrt", x)
+    return e.binary("divide", e.like(x, 1), _sqrt(e, x))
+
+
+def _pow(e: Emitter, x0: Value, x1: Value) -> Value:
+    if not x0.dtype.is_integer:
+        return _complex_power(e, *e.together(x0, x1)) if x0.dtype.is_complex else e.binary("power", *e.together(x0, x1))
+    base, exponent = e.together(x0, x1)
+    zero, one = e.like(base, 0), e.like(base, 1)
+    signed = x0.dtype in SIGNED
+    magnitude = e.binary("maximum", exponent, zero) if signed else exponent
+    power = _integer_power(e, base, magnitude)
+    if not signed:
+        return power
+    # 1 / x**n is an integer for 1 and -1 alone; by zero it is all bits, as division is.
+    minus = e.like(base, -1)
+    even = e.compare("EQ", e.binary("and", exponent, one), zero)
+    of_minus = e.select(e.compare("EQ", base, minus), e.select(even, one, minus), zero)
+    inverse = e.select(e.compare("EQ", base, zero), minus, e.select(e.compare("EQ", base, one), one, of_minus))
+    return e.select(e.compare("LT", exponent, zero), inverse, power)
+
+
+def _complex_power(e: Emitter, base: Value, exponent: Value) -> Value:
+    """XLA takes the logarithm of zero, whose powers are zero."""
+    zero = e.like(base, 0)
+    part = _real(e, exponent)
+    vanishes = e.binary("and", e.compare("EQ", base, zero), e.compare("GT", part, e.like(part, 0)))
+    return e.select(vanishes, zero, e.binary("power", base, exponent))
+
+
+def _integer_power(e: Emitter, base: Value, exponent: Value) -> Value:
+    """By squaring, modulo the bits: XLA's own looks at the lowest bits of the exponent only."""
+    zero, one = e.like(base, 0), e.like(base, 1)
+
+    def unfinished(_base: Value, exponent: Value, _power: Value) -> list[Value]:
+        return [e.reduce("or", e.compare("NE", exponent, zero), 0, range(exponent.rank))]
+
+    def step(base: Value, exponent: Value, power: Value) -> list[Value]:
+        odd = e.compare("NE", e.binary("and", exponent, one), zero)
+        multiplied = e.select(odd, e.binary("multiply", power, base), power)
+        return [e.binary("multiply", base, base), e.binary("shift_right_logical", exponent, one), multiplied]
+
+    shapes = [base.shape] * 3
+    regions = f"{e.region(shapes, unfinished)}, {e.region(shapes, step)}"
+    return e.ops("while", (base, exponent, one), shapes, "", regions)[2]
+
+
 def _abs(e: Emitter, x: Value) -> Value:
     return e.op("abs", (x,), x.shape.with_dtype(x.dtype.real))
 
@@ -97,11 +158,18 @@ def _is_nan(e: Emitter, x: Value) -> Value:
 
 def _shift(name: str) -> Binary:
     def emit(e: Emitter, x0: Value, x1: Value) -> Value:
-        # Nothing to fill up with: an unsigned number has no sign, its highest bit is a value.
-        plain = name == "shift_right_arithmetic" and x0.dtype in UNSIGNED
-        return e.binary("shift_right_logical" if plain else name, *e.together(x0, x1))
+        return e.binary(name, *e.together(x0, x1))
 
     return emit
+
+
+def _shift_right_arithmetic(e: Emitter, x0: Value, x1: Value) -> Value:
+    if x0.dtype is not DType.UINT4:
+        return widened(_shift("shift_right_arithmetic"))(e, x0, x1)
+    # The highest of four bits fills up, as that of wider unsigned integers does.
+    signed = _sign_extended(e, e.convert(widen(e, x0), DType.INT8))
+    shifted = e.binary("shift_right_arithmetic", *e.together(signed, e.convert(widen(e, x1), DType.INT8)))
+    return narrow(e, e.convert(shifted, DType.UINT8), DType.UINT4)
 
 
 def _shift_right_logical(e: Emitter, x0: Value, x1: Value) -> Value:
@@ -163,58 +231,55 @@ _COMPARISONS = {
     "GE": (OpType.GREATER_OR_EQUAL, OpType.GREATER_OR_EQUAL_TOTAL_ORDER),
 }
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.IDENTITY: rule(lambda e, x: x, *ALL),
-    OpType.ABS: rule(widened(_abs), *SIGNED, *FLOATING),
-    OpType.NEG: rule(_one("negate"), *NUMBERS),
-    OpType.SIGN: rule(_one("sign"), *SIGNED, *FLOATING),
-    OpType.CEIL: rule(_one("ceil"), *FLOATS),
-    OpType.FLOOR: rule(_one("floor"), *FLOATS),
-    OpType.ROUND: rule(_one("round_nearest_even"), *FLOATS),
-    OpType.ERF: rule(widened(_erf, least=4), *FLOATS),
-    OpType.COS: rule(_analytic("cosine"), *FLOATING),
-    OpType.SIN: rule(_analytic("sine"), *FLOATING),
-    OpType.EXP: rule(_analytic("exponential"), *FLOATING),
-    OpType.EXPM1: rule(_analytic("exponential_minus_one"), *FLOATING),
-    OpType.LOG: rule(_analytic("log"), *FLOATING),
-    OpType.LOG1P: rule(_analytic("log_plus_one"), *FLOATING),
-    OpType.LOGISTIC: rule(widened(_logistic, least=4), *FLOATING),
-    OpType.RSQRT: rule(_analytic("rsqrt"), *FLOATING),
-    OpType.SQRT: rule(_analytic("sqrt"), *FLOATING),
-    OpType.TANH: rule(_analytic("tanh"), *FLOATING),
-    OpType.REAL: rule(_real, *FLOATING),
-    OpType.IMAG: rule(_imag, *FLOATING),
-    OpType.CONJ: rule(_conj, *COMPLEX),
-    OpType.COMPLEX: rule(_complex, DType.FLOAT32, DType.FLOAT64),
-    OpType.IS_FINITE: rule(_is_finite, *FLOATS),
-    OpType.IS_NAN: rule(_is_nan, *FLOATS),
-    OpType.LOGICAL_NOT: rule(_one("not"), *BOOL),
-    OpType.BITWISE_NOT: rule(_one("not"), *BITS),
-    OpType.BIT_COUNT: rule(_bit_count, *INTEGERS),
-    OpType.CLZ: rule(_clz, *INTEGERS),
-    OpType.ADD: rule(_two("add"), *NUMBERS, *BOOL),
-    OpType.SUB: rule(_two("subtract"), *NUMBERS),
-    OpType.MUL: rule(_two("multiply"), *NUMBERS, *BOOL),
-    OpType.DIV: rule(_two("divide"), *NUMBERS),
-    OpType.REM: rule(_precise("remainder"), *INTEGERS, *FLOATS),
-    OpType.POW: rule(_precise("power"), *NUMBERS),
-    OpType.MAX: rule(_two("maximum"), *ORDERED),
-    OpType.MIN: rule(_two("minimum"), *ORDERED),
-    OpType.ATAN2: rule(_precise("atan2"), *FLOATS),
-    OpType.BITWISE_AND: rule(_two("and"), *BITS),
-    OpType.BITWISE_OR: rule(_two("or"), *BITS),
-    OpType.BITWISE_XOR: rule(_two("xor"), *BITS),
-    OpType.LOGICAL_AND: rule(_two("and"), *BOOL),
-    OpType.LOGICAL_OR: rule(_two("or"), *BOOL),
-    OpType.LOGICAL_XOR: rule(_two("xor"), *BOOL),
-    OpType.SHIFT_LEFT: rule(widened(_shift("shift_left")), *INTEGERS),
-    OpType.SHIFT_RIGHT_ARITHMETIC: rule(widened(_shift("shift_right_arithmetic")), *INTEGERS),
-    OpType.SHIFT_RIGHT_LOGICAL: rule(_shift_right_logical, *INTEGERS),
-    OpType.CLAMP: rule(widened(_clamp), *ORDERED),
-    OpType.WHERE: rule(_where, *BOOL),
-    **{
-        pair[0]: rule(_comparison(direction), *(ALL if direction in ("EQ", "NE") else ORDERED))
-        for direction, pair in _COMPARISONS.items()
-    },
-    **{pair[1]: rule(_total_order(direction), *FLOATS) for direction, pair in _COMPARISONS.items()},
+EMITTERS: dict[OpType, Emit] = {
+    OpType.IDENTITY: lambda e, x: x,
+    OpType.ABS: widened(_abs),
+    OpType.NEG: _one("negate"),
+    OpType.SIGN: _one("sign"),
+    OpType.CEIL: _one("ceil"),
+    OpType.FLOOR: _one("floor"),
+    OpType.ROUND: _one("round_nearest_even"),
+    OpType.ERF: widened(_erf, least=4),
+    OpType.COS: _analytic("cosine"),
+    OpType.SIN: _analytic("sine"),
+    OpType.EXP: _analytic("exponential"),
+    OpType.EXPM1: _analytic("exponential_minus_one"),
+    OpType.LOG: _analytic("log"),
+    OpType.LOG1P: _analytic("log_plus_one"),
+    OpType.LOGISTIC: widened(_logistic, least=4),
+    OpType.RSQRT: widened(_rsqrt, least=4),
+    OpType.SQRT: widened(_sqrt, least=4),
+    OpType.TANH: _analytic("tanh"),
+    OpType.REAL: _real,
+    OpType.IMAG: _imag,
+    OpType.CONJ: _conj,
+    OpType.COMPLEX: _complex,
+    OpType.IS_FINITE: _is_finite,
+    OpType.IS_NAN: _is_nan,
+    OpType.LOGICAL_NOT: _one("not"),
+    OpType.BITWISE_NOT: _one("not"),
+    OpType.BIT_COUNT: _bit_count,
+    OpType.CLZ: _clz,
+    OpType.ADD: _two("add"),
+    OpType.SUB: _two("subtract"),
+    OpType.MUL: _two("multiply"),
+    OpType.DIV: _two("divide"),
+    OpType.REM: _precise("remainder"),
+    OpType.POW: widened(_pow, least=4),
+    OpType.MAX: _two("maximum"),
+    OpType.MIN: _two("minimum"),
+    OpType.ATAN2: _precise("atan2"),
+    OpType.BITWISE_AND: _two("and"),
+    OpType.BITWISE_OR: _two("or"),
+    OpType.BITWISE_XOR: _two("xor"),
+    OpType.LOGICAL_AND: _two("and"),
+    OpType.LOGICAL_OR: _two("or"),
+    OpType.LOGICAL_XOR: _two("xor"),
+    OpType.SHIFT_LEFT: widened(_shift("shift_left")),
+    OpType.SHIFT_RIGHT_ARITHMETIC: _shift_right_arithmetic,
+    OpType.SHIFT_RIGHT_LOGICAL: _shift_right_logical,
+    OpType.CLAMP: widened(_clamp),
+    OpType.WHERE: _where,
+    **{pair[0]: _comparison(direction) for direction, pair in _COMPARISONS.items()},
+    **{pair[1]: _total_order(direction) for direction, pair in _COMPARISONS.items()},
 }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from easytorch.backends.dtypes import COMPLEX, FLOATS
 from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value, int_array
-from easytorch.backends.xla.emitters import ALL, INTEGERS, ORDERED, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.movement import index
 from easytorch.backends.xla.emitters.narrow import narrow, widen
 
@@ -81,9 +80,9 @@ def _truth(value: bool) -> str:
     return "true" if value else "false"
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.GATHER: rule(_gather, *ALL),
-    OpType.SCATTER_SUM: rule(_scatter("add"), *INTEGERS, *FLOATS, *COMPLEX),
-    OpType.SCATTER_MAX: rule(_scatter("maximum"), *ORDERED),
-    OpType.SCATTER_MIN: rule(_scatter("minimum"), *ORDERED),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.GATHER: _gather,
+    OpType.SCATTER_SUM: _scatter("add"),
+    OpType.SCATTER_MAX: _scatter("maximum"),
+    OpType.SCATTER_MIN: _scatter("minimum"),
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
+from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis
 from easytorch.backends.xla.emitter import Emitter, Value, int_array
-from easytorch.backends.xla.emitters import ALL, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.conversion import convert
 
 
@@ -83,16 +83,16 @@ def index(e: Emitter, x: Value) -> Value:
     return e.convert(x, DType.INT64 if x.dtype is DType.UINT32 else DType.INT32)
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.IOTA: rule(_iota, *SIGNED, *UNSIGNED, *FLOATS, *COMPLEX),
-    OpType.RESHAPE: rule(_reshape, *ALL),
-    OpType.TRANSPOSE: rule(transpose, *ALL),
-    OpType.BROADCAST: rule(_broadcast, *ALL),
-    OpType.BROADCAST_IN_DIM: rule(_broadcast_in_dim, *ALL),
-    OpType.CONCATENATE: rule(concatenate, *ALL),
-    OpType.SLICE: rule(_slice, *ALL),
-    OpType.DYNAMIC_SLICE: rule(_dynamic_slice, *ALL),
-    OpType.DYNAMIC_UPDATE_SLICE: rule(_dynamic_update_slice, *ALL),
-    OpType.PAD: rule(pad, *ALL),
-    OpType.REVERSE: rule(_reverse, *ALL),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.IOTA: _iota,
+    OpType.RESHAPE: _reshape,
+    OpType.TRANSPOSE: transpose,
+    OpType.BROADCAST: _broadcast,
+    OpType.BROADCAST_IN_DIM: _broadcast_in_dim,
+    OpType.CONCATENATE: concatenate,
+    OpType.SLICE: _slice,
+    OpType.DYNAMIC_SLICE: _dynamic_slice,
+    OpType.DYNAMIC_UPDATE_SLICE: _dynamic_update_slice,
+    OpType.PAD: pad,
+    OpType.REVERSE: _reverse,
 }

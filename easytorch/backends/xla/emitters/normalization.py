@@ -5,10 +5,9 @@ Composed: XLA's own expansion takes the variance as the mean of squares less the
 
 from __future__ import annotations
 
-from easytorch.backends.dtypes import FLOATS
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
-from easytorch.backends.xla.emitters import Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.narrow import widened
 
 
@@ -59,8 +58,8 @@ def _gradient(
     return e.binary("multiply", rest, _spread(e, factor, x, axis)), of_scale, of_offset
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.BATCH_NORM_FOR_INFERENCE: rule(widened(_inference, least=4), *FLOATS),
-    OpType.BATCH_NORM_FOR_TRAINING: rule(widened(_training, least=4), *FLOATS),
-    OpType.BATCH_NORM_GRADIENT: rule(widened(_gradient, least=4), *FLOATS),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.BATCH_NORM_FOR_INFERENCE: widened(_inference, least=4),
+    OpType.BATCH_NORM_FOR_TRAINING: widened(_training, least=4),
+    OpType.BATCH_NORM_GRADIENT: widened(_gradient, least=4),
 }

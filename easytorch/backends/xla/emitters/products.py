@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from easytorch.backends.dtypes import COMPLEX, DType
+from easytorch.backends.dtypes import DType
 from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 from easytorch.backends.xla.emitter import Emitter, Value, int_array, pairs
-from easytorch.backends.xla.emitters import NUMBERS, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.narrow import narrow, widened
 
 Ints = tuple[int, ...]
@@ -95,9 +95,9 @@ def _fft(e: Emitter, x: Value, fft_type: FFTType, fft_length: Ints) -> Value:
     return e.op("fft", (x,), Shape(shape.dtype, shape.dimensions), attributes)
 
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.DOT: rule(widened(_dot), *NUMBERS),
-    OpType.DOT_GENERAL: rule(widened(_dot_general), *NUMBERS),
-    OpType.CONV_GENERAL_DILATED: rule(widened(_convolution), *NUMBERS),
-    OpType.FFT: rule(_fft, DType.FLOAT32, DType.FLOAT64, *COMPLEX),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.DOT: widened(_dot),
+    OpType.DOT_GENERAL: widened(_dot_general),
+    OpType.CONV_GENERAL_DILATED: widened(_convolution),
+    OpType.FFT: _fft,
 }

@@ -6,17 +6,18 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
-from easytorch.backends.xla.emitters import Rule, rule
-from easytorch.backends.xla.emitters.conversion import bitcast
+from easytorch.backends.xla.emitters import Emit
+from easytorch.backends.xla.emitters.conversion import bitcast, convert
 
 _BY_BITS = {8: DType.UINT8, 16: DType.UINT16, 32: DType.UINT32, 64: DType.UINT64}
 
 
 def _rng_bit_generator(e: Emitter, state: Value, shape: Shape) -> tuple[Value, Value]:
+    four_bits = shape.dtype.bits == 4
     drawn = shape.with_dtype(_BY_BITS[max(shape.dtype.bits, 8)])
     attributes = "rng_algorithm = #stablehlo<rng_algorithm PHILOX>"
     after, bits = e.ops("rng_bit_generator", (state,), (state.shape, drawn), attributes)
-    return after, bitcast(e, bits, shape.dtype)
+    return after, (convert if four_bits else bitcast)(e, bits, shape.dtype)
 
 
-EMITTERS: dict[OpType, Rule] = {OpType.RNG_BIT_GENERATOR: rule(_rng_bit_generator, DType.UINT64)}
+EMITTERS: dict[OpType, Emit] = {OpType.RNG_BIT_GENERATOR: _rng_bit_generator}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from easytorch.backends.dtypes import FLOATS, SIGNED, DType
+from easytorch.backends.dtypes import SIGNED, DType
 from easytorch.backends.shapeinference.reduction import window_sizes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis, ReduceOpType
 from easytorch.backends.xla.emitter import Emitter, Value, int_array, pairs
-from easytorch.backends.xla.emitters import BITS, BOOL, INTEGERS, NUMBERS, ORDERED, Rule, rule
+from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.conversion import convert
 from easytorch.backends.xla.emitters.movement import pad
 from easytorch.backends.xla.emitters.narrow import widen, widened
@@ -162,20 +162,20 @@ _AND = ("and", _bits(1))
 _OR = ("or", _bits(0))
 _XOR = ("xor", _bits(0))
 
-EMITTERS: dict[OpType, Rule] = {
-    OpType.REDUCE_SUM: rule(_reduce(*COMBINERS[ReduceOpType.SUM]), *NUMBERS),
-    OpType.REDUCE_PRODUCT: rule(_reduce(*COMBINERS[ReduceOpType.PRODUCT]), *NUMBERS),
-    OpType.REDUCE_MAX: rule(_reduce(*COMBINERS[ReduceOpType.MAX]), *ORDERED),
-    OpType.REDUCE_MIN: rule(_reduce(*COMBINERS[ReduceOpType.MIN]), *ORDERED),
-    OpType.REDUCE_BITWISE_AND: rule(_reduce(*_AND), *BITS),
-    OpType.REDUCE_BITWISE_OR: rule(_reduce(*_OR), *BITS),
-    OpType.REDUCE_BITWISE_XOR: rule(_reduce(*_XOR), *BITS),
-    OpType.REDUCE_LOGICAL_AND: rule(_reduce(*_AND), *BOOL),
-    OpType.REDUCE_LOGICAL_OR: rule(_reduce(*_OR), *BOOL),
-    OpType.REDUCE_LOGICAL_XOR: rule(_reduce(*_XOR), *BOOL),
-    OpType.ARG_MIN_MAX: rule(_arg_min_max, *ORDERED),
-    OpType.REDUCE_WINDOW: rule(widened(_reduce_window, least=4), *NUMBERS, *BOOL),
-    OpType.SELECT_AND_SCATTER_MAX: rule(_select_and_scatter("GE"), *INTEGERS, *FLOATS),
-    OpType.SELECT_AND_SCATTER_MIN: rule(_select_and_scatter("LE"), *INTEGERS, *FLOATS),
-    OpType.SELECT_AND_SCATTER_SUM: rule(widened(_scatter_windows, least=4), *INTEGERS, *FLOATS),
+EMITTERS: dict[OpType, Emit] = {
+    OpType.REDUCE_SUM: _reduce(*COMBINERS[ReduceOpType.SUM]),
+    OpType.REDUCE_PRODUCT: _reduce(*COMBINERS[ReduceOpType.PRODUCT]),
+    OpType.REDUCE_MAX: _reduce(*COMBINERS[ReduceOpType.MAX]),
+    OpType.REDUCE_MIN: _reduce(*COMBINERS[ReduceOpType.MIN]),
+    OpType.REDUCE_BITWISE_AND: _reduce(*_AND),
+    OpType.REDUCE_BITWISE_OR: _reduce(*_OR),
+    OpType.REDUCE_BITWISE_XOR: _reduce(*_XOR),
+    OpType.REDUCE_LOGICAL_AND: _reduce(*_AND),
+    OpType.REDUCE_LOGICAL_OR: _reduce(*_OR),
+    OpType.REDUCE_LOGICAL_XOR: _reduce(*_XOR),
+    OpType.ARG_MIN_MAX: _arg_min_max,
+    OpType.REDUCE_WINDOW: widened(_reduce_window, least=4),
+    OpType.SELECT_AND_SCATTER_MAX: _select_and_scatter("GE"),
+    OpType.SELECT_AND_SCATTER_MIN: _select_and_scatter("LE"),
+    OpType.SELECT_AND_SCATTER_SUM: widened(_scatter_windows, least=4),
 }
