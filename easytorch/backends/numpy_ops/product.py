@@ -34,7 +34,7 @@ def _dot_general(
         left.reshape(*batch, math.prod(rows), inner),
         right.reshape(*batch, inner, math.prod(columns)),
     )
-    return product.reshape(*batch, *rows, *columns)
+    return product.reshape((*batch, *rows, *columns))
 
 
 def _dot(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:

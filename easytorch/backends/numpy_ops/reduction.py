@@ -84,8 +84,8 @@ def _reduce_window(
 ) -> np.ndarray:
     start = np.array(neutral(reduction_type, dtype_of(x.dtype))).astype(x.dtype)
     pads = [PadAxis(*ends, dilation - 1) for ends, dilation in zip(paddings, base_dilations, strict=True)]
-    found = windows(padded(x, start, pads), window_dimensions, strides, window_dilations)
-    return reduced(found, reduction_type, tuple(range(x.ndim, 2 * x.ndim)))
+    found = windows(wide(padded(x, start, pads)), window_dimensions, strides, window_dilations)
+    return narrowed(reduced(found, reduction_type, tuple(range(x.ndim, 2 * x.ndim))), x.dtype)
 
 
 def _elements(
