@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.blocks import contiguous
+from easytorch.bridge.formats.blocks import byte_blocks
+from easytorch.bridge.formats.mapped import map_file
 
 # Smaller arrays stay where they are.
 _LEAST_BYTES = 1 << 16
@@ -34,20 +35,21 @@ class Spool:
             return array
         folder = tempfile.gettempdir() if self.folder is None or "TMPDIR" in os.environ else self.folder
         try:
-            with tempfile.TemporaryFile(prefix="easytorch-", dir=folder) as file:
-                # Room is taken now: a full disk would be a bus error later.
-                os.posix_fallocate(file.fileno(), 0, array.nbytes)
-                memory = mmap.mmap(file.fileno(), array.nbytes)
+            with tempfile.TemporaryFile(prefix="easytorch-", dir=folder, buffering=0) as file:
+                # Not through the map: a full disk would be a bus error, and what is written count as memory.
+                for block in byte_blocks(array):
+                    while block:
+                        block = block[file.write(block) :]
+                memory = map_file(file.fileno())
         except OSError as error:
             message = f"no room to put {array.nbytes} bytes aside ({error.strerror}); set TMPDIR to a folder with more"
             raise CheckpointError(message, file=folder) from error
-        kept = np.frombuffer(memory, array.dtype).reshape(array.shape)
-        return contiguous(array, kept)
+        return np.frombuffer(memory, array.dtype).reshape(array.shape)
 
 
 def _mapped(array: np.ndarray) -> bool:
-    """Whether the elements stand in a mapped file, as far as can be told, and not in this process's memory."""
-    base: object = array
-    while isinstance(base, np.ndarray) and base.base is not None:
+    """Whether the elements stand in a mapped file; tensorstore's arrays, for one, are no numpy memory either."""
+    base = array.base
+    while isinstance(base, np.ndarray):
         base = base.base
-    return not isinstance(base, np.ndarray)
+    return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap)

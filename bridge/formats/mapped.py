@@ -22,7 +22,8 @@ class _ReadOnly(mmap.mmap):
     address: int
 
 
-def _map(descriptor: int, writable: bool) -> mmap.mmap:
+def map_file(descriptor: int, writable: bool = False) -> mmap.mmap:
+    """The bytes of an open file that is not empty; `writable` ones are changed in memory only."""
     if writable:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     made = _ReadOnly(descriptor, 0, access=mmap.ACCESS_READ)
@@ -40,7 +41,7 @@ class MappedFile:
                 stream.seek(0, 2)
                 self.size = stream.tell()
                 # An empty file cannot be mapped.
-                self.bytes = _map(stream.fileno(), writable) if self.size else b""
+                self.bytes = map_file(stream.fileno(), writable) if self.size else b""
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
 

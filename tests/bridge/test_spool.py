@@ -1,7 +1,5 @@
 """What waits for its turn lies on disk: on the destination's, or where TMPDIR says, and a full one is one error."""
 
-import errno
-import os
 import tempfile
 from pathlib import Path
 
@@ -9,16 +7,13 @@ import numpy as np
 import pytest
 
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.spool import Spool
 
 
 @pytest.fixture
 def no_tmpdir(monkeypatch) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
-
-
-def full_disk(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def mapped_from(folder: Path) -> bool:
@@ -46,7 +41,22 @@ def test_small_arrays_stay_where_they_are(tmp_path) -> None:
     assert Spool(tmp_path / "not there").put_aside(array) is array
 
 
+def test_what_stands_in_a_file_stays_there(tmp_path, no_tmpdir) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    mapped = MappedFile(tmp_path / "file").array(0, (512, 512), "float32")
+    for view in (mapped, mapped.T[3:]):
+        assert Spool(tmp_path / "not there").put_aside(view) is view
+    assert Spool(tmp_path).put_aside(kept := Spool(tmp_path).put_aside(np.ones(1 << 16))) is kept
+
+
+def test_memory_that_is_not_numpys_is_no_file(tmp_path, no_tmpdir) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    store = tensorstore.array(np.ones((256, 512), np.float32))
+    array = store[:, 1:].read().result()
+    assert Spool(tmp_path).put_aside(array) is not array
+
+
 def test_a_full_disk_is_one_error(tmp_path, no_tmpdir, monkeypatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", full_disk)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))
     with pytest.raises(CheckpointError, match=rf"{tmp_path}.*no room to put 524288 bytes aside.*TMPDIR"):
         Spool(tmp_path).put_aside(np.ones(1 << 16))
