@@ -151,7 +151,7 @@ class TorchBackend(Backend):
     def buffer_data(self, buffer: TorchBuffer) -> np.ndarray:
         """The elements, over the same memory."""
         self._require_shared("BufferData")
-        return torch_views.to_numpy(self._tensor(buffer)).reshape(-1)
+        return self.buffer_to_numpy(buffer).reshape(-1)
 
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> TorchBuffer:
         """A buffer over the array's memory on the CPU, if it is contiguous and may be written, else of a copy."""
@@ -284,7 +284,9 @@ class TorchExecutable(CheckedExecutable):
             for buffer, view in zip(inputs, self._views * self._num_devices, strict=True)
         ]
         writable = frozenset(
-            number for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True)) if given and buffer.owned
+            number
+            for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True))
+            if given and buffer.owned and inputs.count(buffer) == 1
         )
         # Before it runs: each value is then freed after its last use.
         for buffer, given in zip(inputs, donate, strict=True):

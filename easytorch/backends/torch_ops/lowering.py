@@ -19,6 +19,8 @@ from easytorch.backends.graph import Graph, Node, Op
 from easytorch.backends.interpreter import needed_nodes
 from easytorch.backends.torch_ops.carriers import carrier, is_carried
 from easytorch.backends.torch_ops.collectives import COLLECTIVE
+from easytorch.backends.torch_ops.movement import dynamic_update_in_place
+from easytorch.backends.torch_ops.outputs import ownership, updated_in_place
 from easytorch.backends.torch_ops.site import Kernel, Site
 from easytorch.backends.torch_ops.sorting import bind_sort, is_pointwise
 from easytorch.backends.torch_ops.table import BINDERS
@@ -68,7 +70,11 @@ def lower(graph: Graph, target: Target, writable: frozenset[int] = frozenset()) 
     }
     nodes = [node for node in nodes if node.op_type not in (OpType.PARAMETER, OpType.CONSTANT)]
     if not target.compile:
-        steps = [_step(node, bind(node, target)) for node in nodes]
+        in_place = set() if target.traced else updated_in_place(graph, nodes, writable)
+        steps = [
+            _step(node, dynamic_update_in_place(Site(node, target.device)) if node in in_place else bind(node, target))
+            for node in nodes
+        ]
     else:
         steps = _compiled_steps(graph, nodes, constants, target)
     return _written(graph.name, graph.parameters, graph.outputs, steps, constants)
@@ -83,8 +89,7 @@ def bind(node: Node, target: Target) -> Kernel:
         branches = lower(attributes["true_branch"], target), lower(attributes["false_branch"], target)
         return _cond(*branches, len(attributes["true_branch"].captures))
     if node.op_type is OpType.WHILE_LOOP:
-        test, step = lower(attributes["cond"], target), lower(attributes["body"], target)
-        return _loop(test, step, len(node.shapes), len(attributes["cond"].captures))
+        return _loop(node, target)
     if node.op_type is OpType.SORT:
         comparator = attributes["comparator"]
         compare = lower(comparator, Target(target.device, traced=target.traced))
@@ -102,12 +107,21 @@ def _cond(first: Function, second: Function, count: int) -> Kernel:
     return cond
 
 
-def _loop(test: Function, step: Function, count: int, test_count: int) -> Kernel:
+def _loop(node: Node, target: Target) -> Kernel:
+    cond, body = node.attributes["cond"], node.attributes["body"]
+    count, test_count = len(node.shapes), len(cond.captures)
+    test, first = lower(cond, target), lower(body, target)
+    # After the first round the state is the loop's own, and may be written to.
+    own = ownership(body).own(count)
+    again = lower(body, target, own) if own and not target.compile else first
+
     def loop(*operands: Tensor) -> tuple[Tensor, ...]:
         state = operands[:count]
         test_captures, step_captures = operands[count : count + test_count], operands[count + test_count :]
+        del operands
+        step = first
         while test(*state, *test_captures)[0]:
-            state = step(*state, *step_captures)
+            state, step = step(*state, *step_captures), again
         return state
 
     return loop

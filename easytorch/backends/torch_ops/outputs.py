@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from easytorch.backends.graph import Graph, Op
+from easytorch.backends.graph import Graph, Node, Op
 from easytorch.backends.types import OpType
 
 # What may give a view of its first operand, or that operand itself; every other operation gives memory of its own.
@@ -30,6 +31,10 @@ class Ownership:
     copied: frozenset[int]
     parameters: dict[int, int]
 
+    def own(self, count: int) -> frozenset[int]:
+        """Which of `count` outputs are memory of their own."""
+        return frozenset(range(count)) - self.copied - frozenset(self.parameters)
+
 
 def root(op: Op) -> Op:
     """The value in whose memory `op` may stand."""
@@ -38,9 +43,35 @@ def root(op: Op) -> Op:
     return op
 
 
+def updated_in_place(graph: Graph, nodes: Sequence[Node], writable: Collection[int]) -> set[Node]:
+    """The dynamic updates whose operand nothing needs afterwards: they may be written into its memory.
+
+    writable: the numbers of the parameters that may be written to. nodes: those of the graph that run.
+    """
+    last: dict[Op, int] = {}
+    for node in nodes:
+        for op in node.inputs:
+            last[root(op)] = node.number
+    kept = {root(op) for op in graph.outputs}
+    found = set()
+    for node in nodes:
+        if node.op_type is not OpType.DYNAMIC_UPDATE_SLICE:
+            continue
+        operand = node.inputs[0]
+        source = operand.node
+        own = source.op_type not in _FOREIGN and root(operand) == operand
+        if source.op_type is OpType.PARAMETER:
+            own = source.attributes["index"] in writable
+        if own and last[operand] == node.number and operand not in kept and root(node.inputs[1]) != operand:
+            found.add(node)
+    return found
+
+
 def ownership(graph: Graph) -> Ownership:
     """Of the outputs of a graph; of several in one memory, all but the first are copied."""
-    copied, parameters, seen = set(), {}, set()
+    copied: set[int] = set()
+    parameters: dict[int, int] = {}
+    seen: set[Op] = set()
     for place, op in enumerate(graph.outputs):
         origin = root(op)
         if origin in seen or origin.node.op_type in _FOREIGN:
