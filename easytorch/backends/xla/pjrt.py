@@ -86,27 +86,6 @@ def sharding(device: Any) -> Any:
     return jax.sharding.SingleDeviceSharding(device)
 
 
-# jax 0.7.1 has no such argument, and takes 64-bit types as they are.
-_TAKES_X64 = "enable_x64" in (xla_client.batched_device_put.__doc__ or "")
-
-
-def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
-    """An array on the device: on a CPU over the same memory where that is aligned to 64 bytes, unless `copy`."""
-    x64 = {"enable_x64": True} if _TAKES_X64 else {}
-    semantics = xla_client.HostBufferSemantics
-    result = xla_client.batched_device_put(
-        jax.core.ShapedArray(array.shape, array.dtype),
-        sharding(device),
-        [array],
-        [device],
-        force_copy=copy,
-        host_buffer_semantics=semantics.IMMUTABLE_ONLY_DURING_CALL if copy else semantics.ZERO_COPY,
-        **x64,
-    )
-    assert result.dtype == array.dtype, "jax narrows 64-bit types unless told not to"
-    return result
-
-
 def x64() -> AbstractContextManager[None]:
     """jax does not narrow 64-bit types meanwhile."""
     # A public name since jax 0.8.
@@ -114,6 +93,28 @@ def x64() -> AbstractContextManager[None]:
     assert context is not None
     found: AbstractContextManager[None] = context(True)
     return found
+
+
+# jax 0.7.1 has no such argument: there the configuration says what becomes of 64-bit types.
+_TAKES_X64 = "enable_x64" in (xla_client.batched_device_put.__doc__ or "")
+
+
+def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
+    """An array on the device: on a CPU over the same memory where that is aligned to 64 bytes, unless `copy`."""
+    semantics = xla_client.HostBufferSemantics
+    place = functools.partial(
+        xla_client.batched_device_put,
+        jax.core.ShapedArray(array.shape, array.dtype),
+        sharding(device),
+        [array],
+        [device],
+        force_copy=copy,
+        host_buffer_semantics=semantics.IMMUTABLE_ONLY_DURING_CALL if copy else semantics.ZERO_COPY,
+    )
+    if _TAKES_X64:
+        return place(enable_x64=True)
+    with x64():
+        return place()
 
 
 def from_dlpack(exporter: Any, device: Any) -> jax.Array:
