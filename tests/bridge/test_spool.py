@@ -1,5 +1,6 @@
 """What waits for its turn lies on disk: on the destination's, or where TMPDIR says, and a full one is one error."""
 
+import io
 import tempfile
 from pathlib import Path
 
@@ -57,6 +58,6 @@ def test_memory_that_is_not_numpys_is_no_file(tmp_path, no_tmpdir) -> None:
 
 
 def test_a_full_disk_is_one_error(tmp_path, no_tmpdir, monkeypatch) -> None:
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: io.FileIO("/dev/full", "r+"))
     with pytest.raises(CheckpointError, match=rf"{tmp_path}.*no room to put 524288 bytes aside.*TMPDIR"):
         Spool(tmp_path).put_aside(np.ones(1 << 16))
