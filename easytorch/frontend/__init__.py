@@ -8,6 +8,8 @@ registry.py    `@lowering(torch.ops.aten.add.Tensor)`: what is known, ours and u
 context.py     `Context`: what a lowering is given: the builder, ATen's type promotion, broadcasting, constants
 lower.py       the interpreter that walks a graph (an ExportedProgram's, AOTAutograd's, a branch of `torch.cond`)
 module.py      `compile`: weights on the device, mutated buffers donated, pytrees in and out
+dynamo.py      the same under `torch.compile(backend="easytorch")`, forward and backward (graph_program.py runs them)
+rng.py         random numbers, seeded by torch's generator
 aten/          the lowerings, a file a family
 
 A custom operation is lowered by registering it under its overload, before `compile`:
@@ -28,6 +30,9 @@ from easytorch.frontend.errors import LoweringError, UnsupportedOpError
 from easytorch.frontend.lower import lower_graph
 from easytorch.frontend.module import CompiledModule, compile
 from easytorch.frontend.registry import lowering, lowerings
+from easytorch.frontend.torch_compile import register
+
+register()
 
 __all__ = [
     "CompiledModule",

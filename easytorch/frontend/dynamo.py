@@ -20,8 +20,8 @@ from torch.fx import GraphModule
 from easytorch.frontend.graph_program import GraphProgram
 from easytorch.frontend.module import backend_of
 from easytorch.frontend.registry import lowerings
+from easytorch.frontend.torch_compile import NAME
 
-NAME = "easytorch"
 _OPTIONS = ("backend",)
 
 
@@ -90,9 +90,3 @@ def _results(graph: GraphModule) -> int:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return len(_outputs(graph)) if metadata is None else metadata.num_forward
-
-
-def register() -> None:
-    """Makes the name known to torch.compile. Where the package is installed its entry point has done so already."""
-    if NAME not in torch._dynamo.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(easytorch, name=NAME)

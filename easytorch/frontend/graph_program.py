@@ -18,17 +18,20 @@ from easytorch.frontend.device_tensor import DeviceTensor
 from easytorch.frontend.lower import lower_graph
 from easytorch.frontend.lru import Bounded
 from easytorch.frontend.rng import fresh_state, is_random
+from easytorch.frontend.views import View, shared_roots, sizes_of, view_of
 
 
 @dataclass(frozen=True)
 class Result:
     """Where an output of the graph comes from: the input of a number, the executable's output of a number, or `value`
-    itself. `order`: the axes of the torch tensor as they follow one another in the output's memory."""
+    itself. `order`: the axes of the torch tensor as they follow one another in the output's memory; `view`: how it
+    shows the memory of that tensor, if it is not all of it."""
 
     input: int | None = None
     output: int | None = None
     value: Any = None
     order: tuple[int, ...] | None = None
+    view: View | None = None
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,22 @@ class Plan:
 
 
 class GraphProgram:
-    """Called with a list, which it empties so that nothing is kept alive longer than needed. The first `visible` outputs are torch tensors with the strides that torch would give them, the rest
-    stay on the device (`DeviceTensor`)."""
+    """Called with a list, which it empties so that nothing is kept alive longer than needed.
+
+    The first `visible` outputs are torch tensors with the strides that torch would give them, the rest stay on the
+    device (`DeviceTensor`).
+    """
 
     def __init__(self, graph: GraphModule, backend: Backend, name: str, visible: int) -> None:
         self._graph = graph
         self._backend = backend
         self._name = name
-        self._orders = [
-            _memory_order(_value(node)) if number < visible else None
-            for number, node in enumerate(graph.graph.output_node().args[0])  # type: ignore[arg-type, union-attr]
-        ]
         self._visible = visible
+        self._outputs: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._roots = shared_roots(self._outputs[:visible])
+        computed = [self._roots.get(number, node) for number, node in enumerate(self._outputs)]
+        graph.graph.output_node().args = (tuple(computed),)
+        self._orders = [_memory_order(node) if number < visible else None for number, node in enumerate(computed)]
         self._plans: Bounded[tuple[Any, ...], Plan] = Bounded()
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
@@ -70,7 +77,7 @@ class GraphProgram:
             if plan.random:
                 inputs.append(fresh_state(self._backend))
             outputs = plan.executable.execute(inputs)
-        tensors: dict[tuple[int, bool], Any] = {}
+        tensors: dict[Any, torch.Tensor] = {}
         return [self._deliver(result, number, given, outputs, tensors) for number, result in enumerate(plan.results)]
 
     def _deliver(
@@ -88,29 +95,37 @@ class GraphProgram:
                 tensors[key] = tensor if result.order is None else tensor.permute(_inverse(result.order))
             else:
                 tensors[key] = DeviceTensor(self._backend, outputs[result.output])
-        return tensors[key]
+        return tensors[key] if result.view is None else tensors[key].as_strided(*result.view)
 
     def _compile(self, given: Sequence[Any]) -> Plan:
         builder = self._backend.builder(self._name)
         arguments: list[Any] = []
-        for value, node in zip(given, self._graph.graph.find_nodes(op="placeholder"), strict=True):
+        placeholders = self._graph.graph.find_nodes(op="placeholder")
+        for value, node in zip(given, placeholders, strict=True):
             if isinstance(value, torch.Tensor):
                 value = builder.parameter(node.name, Shape(dtype_of(value.dtype), tuple(value.shape)))
             arguments.append(value)
         inputs = [number for number, value in enumerate(arguments) if isinstance(value, Op)]
         values = lower_graph(self._graph, builder, arguments)
         places = {arguments[number]: number for number in reversed(inputs)}
+        sizes = sizes_of(placeholders, given) if self._roots else {}
+        turned: dict[tuple[Op, tuple[int, ...]], Op] = {}
         computed: dict[Op, int] = {}
         results = []
-        for value, order in zip(values, self._orders, strict=True):
+        for number, (value, order) in enumerate(zip(values, self._orders, strict=True)):
             if not isinstance(value, Op):
                 results.append(Result(value=value))
             elif value in places:
                 results.append(Result(input=places[value]))
             else:
                 if order is not None:
-                    value = builder.transpose(value, order)
-                results.append(Result(output=computed.setdefault(value, len(computed)), order=order))
+                    if (value, order) not in turned:
+                        turned[value, order] = builder.transpose(value, order)
+                    value = turned[value, order]
+                output, base, view = computed.setdefault(value, len(computed)), self._roots.get(number), None
+                if base is not None and base is not self._outputs[number]:
+                    view = view_of(self._outputs[number], base, sizes)
+                results.append(Result(output=output, order=order, view=view))
         executable = builder.compile(*computed) if computed else None
         random = executable is not None and is_random(executable)
         return Plan(executable, tuple(inputs), tuple(results), random)
@@ -136,13 +151,10 @@ def bound(backend: Backend, tensor: torch.Tensor) -> Buffer:
     return entry[1]
 
 
-def _value(node: Any) -> Any:
-    return node.meta.get("val") if isinstance(node, torch.fx.Node) else node
-
-
-def _memory_order(value: Any) -> tuple[int, ...] | None:
+def _memory_order(node: Any) -> tuple[int, ...] | None:
     """The axes of a dense tensor from the slowest to the fastest in memory; None if that is their own order, or if the
     tensor has gaps or repeats itself."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor):
         return None
     sizes, strides = ([_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
@@ -156,7 +168,10 @@ def _memory_order(value: Any) -> tuple[int, ...] | None:
 
 
 def _hint(number: int | torch.SymInt) -> int:
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+    """A size that depends on data has none: the lowering of what gives it says so."""
+    if not isinstance(number, torch.SymInt):
+        return number
+    return int(number.node.hint) if number.node.has_hint() else 0
 
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:
