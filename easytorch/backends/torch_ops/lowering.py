@@ -28,6 +28,8 @@ from easytorch.backends.types import OpType
 
 # Their kernels are functions of a graph, which give tuples.
 _FUNCTIONS = frozenset({OpType.CALL, OpType.WHILE_LOOP, OpType.COND, OpType.SORT})
+# A stretch of so few operations between decisions is not worth the seconds that torch.compile takes for it.
+_FEW = 3
 # Tensors to a tuple of tensors.
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -152,6 +154,8 @@ def _compiled_steps(graph: Graph, nodes: Sequence[Node], constants: dict[Op, Ten
             continue
         if _decides(stretch[0]):
             steps.append(_step(stretch[0], bind(stretch[0], target)))
+        elif len(stretch) <= _FEW and (graph.parent is not None or len(stretches) > 1):
+            steps += [_step(node, bind(node, Target(target.device))) for node in reversed(stretch)]
         else:
             made = [op for node in stretch for op in _outputs(node)]
             given = {op for node in stretch for op in node.inputs} - {*made, *constants}
