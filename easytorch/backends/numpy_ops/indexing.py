@@ -58,7 +58,7 @@ def _gather(
     kept = [size for axis, size in enumerate(slice_sizes) if axis not in collapsed_slice_axes]
     rank = len(batch) + len(kept)
     batch_axes = [axis for axis in range(rank) if axis not in offset_output_axes]
-    return found.reshape(*batch, *kept).transpose(np.argsort((*batch_axes, *offset_output_axes), kind="stable"))
+    return found.reshape((*batch, *kept)).transpose(np.argsort((*batch_axes, *offset_output_axes), kind="stable"))
 
 
 def _scatter(function: np.ufunc) -> Callable[..., np.ndarray]:
