@@ -16,7 +16,7 @@ from easytorch.frontend.registry import lowering
 aten = torch.ops.aten
 
 
-def _norm(ctx: Context, x: Op, p: float) -> Op:
+def norm(ctx: Context, x: Op, p: float) -> Op:
     """The p-norm over the last axis of what is not negative."""
     b, axis, kind = ctx.builder, x.shape.rank - 1, x.shape.dtype
     if not x.shape.dimensions[-1]:
@@ -43,7 +43,7 @@ def cdist_forward(ctx: Context, x1: Op, x2: Op, p: float, compute_mode: int | No
     x1, x2 = (ctx.expand(x, (*batch, *x.shape.dimensions[-2:])) for x in (x1, x2))
     one = b.broadcast_in_dim(x1, shape, (*range(lead + 1), lead + 2))
     other = b.broadcast_in_dim(x2, shape, (*range(lead), lead + 1, lead + 2))
-    return _norm(ctx, b.abs(b.sub(one, other)), p)
+    return norm(ctx, b.abs(b.sub(one, other)), p)
 
 
 @lowering(aten._pdist_forward.default)
@@ -53,4 +53,4 @@ def pdist_forward(ctx: Context, x: Op, p: float = 2.0) -> Op:
     if not rows.size:
         return ctx.full((0,), 0, x.shape.dtype)
     difference = ctx.builder.sub(take(ctx, x, 0, rows), take(ctx, x, 0, columns))
-    return _norm(ctx, ctx.builder.abs(difference), p)
+    return norm(ctx, ctx.builder.abs(difference), p)

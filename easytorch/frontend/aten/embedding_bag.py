@@ -29,7 +29,7 @@ def embedding_bag(
     padding_idx: int = -1,
 ) -> tuple[Op, Op, Op, Op]:
     """weight (V, D), indices (n,), offsets (bags,): (bags, D), an empty bag is zero. Then, as far as the graph has
-    room for them: the bag of each index, the sizes of bags, and of a maximum the rows that it is from."""
+    room for them, as ATen: the bag of each index, the sizes of bags, and of a maximum the rows that it is from."""
     b, kind = ctx.builder, indices.shape.dtype
     count = offsets.shape.size - int(include_last_offset)
     (total,), (_, width) = indices.shape.dimensions, weight.shape.dimensions
@@ -53,7 +53,7 @@ def embedding_bag(
     if mode == _MEAN:
         divisor = ctx.cast(b.max(sizes, ctx.scalar(1, kind)), wide)
         result = b.div(result, b.broadcast_in_dim(divisor, result.shape, (0,)))
-    further = _described(ctx, [bags, sizes, chosen])
+    further = _described(ctx, bags, sizes, sizes if chosen is None else chosen)
     return ctx.cast(result, weight.shape.dtype), further[0], further[1], further[2]
 
 
@@ -75,18 +75,15 @@ def _greatest(ctx: Context, rows: Op, targets: Op, bags: Op, sizes: Op, indices:
     chosen = take(ctx, indices, 0, b.min(first, ctx.scalar(total - 1, kind)))
     empty = b.broadcast_in_dim(b.equal(sizes, ctx.scalar(0, kind)), found.shape.with_dtype(DType.BOOL), (0,))
     zero = ctx.scalar(0, rows.shape.dtype)
-    return b.where(empty, zero, found), b.where(empty, ctx.scalar(-1, kind), chosen)
+    return b.where(empty, zero, found), b.where(empty, ctx.scalar(0, kind), chosen)
 
 
-def _described(ctx: Context, values: list[Op | None]) -> list[Op]:
-    """Each if it has the shape that the graph says, else zeros of that."""
-    described = ctx.node.meta["val"][1:] if ctx.node is not None else [None] * len(values)
-    found = []
-    for value, tensor in zip(values, described, strict=True):
-        if tensor is None:
-            found.append(ctx.full((0,), 0, DType.INT64) if value is None else value)
-            continue
-        sizes = tuple(int(size) for size in tensor.shape)
-        fits = value is not None and value.shape.dimensions == sizes
-        found.append(ctx.cast(value, tensor.dtype) if fits else ctx.full(sizes, 0, dtype_of(tensor.dtype)))
-    return found
+def _described(ctx: Context, bags: Op, sizes: Op, chosen: Op) -> list[Op]:
+    """They are left empty, and zero, where the graph has no room for the bags: sums need none on a CPU."""
+    values = [bags, sizes, chosen]
+    if ctx.node is None:
+        return values
+    described = ctx.node.meta["val"][1:]
+    if described[0].shape == torch.Size(bags.shape.dimensions):
+        return values
+    return [ctx.full([int(size) for size in tensor.shape], 0, dtype_of(tensor.dtype)) for tensor in described]

@@ -12,6 +12,7 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
 from easytorch.frontend.arrays import at_least_1d, highest, lowest, move, scatter_along, take, wrapped
+from easytorch.frontend.aten.distances import norm
 from easytorch.frontend.aten.scans import scan
 from easytorch.frontend.context import Context
 from easytorch.frontend.errors import LoweringError
@@ -301,20 +302,14 @@ def index(ctx: Context, x: Op, indices: Sequence[Op | None]) -> Op:
 
 @lowering(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(ctx: Context, x: Op, indices: Sequence[Op | None], values: Op, accumulate: bool = False) -> Op:
-    """One bool mask with a single value is a `where`; other masks depend on the data."""
+    """A bool mask is counted through: the n-th place it names takes the n-th of the values, or the only one."""
     given = [index for index in indices if index is not None]
     if not given:
         new = ctx.expand(values, x.shape.dimensions)
         return ctx.builder.add(x, new) if accumulate else new
-    if len(given) == 1 and given[0].shape.dtype is DType.BOOL and values.shape.size == 1:
+    if len(given) == 1 and given[0].shape.dtype is DType.BOOL:
         axis = next(axis for axis, index in enumerate(indices) if index is not None)
-        mask = ctx.builder.broadcast_in_dim(
-            given[0], Shape(DType.BOOL, x.shape.dimensions), range(axis, axis + given[0].shape.rank)
-        )
-        new = ctx.reshape(values, ())
-        if accumulate:
-            new = ctx.builder.add(x, new)
-        return ctx.builder.where(mask, new, x)
+        return _put_by_mask(ctx, x, axis, given[0], values, accumulate)
     vectors, axes = _index_vectors(ctx, x, indices)
     batch = vectors.shape.dimensions[:-1]
     kept = [x.shape.dimensions[axis] for axis in range(x.shape.rank) if axis not in axes]
@@ -328,6 +323,31 @@ def index_put(ctx: Context, x: Op, indices: Sequence[Op | None], values: Op, acc
 # --- masks
 
 
+def _put_by_mask(ctx: Context, x: Op, axis: int, mask: Op, values: Op, accumulate: bool) -> Op:
+    """values: broadcastable to (*before, n, *after), n the places that the mask over the axes from `axis` on names."""
+    b, before = ctx.builder, x.shape.dimensions[:axis]
+    after = x.shape.dimensions[axis + mask.shape.rank :]
+    rank = axis + 1 + len(after)
+    values = ctx.reshape(values, (*(1,) * (rank - values.shape.rank), *values.shape.dimensions))
+    count = values.shape.dimensions[axis]
+    if not count or not x.shape.size:
+        return x
+    rows = ctx.expand(values, (*before, count, *after))
+    new = take(ctx, rows, axis, b.min(_numbered(ctx, mask), ctx.scalar(count - 1, DType.INT32)))
+    everywhere = Shape(DType.BOOL, x.shape.dimensions)
+    named = b.broadcast_in_dim(mask, everywhere, range(axis, axis + mask.shape.rank))
+    return b.where(named, b.add(x, new) if accumulate else new, x)
+
+
+def _numbered(ctx: Context, mask: Op) -> Op:
+    """int32: how many hold before each element that does; 0 or more elsewhere."""
+    b = ctx.builder
+    flat = ctx.cast(ctx.reshape(mask, (mask.shape.size,)), DType.INT32)
+    (count,) = scan(ctx, [flat], 0, [0], lambda earlier, later: [b.add(earlier, later)])
+    before = b.max(b.sub(count, ctx.scalar(1, DType.INT32)), ctx.scalar(0, DType.INT32))
+    return ctx.reshape(before, mask.shape.dimensions)
+
+
 @lowering(aten.masked_scatter.default)
 def masked_scatter(ctx: Context, x: Op, mask: Op, source: Op) -> Op:
     """The elements of `source` in turn where the mask holds."""
@@ -336,12 +356,8 @@ def masked_scatter(ctx: Context, x: Op, mask: Op, source: Op) -> Op:
     x, mask = ctx.expand(x, dimensions), ctx.expand(mask, dimensions)
     if not x.shape.size or not source.shape.size:
         return x
-    flat = ctx.cast(ctx.reshape(mask, (mask.shape.size,)), DType.INT32)
-    (count,) = scan(ctx, [flat], 0, [0], lambda earlier, later: [b.add(earlier, later)])
-    zero, one, final = (ctx.scalar(value, DType.INT32) for value in (0, 1, source.shape.size - 1))
-    nth = b.clamp(zero, b.sub(count, one), final)
-    chosen = take(ctx, ctx.reshape(source, (source.shape.size,)), 0, nth)
-    return b.where(mask, ctx.reshape(chosen, dimensions), x)
+    nth = b.min(_numbered(ctx, mask), ctx.scalar(source.shape.size - 1, DType.INT32))
+    return b.where(mask, take(ctx, ctx.reshape(source, (source.shape.size,)), 0, nth), x)
 
 
 @lowering(aten.nonzero.default, aten.masked_select.default)
@@ -350,6 +366,23 @@ def nonzero(ctx: Context, x: Op, mask: Op | None = None) -> Op:
         "nonzero and masked_select: how many elements there are depends on the data, and a compiled program has its "
         "sizes fixed; use torch.where, or torch.nonzero_static with a size"
     )
+
+
+@lowering(aten.repeat_interleave.Tensor)
+def repeat_interleave(ctx: Context, repeats: Op, *, output_size: int | None = None) -> Op:
+    """Each index as often as `repeats` (n,) says."""
+    if not isinstance(output_size, int):
+        raise LoweringError(
+            "repeat_interleave: how long the result is depends on the data, and a compiled program has its sizes "
+            "fixed; give output_size"
+        )
+    b, (length,) = ctx.builder, repeats.shape.dimensions
+    if not length or not output_size:
+        return ctx.full((output_size,), 0, repeats.shape.dtype)
+    (ends,) = scan(ctx, [repeats], 0, [0], lambda earlier, later: [b.add(earlier, later)])
+    square = Shape(repeats.shape.dtype, (output_size, length))
+    passed = b.greater_or_equal(b.iota(square, 0), b.broadcast_in_dim(ends, square, (1,)))
+    return b.reduce_sum(ctx.cast(passed, repeats.shape.dtype), 1)
 
 
 @lowering(aten.nonzero_static.default)
@@ -382,6 +415,22 @@ def nonzero_static(ctx: Context, x: Op, *, size: int, fill_value: int = -1) -> O
 
 
 # --- tables
+
+
+@lowering(aten.embedding_renorm.default)
+def embedding_renorm(ctx: Context, weight: Op, indices: Op, max_norm: float, norm_type: float) -> Op:
+    """The rows that `indices` name, brought down to `max_norm` where their norm is greater."""
+    b, kind, (count, _) = ctx.builder, weight.shape.dtype, weight.shape.dimensions
+    norms = norm(ctx, b.abs(weight), norm_type)
+    scales = b.div(ctx.scalar(max_norm, kind), b.add(norms, ctx.scalar(1e-7, kind)))
+    flat = ctx.reshape(indices, (indices.shape.size,))
+    ones = ctx.full((indices.shape.size,), 1, DType.INT32)
+    named = scatter_along(ctx, ctx.full((count,), 0, DType.INT32), 0, flat, ones)
+    shrunk = b.logical_and(
+        b.greater_than(named, ctx.scalar(0, DType.INT32)), b.greater_than(norms, ctx.scalar(max_norm, kind))
+    )
+    factors = b.where(shrunk, scales, ctx.scalar(1, kind))
+    return b.mul(weight, b.broadcast_in_dim(factors, weight.shape, (0,)))
 
 
 @lowering(aten.embedding_dense_backward.default)
