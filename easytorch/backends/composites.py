@@ -102,12 +102,14 @@ def _attention(
     lowest = _like(b, scores, -math.inf)
     if allowed is not None:
         scores = b.where(allowed, scores, lowest)
-    # A row with nothing to attend has -inf for its greatest score: zero is taken off instead, and it sums to zero.
     greatest = b.reduce_max(scores, 3)
-    greatest = b.where(b.equal(greatest, lowest), _like(b, scores, 0.0), greatest)
+    if mask is not None:
+        # A row with nothing to attend has -inf for its greatest score: zero is taken off instead, and it sums to zero.
+        greatest = b.where(b.equal(greatest, lowest), _like(b, scores, 0.0), greatest)
     powers = b.exp(b.sub(scores, _over(b, scores, greatest, (3,))))
     total = b.reduce_sum(powers, 3)
-    total = b.where(b.equal(total, _like(b, scores, 0.0)), _like(b, scores, 1.0), total)
+    if mask is not None:
+        total = b.where(b.equal(total, _like(b, scores, 0.0)), _like(b, scores, 1.0), total)
     weights = b.div(powers, _over(b, scores, total, (3,)))
     weights = b.reshape(weights, batch, groups, count // groups, length, keys)
     mixed = b.dot_general(weights, (4,), (0, 1), _wide(b, value), (2,), (0, 1))

@@ -87,3 +87,39 @@ def outer(ctx: Context, x: Op, other: Op) -> Op:
         ctx.reshape(x, (x.shape.size, 1)), ctx.reshape(other, (1, other.shape.size)), dtype=ctx.promote(x, other)
     )
     return ctx.builder.logical_and(first, second) if first.shape.dtype is DType.BOOL else ctx.builder.mul(first, second)
+
+
+@lowering(aten.bilinear.default)
+def bilinear(ctx: Context, x: Op, other: Op, weight: Op, bias: Op | None = None) -> Op:
+    """(..., I), (..., J), (O, I, J) -> (..., O)."""
+    outer = x.shape.dimensions[:-1]
+    first = ctx.reshape(x, (-1, x.shape.dimensions[-1]))
+    second = ctx.reshape(other, (-1, other.shape.dimensions[-1]))
+    by_first = ctx.builder.dot_general(first, (1,), (), weight, (1,), ())
+    result = ctx.builder.dot_general(by_first, (2,), (0,), second, (1,), (0,))
+    if bias is not None:
+        result = ctx.builder.add(result, ctx.expand(bias, result.shape.dimensions))
+    return ctx.reshape(result, (*outer, weight.shape.dimensions[0]))
+
+
+@lowering(aten._trilinear.default)
+def trilinear(
+    ctx: Context,
+    x1: Op,
+    x2: Op,
+    x3: Op,
+    expand1: list[int],
+    expand2: list[int],
+    expand3: list[int],
+    sumdim: list[int],
+    unroll_dim: int = 1,
+) -> Op:
+    """The product of three, each with new axes where `expand` says, summed over `sumdim`."""
+    factors = []
+    for x, new in ((x1, expand1), (x2, expand2), (x3, expand3)):
+        dims = list(x.shape.dimensions)
+        for axis in sorted(new):
+            dims.insert(axis, 1)
+        factors.append(ctx.reshape(x, dims))
+    product = ctx.builder.mul(ctx.builder.mul(factors[0], factors[1]), factors[2])
+    return ctx.reduce(ctx.builder.reduce_sum, product, sumdim) if sumdim else product
