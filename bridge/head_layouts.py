@@ -13,6 +13,7 @@ import numpy as np
 
 from easytorch.bridge.computed_layouts import split_heads
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.mapped import give_back
 from easytorch.bridge.transforms import Shape, Transform, transform_called
 
 
@@ -78,6 +79,8 @@ def _stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
     """`np.stack`, but each array is copied in the order it has in memory: writers transpose far faster than numpy."""
     order = sorted(range(arrays[0].ndim), key=lambda place: abs(arrays[0].strides[place]), reverse=True)
     made = np.stack([array.transpose(order) for array in arrays])
+    for array in arrays:
+        give_back(array)
     places = [1 + order.index(place) for place in range(len(order))]
     return made.transpose([*places[:axis], 0, *places[axis:]])
 

@@ -12,6 +12,7 @@ exits 1 where a bar of the table is missed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -204,6 +205,9 @@ def speed(name: str, size: int, repeats: int, naive: bool, scratch: Path) -> Ite
         "flax -> torch": (lambda a, b: convert(a, b, to="torch", max_shard_size=_WHOLE), flax),
     }
     if naive:
+        # Else the first run would be the one that loads them.
+        for module in ("flax.serialization", "flax.traverse_util", "safetensors.torch"):
+            importlib.import_module(module)
         runs |= {"naive torch -> flax": (naive_to_flax, torch), "naive flax -> torch": (naive_to_torch, flax)}
     seconds: dict[str, list[float]] = {key: [] for key in runs}
     for turn in range(repeats + 1):

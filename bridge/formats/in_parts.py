@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from easytorch.bridge.formats.blocks import contiguous
+from easytorch.bridge.formats.mapped import give_back
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class InParts:
                 contiguous(part, room)
             else:
                 np.copyto(room, part, casting="unsafe")
+            give_back(part)
             start += part.size
         return made.reshape(self.shape)
 

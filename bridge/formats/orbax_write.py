@@ -21,7 +21,7 @@ from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Source, TensorInfo
 from easytorch.bridge.formats.blocks import contiguous
-from easytorch.bridge.formats.mapped import check_announced
+from easytorch.bridge.formats.mapped import check_announced, give_back
 from easytorch.bridge.formats.orbax_index import CHECKPOINT_METADATA, MANIFEST, METADATA
 from easytorch.bridge.formats.orbax_store import (
     array_spec,
@@ -101,6 +101,9 @@ def write_arrays(folder: Path, tensors: Sequence[TensorInfo], source: Source, *,
         with tensorstore_errors(folder, info.name, writing=True):
             pending.array(_create(store, info, context), array, chunk_shape(info))
         source.wrote(info)
+        # Not to be held while the next one is read.
+        give_back(array)
+        del array
     with tensorstore_errors(folder, writing=True):
         pending.finish()
 
