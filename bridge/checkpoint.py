@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from easytorch.bridge.architecture import Architecture, architecture_of, check
+from easytorch.bridge.convention import flax_rules
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
@@ -20,7 +21,7 @@ from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, Par
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
-from easytorch.bridge.rules import RuleTable, compile_rules
+from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
@@ -104,9 +105,11 @@ class Checkpoint:
 
     def _to_torch(self, strict: bool) -> Renamed:
         rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self._weights.tensors)
-        table = compile_rules(rules)
         side = self._side = SideFile.beside(self.reader.files[0])
         kept, tied = ({}, []) if side is None else (side.tensors, side.tied)
+        table = compile_rules(rules)
+        if beside := tuple((name, None, BUFFER) for name in kept if not table.knows(name)):
+            table = compile_rules((*rules, *beside))
         same = same_data(self._weights) if strict else _never
         plan = plan_to_torch(self._weights.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
         plan.keep(kept.values())
@@ -117,7 +120,8 @@ class Checkpoint:
         return _renamed(self._torch, plan)
 
     def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
-        table = compile_rules(scheme_called(scheme).rules(self.needed_config, self.architecture, None))
+        rules = scheme_called(scheme).rules(self.needed_config, self.architecture, None)
+        table = compile_rules((*rules, *self._buffers(torch.reader, compile_rules(rules))))
         fill: Collection[str] = self.architecture.shapes if self.architecture.tie else ()
         reader = torch.reader
         plan = plan_from_torch(reader.tensors, table, tie=self.architecture.tie, same=same_data(reader), fill=fill)
@@ -127,6 +131,14 @@ class Checkpoint:
             )
         plan.notes[:0] = torch.notes
         return _renamed(PlannedReader(reader, plan, spool=self.spool), plan)
+
+    def _buffers(self, torch: Reader, table: RuleTable) -> Rules:
+        """Rows for what `table` does not know and is no weight: buffers, and what old checkpoints hold besides."""
+        unknown = [name for name in table.torch_names(torch.tensors) if not table.knows(name)]
+        if not unknown:
+            return ()
+        usual = compile_rules(flax_rules(self.needed_config, replace(self.architecture, given=unknown)))
+        return tuple((name, None, BUFFER) for name in unknown if usual.is_buffer(name))
 
     def read_torch(self, name: str) -> np.ndarray:
         """The data of a torch tensor that `Renamed.kept` names."""

@@ -167,6 +167,10 @@ class RuleTable:
         for rule, _, bindings in self._tied_to.matches(path):
             yield rule, rule.torch[0].fill(bindings)
 
+    def knows(self, name: str) -> bool:
+        """Whether any row names the torch tensor."""
+        return self.torch_rule(name) is not None or self.tie(name) is not None or self.is_buffer(name)
+
     def is_buffer(self, name: str) -> bool:
         """Whether `name` is a torch tensor that the tree has no place for."""
         return next(self._buffers.matches(name), None) is not None

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge.convert import convert
@@ -334,3 +335,29 @@ def test_a_tree_of_anything_but_arrays_is_refused(tmp_path, leaf):
     with pytest.raises(CheckpointError, match=r"tensor 'a/b': .*not an array of numbers"):
         save_tree({"a": {"b": leaf}}, tmp_path / "new")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "to"),
+    [
+        ("Bert", {"embeddings.position_ids": torch.arange(16)[None]}, "gguf"),
+        ("Llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "gguf"),
+        ("Llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "maxtext"),
+        ("Gemma", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "gemma"),
+    ],
+)
+def test_what_old_checkpoints_hold_besides_goes_there_and_back(tmp_path, family, extra, to) -> None:
+    """Position tables that transformers saved once: no naming scheme has a place for them."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    kind = transformers.BertModel if family == "Bert" else getattr(transformers, f"{family}ForCausalLM")
+    model = kind(kind.config_class(**sizes, vocab_size=40, max_position_embeddings=16))
+    model.save_pretrained(tmp_path / "torch")
+    file = tmp_path / "torch/model.safetensors"
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    report = convert(tmp_path / "torch", tmp_path / "out", to=to)
+    assert set(extra) <= set(report.kept)
+    convert(tmp_path / "out", tmp_path / "back", to="torch")
+    assert load_file(tmp_path / "back/model.safetensors").keys() == load_file(file).keys()
+    with pytest.raises(CheckpointError, match="lm_haed"):
+        save_file(load_file(file) | {"lm_haed.weight": torch.ones(40, 16)}, file, metadata={"format": "pt"})
+        convert(tmp_path / "torch", tmp_path / "other", to=to)
