@@ -33,7 +33,9 @@ def add_fields(writer: GGUFWriter, fields: Mapping[str, Any]) -> None:
     from gguf import GGUFValueType
 
     kinds = {
-        "bool": GGUFValueType.BOOL, "float32": GGUFValueType.FLOAT32, "float64": GGUFValueType.FLOAT64,
+        "bool": GGUFValueType.BOOL,
+        "float32": GGUFValueType.FLOAT32,
+        "float64": GGUFValueType.FLOAT64,
         **{
             f"{sign}int{bits}": GGUFValueType[f"{sign}int{bits}".upper()]
             for sign in ("", "u")
