@@ -9,6 +9,8 @@ context.py     `Context`: what a lowering is given: the builder, ATen's type pro
 lower.py       the interpreter that walks a graph (an ExportedProgram's, AOTAutograd's, a branch of `torch.cond`)
 module.py      `compile`: weights on the device, mutated buffers donated, pytrees in and out
 dynamo.py      the same under `torch.compile(backend="easytorch")`, forward and backward (graph_program.py runs them)
+buckets.py     sizes that change rounded up to a few, where the user says that padding does no harm
+routing.py     what runs on torch where XLA would be slower
 rng.py         random numbers, seeded by torch's generator
 aten/          the lowerings, a file a family
 
@@ -24,6 +26,7 @@ left out, as in the graph. It returns an `Op`, a tuple or list of them where the
 The builder promotes and broadcasts nothing of itself: `ctx.promote`, `ctx.cast`, `ctx.operands` do as ATen does.
 """
 
+from easytorch.frontend.buckets import Bucketed, bucketed
 from easytorch.frontend.capture import capture
 from easytorch.frontend.context import Context
 from easytorch.frontend.errors import LoweringError, UnsupportedOpError
@@ -35,10 +38,12 @@ from easytorch.frontend.torch_compile import register
 register()
 
 __all__ = [
+    "Bucketed",
     "CompiledModule",
     "Context",
     "LoweringError",
     "UnsupportedOpError",
+    "bucketed",
     "capture",
     "compile",
     "lower_graph",

@@ -17,9 +17,11 @@ from torch._guards import TracingContext
 from torch.export import default_decompositions
 from torch.fx import GraphModule
 
+from easytorch.backends.interface import Backend
 from easytorch.frontend.graph_program import GraphProgram
 from easytorch.frontend.module import backend_of
 from easytorch.frontend.registry import lowerings
+from easytorch.frontend.routing import open_choice, routed
 from easytorch.frontend.torch_compile import NAME
 
 _OPTIONS = ("backend",)
@@ -35,16 +37,20 @@ def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -
     if given or set(options) - set(_OPTIONS):
         unknown = [*given, *(set(options) - set(_OPTIONS))]
         raise ValueError(f"torch.compile(backend={NAME!r}) knows the options {', '.join(_OPTIONS)}, not {unknown}")
-    backend = backend_of(options.get("backend", "xla"))
+    asked = options.get("backend", "xla")
+
+    def chosen(inner: GraphModule) -> Backend:
+        backend = backend_of(asked)
+        return backend_of(routed(inner, backend)) if open_choice(asked) else backend
 
     def inference(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return _boxed(GraphProgram(inner, backend, "inference", visible=len(_outputs(inner))))
+        return _boxed(GraphProgram(inner, chosen(inner), "inference", visible=len(_outputs(inner))))
 
     def forward(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return _boxed(GraphProgram(inner, backend, "forward", visible=_results(inner)))
+        return _boxed(GraphProgram(inner, chosen(inner), "forward", visible=_results(inner)))
 
     def backward(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return _boxed(GraphProgram(inner, backend, "backward", visible=len(_outputs(inner))))
+        return _boxed(GraphProgram(inner, chosen(inner), "backward", visible=len(_outputs(inner))))
 
     return aot_autograd(
         fw_compiler=forward,

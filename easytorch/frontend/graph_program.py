@@ -144,7 +144,7 @@ def bound(backend: Backend, tensor: torch.Tensor) -> Buffer:
     if not isinstance(tensor, torch.nn.Parameter):
         return backend.buffer_from_torch(tensor.detach())
     known = _BOUND.setdefault(id(backend), WeakTensorKeyDictionary())
-    state = (tensor._version, tensor.data_ptr())
+    state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
     entry = known.get(tensor)
     if entry is None or entry[0] != state:
         entry = known[tensor] = (state, backend.buffer_from_torch(tensor.detach()))

@@ -21,7 +21,9 @@ from easytorch.frontend.capture import capture, tensor_of
 from easytorch.frontend.errors import LoweringError
 from easytorch.frontend.lower import lower_graph
 from easytorch.frontend.lru import Bounded
+from easytorch.frontend.ranges import check_sizes
 from easytorch.frontend.rng import fresh_state, is_random
+from easytorch.frontend.routing import open_choice, routed
 
 _BACKENDS: dict[str, Backend] = {}
 _STATE_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -40,7 +42,8 @@ def compile(
     example_inputs: a tuple of the positional arguments; a dict of arguments by name; or one tensor.
     example_kwargs: arguments by name, besides positional ones.
     dynamic_shapes: `torch.export`'s; each new set of sizes is compiled when it is first met.
-    backend: a configuration as of `backends.new`, or a backend.
+    backend: a configuration as of `backends.new`, or a backend. "xla" leaves the platform open: on a CPU modules that
+        multiply in bfloat16 or float16 run on "torch" then (routing.py).
 
     The program computes the forward; its outputs have no gradients.
     """
@@ -51,7 +54,11 @@ def compile(
     else:
         args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     kwargs.update(example_kwargs or {})
-    compiled = CompiledModule(module, capture(module, args, kwargs, dynamic_shapes), backend_of(backend))
+    program = capture(module, args, kwargs, dynamic_shapes)
+    chosen = backend_of(backend)
+    if open_choice(backend):
+        chosen = backend_of(routed(program.graph_module, chosen))
+    compiled = CompiledModule(module, program, chosen)
     compiled.prepare(*args, **kwargs)
     return compiled
 
@@ -116,7 +123,10 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward gives. Arguments that are no tensors must be those it was compiled for."""
-        leaves = self._flatten(args, kwargs)
+        return self.call_flat(self.flatten(args, kwargs))
+
+    def call_flat(self, leaves: list[Any]) -> Any:
+        """The same of the arguments' leaves, in the order of the example."""
         plan = self._plan(leaves)
         if plan.executable is None:
             return self._deliver(plan, [], leaves)
@@ -131,11 +141,11 @@ class CompiledModule:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for arguments of these sizes without running anything."""
-        self._plan(self._flatten(args, kwargs))
+        self._plan(self.flatten(args, kwargs))
 
     def executable(self, *args: Any, **kwargs: Any) -> Executable | None:
         """The program for arguments of these sizes; None if nothing is computed."""
-        return self._plan(self._flatten(args, kwargs)).executable
+        return self._plan(self.flatten(args, kwargs)).executable
 
     def bind(self) -> None:
         """Puts the module's parameters and buffers on the device anew, in place of what the forward made of them."""
@@ -173,7 +183,8 @@ class CompiledModule:
         buffers = {name: self._buffers[self._state[name]] for name in self._mutated}
         return {name: self.backend.buffer_to_torch(buffer).clone() for name, buffer in buffers.items()}
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments' leaves. `LoweringError` for another structure than the example's."""
         if len(args) != self._positional or list(kwargs) != self._names:
             args, kwargs = self._arrange(args, kwargs)
         if self._plain and all(isinstance(arg, torch.Tensor) for arg in args):
@@ -242,6 +253,7 @@ class CompiledModule:
     def _check(self, leaves: list[Any]) -> None:
         """That the arguments are such as the graph was captured for."""
         values = {node.name: node.meta.get("val") for node in self.program.graph.nodes if node.op == "placeholder"}
+        changing: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for spec, leaf in zip(self._user, leaves, strict=True):
             if isinstance(spec.arg, TensorArgument):
                 wanted = values[spec.arg.name]
@@ -261,8 +273,11 @@ class CompiledModule:
                         f"{spec.arg.name}: compiled for {was}, and {leaf.dtype} {tuple(leaf.shape)} was given; "
                         "name the sizes that change in dynamic_shapes"
                     )
+                changing.append((spec.arg.name, wanted, leaf))
             elif not isinstance(spec.arg, SymIntArgument) and leaf != spec.arg.value:  # type: ignore[union-attr]
                 raise LoweringError(f"{spec.arg.name}: compiled for {spec.arg.value!r}, not {leaf!r}")  # type: ignore[union-attr]
+
+        check_sizes(self.program, changing)
 
     def _deliver(self, plan: Plan, outputs: list[Buffer], leaves: list[Any]) -> Any:
         returned: list[Any] = []

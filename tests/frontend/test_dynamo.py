@@ -123,7 +123,8 @@ def test_module_buffers_written_in_place():
 def test_outputs_alias_as_in_eager(function):
     ours, theirs = torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3)
     got, wanted = compiled(function)(ours), function(theirs)
-    for left, right in zip(got if isinstance(got, tuple) else (got,), wanted if isinstance(got, tuple) else (wanted,)):
+    pairs = zip(got, wanted, strict=True) if isinstance(got, tuple) else ((got, wanted),)
+    for left, right in pairs:
         assert torch.equal(left, right)
         assert (left.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()) == (
             right.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
