@@ -45,7 +45,8 @@ class Context:
         """`graph` as a closure for the builder: its parameters come first, then `captured`."""
 
         def function(builder: Builder, *parameters: Op) -> tuple[Op, ...]:
-            return tuple(self._inline(graph, Context(builder, self._inline), (*parameters, *captured)))
+            results = self._inline(graph, Context(builder, self._inline), (*parameters, *captured))
+            return tuple(results) if isinstance(results, tuple | list) else (results,)
 
         return function
 

@@ -54,12 +54,12 @@ def lowering(*targets: Target | str, override: bool = False) -> Callable[[_Funct
 def lowerings() -> Mapping[Target, Lowering]:
     """Every operation that can be lowered, with the function that does it."""
     _load()
-    for name in [name for name in _AWAITED if _defined(name) is not None]:
-        _LOWERINGS[_defined(name)] = _AWAITED.pop(name)  # type: ignore[index]
+    for name in [name for name in _AWAITED if find_target(name) is not None]:
+        _LOWERINGS[find_target(name)] = _AWAITED.pop(name)  # type: ignore[index]
     return MappingProxyType(_LOWERINGS)
 
 
-def _defined(name: str) -> Target | None:
+def find_target(name: str) -> Target | None:
     """The overload "namespace::operation.overload", if it is there."""
     namespace, _, rest = name.partition("::")
     operation, _, overload = rest.partition(".")

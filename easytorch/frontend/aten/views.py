@@ -283,13 +283,30 @@ def constant_pad_nd(ctx: Context, x: Op, pad: Ints, value: float = 0) -> Op:
 @lowering(aten.diagonal.default)
 def diagonal(ctx: Context, x: Op, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Op:
     """The two axes become one, the last: every (columns + 1)-th element of them flattened."""
-    first, second = ctx.axis(dim1, x.shape.rank), ctx.axis(dim2, x.shape.rank)
-    others = [axis for axis in range(x.shape.rank) if axis not in (first, second)]
-    moved = ctx.transpose(x, (*others, first, second))
-    *batch, rows, columns = moved.shape.dimensions
-    count = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    order, start, count = _diagonal(ctx, x, offset, dim1, dim2)
+    *batch, rows, columns = ctx.transpose(x, order).shape.dimensions
     if not count:
         return ctx.full((*batch, 0), 0, x.shape.dtype)
-    flat = ctx.reshape(moved, (*batch, rows * columns))
-    start = offset if offset >= 0 else -offset * columns
+    flat = ctx.reshape(ctx.transpose(x, order), (*batch, rows * columns))
     return narrow(ctx, flat, len(batch), start, start + (count - 1) * (columns + 1) + 1, columns + 1)
+
+
+@lowering(aten.diagonal_scatter.default)
+def diagonal_scatter(ctx: Context, x: Op, src: Op, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Op:
+    """x with `src` in place of its diagonal."""
+    order, start, count = _diagonal(ctx, x, offset, dim1, dim2)
+    moved = ctx.transpose(x, order)
+    *batch, rows, columns = moved.shape.dimensions
+    flat = ctx.reshape(moved, (*batch, rows * columns))
+    source = ctx.expand(ctx.cast(src, x.shape.dtype), (*batch, count))
+    written = ctx.reshape(splice(ctx, flat, source, len(batch), start, columns + 1), moved.shape.dimensions)
+    return ctx.transpose(written, [order.index(axis) for axis in range(len(order))])
+
+
+def _diagonal(ctx: Context, x: Op, offset: int, dim1: int, dim2: int) -> tuple[list[int], int, int]:
+    """The order of axes with the two last, where the diagonal starts in them flattened, and how long it is."""
+    first, second = ctx.axis(dim1, x.shape.rank), ctx.axis(dim2, x.shape.rank)
+    order = [*(axis for axis in range(x.shape.rank) if axis not in (first, second)), first, second]
+    rows, columns = x.shape.dimensions[first], x.shape.dimensions[second]
+    count = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    return order, offset if offset >= 0 else -offset * columns, count
