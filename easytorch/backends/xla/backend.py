@@ -1,6 +1,7 @@
 """The backend `xla`: PJRT's devices of one platform.
 
-Configurations: `xla` (jax's default platform), `xla:cpu`, `xla:cuda`, `xla:rocm`, `xla:tpu`.
+Configurations: `xla` (jax's default platform), `xla:cpu`, `xla:cuda`, `xla:rocm`, `xla:tpu`; and `xla:jit`,
+`xla:jit:cpu`, ...: the same modules by `jax.jit`, should jaxlib change what pjrt.py knows of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from easytorch.backends.shapes import Shape
 from easytorch.backends.types import Capabilities, DeviceNum
 from easytorch.backends.xla import pjrt
 from easytorch.backends.xla.buffers import XlaBuffer, aligned_zeros, spec, valid
-from easytorch.backends.xla.program import XlaExecutable
+from easytorch.backends.xla.program import JitExecutable, XlaExecutable
 from easytorch.backends.xla.stablehlo import CAPABILITIES
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class XlaBackend(Backend):
     """Devices of one platform, and the arrays on them, which are jax arrays."""
 
     def __init__(self, config: str = "") -> None:
-        self.devices: list[Any] = pjrt.devices(config)
+        first, _, rest = config.partition(":")
+        self._jit = first == "jit"
+        self.devices: list[Any] = pjrt.devices(rest if self._jit else config)
         self._finalized = False
 
     @property
@@ -42,7 +45,8 @@ class XlaBackend(Backend):
     def description(self) -> str:
         """Platform, devices and version."""
         device = self.devices[0]
-        return f"XLA on {len(self.devices)} x {device.device_kind} ({device.platform}) by jaxlib {pjrt.VERSION}"
+        by = "jax.jit" if self._jit else "PJRT"
+        return f"XLA on {len(self.devices)} x {device.device_kind} ({device.platform}) by {by} of jaxlib {pjrt.VERSION}"
 
     def num_devices(self) -> int:
         """How many this process has."""
@@ -61,7 +65,8 @@ class XlaBackend(Backend):
 
     def compile_graph(self, graph: Graph, num_devices: int) -> Executable:
         """The graph as StableHLO, compiled, or loaded from the cache."""
-        return XlaExecutable(self, graph, num_devices)
+        self._require_open()
+        return (JitExecutable if self._jit else XlaExecutable)(self, graph, num_devices)
 
     def finalize(self) -> None:
         """Lets go of the client, which is jax's; buffers free their memory when nothing refers to them."""

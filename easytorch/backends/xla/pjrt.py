@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 try:
     import jax
     import jaxlib
-    from jaxlib import xla_client
+    from jaxlib import _jax, xla_client
+    from jaxlib.mlir.dialects import stablehlo
 except ImportError as error:
     raise ImportError("the backend 'xla' needs jax: pip install jax") from error
 
@@ -69,6 +70,13 @@ def compile_module(text: str, targets: Sequence[Any]) -> Any:
         raise BackendError(f"XLA does not compile the computation: {error}") from error
 
 
+def portable_artifact(text: str) -> bytes:
+    """A module as what `jax.export` holds it: bytes that older and newer versions of XLA read."""
+    window = stablehlo.StablehloCompatibilityRequirement.WEEK_4
+    version = stablehlo.get_version_from_compatibility_requirement(window)
+    return bytes(_jax.mlir.serialize_portable_artifact(text, version, False))
+
+
 def serialize(executable: Any, targets: Sequence[Any]) -> bytes:
     """A loaded program as bytes."""
     return bytes(targets[0].client.serialize_executable(executable))
@@ -89,8 +97,7 @@ def sharding(device: Any) -> Any:
 def x64() -> AbstractContextManager[None]:
     """jax does not narrow 64-bit types meanwhile."""
     # A public name since jax 0.8.
-    context = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64", None)
-    assert context is not None
+    context = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # type: ignore[attr-defined]
     found: AbstractContextManager[None] = context(True)
     return found
 

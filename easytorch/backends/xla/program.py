@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from easytorch.backends.errors import BackendError
+from easytorch.backends.errors import BackendError, OpNotImplementedError
 from easytorch.backends.executable import CheckedExecutable
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Buffer
@@ -18,6 +18,7 @@ from easytorch.backends.xla.stablehlo import emit
 if TYPE_CHECKING:
     from easytorch.backends.xla.backend import XlaBackend
 
+Caller = Callable[[list[Any]], list[Any]]
 _specs, _arrays = attrgetter("spec"), attrgetter("array")
 
 
@@ -31,11 +32,9 @@ class XlaExecutable(CheckedExecutable):
         self._mesh = pjrt.replica_mesh(self._devices) if num_devices > 1 else None
         self._wanted = [spec(shape, device) for device in range(num_devices) for shape in self._input_shapes]
         self._given = [spec(shape, device) for device in range(num_devices) for shape in self._output_shapes]
-        self._programs: dict[frozenset[int], Any] = {}
-        self._plain: Callable[[list[Any]], list[Any]] | None = None
-        program = self._program(frozenset())
-        if num_devices == 1:
-            self._plain = pjrt.caller(program)
+        # By the inputs whose memory outputs take. Arrays are given and returned device by device.
+        self._callers: dict[frozenset[int], Caller] = {}
+        self._plain: Caller | None = self._caller(frozenset())
 
     def execute(self, inputs: Sequence[Buffer], donate: Sequence[bool] | None = None) -> list[Buffer]:
         """Checks, then runs."""
@@ -47,9 +46,12 @@ class XlaExecutable(CheckedExecutable):
         except AttributeError:
             fits = False
         if not fits:
-            # Says what is wrong, or takes what is equal.
+            # Says what is wrong.
             return super().execute(inputs)
-        return list(map(XlaBuffer, plain(list(map(_arrays, inputs))), self._given))
+        try:
+            return list(map(XlaBuffer, plain(list(map(_arrays, inputs))), self._given))
+        except pjrt.RuntimeErrors as error:
+            raise self._failed(error) from error
 
     def _run(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> list[Buffer]:
         for number, (buffer, wanted) in enumerate(zip(inputs, self._wanted, strict=True)):
@@ -66,35 +68,56 @@ class XlaExecutable(CheckedExecutable):
         # Memory is taken over where all devices give it.
         everywhere = frozenset(n for n in range(count) if all(donate[n::count])) if donated else frozenset()
         try:
-            results = self._call(everywhere, [buffer.array for buffer in inputs])
+            results = self._caller(everywhere)([buffer.array for buffer in inputs])
         except pjrt.RuntimeErrors as error:
-            raise BackendError(f"{self._name!r}: XLA cannot run it: {error}") from error
+            raise self._failed(error) from error
         for buffer in donated:
             buffer.release("donated")
         return list(map(XlaBuffer, results, self._given))
 
-    def _call(self, donated: frozenset[int], arrays: list[Any]) -> list[Any]:
-        program = self._program(donated)
-        if self._mesh is None:
-            return pjrt.caller(program)(arrays)
-        count = len(self._names)
-        results = pjrt.call_replicated(program, [arrays[number::count] for number in range(count)], self._mesh)
-        return [shards[device] for device in range(self._num_devices) for shards in results]
+    def _failed(self, error: BaseException) -> BackendError:
+        return BackendError(f"{self._name!r}: XLA cannot run it: {error}")
 
-    def _program(self, donated: frozenset[int]) -> Any:
+    def _caller(self, donated: frozenset[int]) -> Caller:
         aliases = _aliases(donated, self._input_shapes, self._output_shapes)
         key = frozenset(aliases)
-        if key not in self._programs:
+        if key not in self._callers:
             assert self._graph is not None
-            text = emit(self._graph, self._num_devices, aliases)
-            self._programs[key] = cache.compile_module(text, self._devices)
-        return self._programs[key]
+            self._callers[key] = self._compile(self._graph, aliases)
+        return self._callers[key]
+
+    def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> Caller:
+        """aliases: for inputs that are donated, the output that takes the memory."""
+        program = cache.compile_module(emit(graph, self._num_devices, aliases), self._devices)
+        mesh = self._mesh
+        if mesh is None:
+            return pjrt.caller(program)
+        count = len(self._names)
+
+        def call(arrays: list[Any]) -> list[Any]:
+            results = pjrt.call_replicated(program, [arrays[number::count] for number in range(count)], mesh)
+            return [shards[device] for device in range(self._num_devices) for shards in results]
+
+        return call
 
     def finalize(self) -> None:
         """Frees the programs."""
         super().finalize()
         self._plain = self._graph = None
-        self._programs.clear()
+        self._callers.clear()
+
+
+class JitExecutable(XlaExecutable):
+    """The same by `jax.jit`, which for such modules has public classes; on one device."""
+
+    def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> Caller:
+        from easytorch.backends.xla.export import jit_caller
+
+        if self._num_devices > 1:
+            raise OpNotImplementedError(
+                f"{self._name!r}: 'xla:jit' runs on one device; use 'xla' for {self._num_devices}"
+            )
+        return jit_caller(graph, aliases, self._devices[0])
 
 
 def _aliases(donated: frozenset[int], inputs: Sequence[Shape], outputs: Sequence[Shape]) -> dict[int, int]:
