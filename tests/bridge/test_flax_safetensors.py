@@ -38,8 +38,8 @@ def published(tiny_leaves, tiny_flax, tmp_path) -> Path:
 def test_the_same_weights_as_in_msgpack(published, tiny_flax, tiny_torch, tmp_path):
     assert inspect(published).format == "Flax safetensors"
     assert diff(published, tiny_flax).same
-    convert(published, tmp_path / "torch", to="torch", verify=True)
-    got, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "torch", tiny_torch))
+    convert(published, tmp_path / "out", to="torch", verify=True)
+    got, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny_torch))
     assert got.keys() == expected.keys()
     assert all(np.array_equal(got[name], expected[name]) for name in expected)
 
