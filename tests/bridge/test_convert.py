@@ -361,3 +361,17 @@ def test_what_old_checkpoints_hold_besides_goes_there_and_back(tmp_path, family,
     with pytest.raises(CheckpointError, match="lm_haed"):
         save_file(load_file(file) | {"lm_haed.weight": torch.ones(40, 16)}, file, metadata={"format": "pt"})
         convert(tmp_path / "torch", tmp_path / "other", to=to)
+
+
+def test_the_head_of_t5_1_1_is_no_repeat_and_the_config_is_not_blamed(tmp_path) -> None:
+    sizes = {"vocab_size": 31, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, feed_forward_proj="gated-gelu"))
+    model.save_pretrained(tmp_path / "torch")
+    file = tmp_path / "torch/model.safetensors"
+    save_file(load_file(file) | {"lm_head.weight": torch.ones(31, 8)}, file, metadata={"format": "pt"})
+    config = tmp_path / "torch/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    (note,) = convert(tmp_path / "torch", tmp_path / "flax", to="flax").notes
+    assert note.startswith("lm_head.weight differs from shared.weight") and "config" not in note
+    convert(tmp_path / "flax", tmp_path / "back", to="torch")
+    assert torch.equal(load_file(tmp_path / "back/model.safetensors")["lm_head.weight"], torch.ones(31, 8))
