@@ -25,6 +25,8 @@ try:
 except ImportError as error:
     raise ImportError("the backend 'xla' needs jax: pip install jax") from error
 
+# Runs a program on arrays, given and returned device by device.
+Caller = Callable[[list[Any]], list[Any]]
 # A conversion to a narrow float and back rounds, as it is written, instead of being left out.
 _OPTIONS = [("xla_allow_excess_precision", "False")]
 VERSION: str = jaxlib.__version__
@@ -130,12 +132,20 @@ def from_dlpack(exporter: Any, device: Any) -> jax.Array:
         return jax.dlpack.from_dlpack(exporter, device=device)
 
 
-def caller(executable: Any) -> Callable[[list[Any]], list[Any]]:
-    """A function of the arrays of one device that runs the program on them."""
+def caller(executable: Any, outputs: Sequence[tuple[tuple[int, ...], np.dtype]], device: Any) -> Caller:
+    """A function of the arrays of one device that runs the program on them; `outputs`: sizes and types."""
     execute = executable.execute_sharded
+    # Arrays that know what they are: made anew from PJRT's buffers each would cost more than a small program runs.
+    handlers = [
+        xla_client.array_result_handler(
+            jax.core.ShapedArray(*output), sharding(device), committed=True, _skip_checks=True
+        )
+        for output in outputs
+    ]
 
     def call(arrays: list[Any]) -> list[Any]:
-        return [shards[0] for shards in execute(arrays).disassemble_into_single_device_arrays()]
+        results: list[Any] = execute(arrays).consume_with_handlers(handlers)
+        return results
 
     return call
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from easytorch.backends.xla.stablehlo import emit
 if TYPE_CHECKING:
     from easytorch.backends.xla.backend import XlaBackend
 
-Caller = Callable[[list[Any]], list[Any]]
 _specs, _arrays = attrgetter("spec"), attrgetter("array")
 
 
@@ -33,8 +32,8 @@ class XlaExecutable(CheckedExecutable):
         self._wanted = [spec(shape, device) for device in range(num_devices) for shape in self._input_shapes]
         self._given = [spec(shape, device) for device in range(num_devices) for shape in self._output_shapes]
         # By the inputs whose memory outputs take. Arrays are given and returned device by device.
-        self._callers: dict[frozenset[int], Caller] = {}
-        self._plain: Caller | None = self._caller(frozenset())
+        self._callers: dict[frozenset[int], pjrt.Caller] = {}
+        self._plain: pjrt.Caller | None = self._caller(frozenset())
 
     def execute(self, inputs: Sequence[Buffer], donate: Sequence[bool] | None = None) -> list[Buffer]:
         """Checks, then runs."""
@@ -78,7 +77,7 @@ class XlaExecutable(CheckedExecutable):
     def _failed(self, error: BaseException) -> BackendError:
         return BackendError(f"{self._name!r}: XLA cannot run it: {error}")
 
-    def _caller(self, donated: frozenset[int]) -> Caller:
+    def _caller(self, donated: frozenset[int]) -> pjrt.Caller:
         aliases = _aliases(donated, self._input_shapes, self._output_shapes)
         key = frozenset(aliases)
         if key not in self._callers:
@@ -86,12 +85,13 @@ class XlaExecutable(CheckedExecutable):
             self._callers[key] = self._compile(self._graph, aliases)
         return self._callers[key]
 
-    def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> Caller:
+    def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:
         """aliases: for inputs that are donated, the output that takes the memory."""
         program = cache.compile_module(emit(graph, self._num_devices, aliases), self._devices)
         mesh = self._mesh
         if mesh is None:
-            return pjrt.caller(program)
+            outputs = [(shape.dimensions, shape.dtype.numpy) for shape in graph.output_shapes]
+            return pjrt.caller(program, outputs, self._devices[0])
         count = len(self._names)
 
         def call(arrays: list[Any]) -> list[Any]:
@@ -110,7 +110,7 @@ class XlaExecutable(CheckedExecutable):
 class JitExecutable(XlaExecutable):
     """The same by `jax.jit`, which for such modules has public classes; on one device."""
 
-    def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> Caller:
+    def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:
         from easytorch.backends.xla.export import jit_caller
 
         if self._num_devices > 1:
