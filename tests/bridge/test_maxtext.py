@@ -305,10 +305,10 @@ def test_no_room_for_the_parts_of_a_stack(tmp_path, monkeypatch):
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr("easytorch.bridge.spool._LEAST_BYTES", 1)
 
-    def full(*_):
+    def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr("easytorch.bridge.spool.tempfile.TemporaryFile", full)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/\.back\..*no room to put \d+ bytes aside"):
         convert(tmp_path / "maxtext", tmp_path / "back", to="torch")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["maxtext", "torch"]
