@@ -149,9 +149,13 @@ def _values(dtype: DType, ordered: bool) -> tuple[Kernel, Kernel]:
     return (lambda x: x), (lambda x: x)
 
 
+def _extreme(reduction: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda x, at, rows: x.scatter_reduce(0, at.unsqueeze(-1).expand(rows.shape), rows, reduction)
+
+
 INDEXING: dict[OpType, Binder] = {
     OpType.GATHER: _gather,
     OpType.SCATTER_SUM: _scatter(lambda x, at, rows: x.index_add(0, at, rows), ordered=False),
-    OpType.SCATTER_MAX: _scatter(lambda x, at, rows: x.index_reduce(0, at, rows, "amax"), ordered=True),
-    OpType.SCATTER_MIN: _scatter(lambda x, at, rows: x.index_reduce(0, at, rows, "amin"), ordered=True),
+    OpType.SCATTER_MAX: _scatter(_extreme("amax"), ordered=True),
+    OpType.SCATTER_MIN: _scatter(_extreme("amin"), ordered=True),
 }

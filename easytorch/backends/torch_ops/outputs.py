@@ -46,23 +46,27 @@ def root(op: Op) -> Op:
 def updated_in_place(graph: Graph, nodes: Sequence[Node], writable: Collection[int]) -> set[Node]:
     """The dynamic updates whose operand nothing needs afterwards: they may be written into its memory.
 
-    writable: the numbers of the parameters that may be written to. nodes: those of the graph that run.
+    writable: the numbers of the parameters that may be written to. nodes: those of the graph that run, in order.
     """
+    updates = [node for node in nodes if node.op_type is OpType.DYNAMIC_UPDATE_SLICE]
+    if not updates:
+        return set()
+    roots: dict[Op, Op] = {}
     last: dict[Op, int] = {}
     for node in nodes:
-        for op in node.inputs:
-            last[root(op)] = node.number
-    kept = {root(op) for op in graph.outputs}
+        origins = [roots.get(op, op) for op in node.inputs]
+        last.update((origin, node.number) for origin in origins)
+        if node.op_type in _MAY_VIEW:
+            roots.update((Op(node, number), origins[0]) for number in range(len(node.shapes)))
+    kept = {roots.get(op, op) for op in graph.outputs}
     found = set()
-    for node in nodes:
-        if node.op_type is not OpType.DYNAMIC_UPDATE_SLICE:
-            continue
-        operand = node.inputs[0]
+    for node in updates:
+        operand, update = node.inputs[:2]
         source = operand.node
-        own = source.op_type not in _FOREIGN and root(operand) == operand
+        own = source.op_type not in _FOREIGN and operand not in roots
         if source.op_type is OpType.PARAMETER:
             own = source.attributes["index"] in writable
-        if own and last[operand] == node.number and operand not in kept and root(node.inputs[1]) != operand:
+        if own and last[operand] == node.number and operand not in kept and roots.get(update, update) != operand:
             found.add(node)
     return found
 
