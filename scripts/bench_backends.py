@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import statistics
 import sys
 import time
@@ -160,15 +161,20 @@ def jax_block(module: Block) -> tuple[Callable[..., Any], Any]:
 
 
 def timed(candidates: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, in turns, after two calls that do not count."""
-    for run in candidates.values():
-        run()
-        run()
+    """Median seconds of each, in turns of changing order.
+
+    Each turn is a call that does not count and one that does: the caches, and threads that wait actively for more work
+    (OpenMP's), are then those of the candidate itself and not of the one before it.
+    """
+    order = list(candidates)
+    shuffle = random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
-        for name, run in candidates.items():
+        shuffle(order)
+        for name in order:
+            candidates[name]()
             start = time.perf_counter()
-            run()
+            candidates[name]()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -251,7 +257,7 @@ def bench_compile(report: Report, repeats: int) -> None:
 
 
 def bench_growth(report: Report, repeats: int) -> None:
-    """A chain of products, sums and functions, as layers are."""
+    """A chain of products, sums and functions with weights of their own, as layers are."""
     shape = backends.make_shape("float32", 16, 16)
     # What stands around is not to be searched for garbage again and again.
     gc.collect()
@@ -262,16 +268,16 @@ def bench_growth(report: Report, repeats: int) -> None:
         for count in COUNTS:
             start = time.perf_counter()
             builder = backend.builder(f"chain{count}")
-            first = builder.parameter("x", shape)
-            x = first
+            x = builder.parameter("x", shape)
             for number in range(count):
                 turn = number % 4
                 if turn == 0:
-                    x = builder.dot_general(x, (1,), (), first, (0,), ())
+                    weight = builder.parameter(f"weight{number}", shape)
+                    x = builder.dot_general(x, (1,), (), weight, (0,), ())
                 elif turn == 2:
                     x = builder.tanh(x)
                 else:
-                    x = builder.add(x, first)
+                    x = builder.add(x, weight)
             built = time.perf_counter() - start
             builder.compile(x)
             total = time.perf_counter() - start

@@ -32,6 +32,7 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
         self.graph: Graph = Graph(name, None if parent is None else parent.graph)
         self._parent = parent
         self._closed = False
+        self._parameter_names: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -45,7 +46,7 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
     def parameter(self, name: str, shape: Shape) -> Op:
         """An input, fed in the order in which they are made."""
         self._refuse_closed("Parameter")
-        if any(op.node.attributes["name"] == name for op in self.graph.parameters):
+        if name in self._parameter_names:
             raise BackendError(f"Parameter: {self.name!r} has a parameter {name!r} already; choose another name")
         return self._parameter(name, shape)
 
@@ -104,6 +105,7 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
     def _parameter(self, name: str, shape: Shape) -> Op:
         (op,) = self._record(OpType.PARAMETER, (), {"name": name, "index": len(self.graph.parameters)}, (shape,))
         self.graph.parameters.append(op)
+        self._parameter_names.add(name)
         return op
 
     def _closure(self, function: Closure, shapes: Sequence[Shape], name: str) -> Graph:
