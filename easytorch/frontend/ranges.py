@@ -15,7 +15,7 @@ def check_sizes(program: ExportedProgram, arguments: Iterable[tuple[str, torch.T
     """Of each argument its name, its fake tensor and what was given. `LoweringError` for a size out of its range, and
     for two that must be the same and are not."""
     known: dict[Any, tuple[int, str]] = {}
-    derived = []
+    derived: list[tuple[Any, int, str]] = []
     for name, value, given in arguments:
         for axis, (size, number) in enumerate(zip(value.shape, given.shape, strict=True)):
             if not isinstance(size, torch.SymInt):

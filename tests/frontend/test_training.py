@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import easytorch.frontend
@@ -236,3 +237,21 @@ def test_narrow_training_runs_on_torch_by_default():
     layer.zero_grad()
     layer(x).float().square().sum().backward()
     torch.testing.assert_close(got, layer.weight.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_checkpointed_dropout_is_drawn_again_from_its_state():
+    weight = torch.randn(8, 8)
+
+    def block(x):
+        return nn.functional.dropout(torch.tanh(x @ weight), 0.5).sin()
+
+    def function(x):
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    result = compiled(function)(x)
+    result.sum().backward()
+    kept = (result != 0).float() * 2
+    wanted = x.detach().clone().requires_grad_()
+    (torch.tanh(wanted @ weight) * kept).sin().sum().backward()
+    torch.testing.assert_close(x.grad, wanted.grad)
