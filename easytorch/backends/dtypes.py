@@ -107,3 +107,25 @@ def dtype_of(given: Any) -> DType:
     if found is None:
         raise BackendError(f"{given!r} is no element type; known: {', '.join(DType)}")
     return found
+
+
+def lowest(dtype: DType) -> float | int | bool:
+    """What no element is less than: minus infinity, or the least number where the type has none."""
+    return _end(dtype, greatest=False)
+
+
+def highest(dtype: DType) -> float | int | bool:
+    """What no element is greater than."""
+    return _end(dtype, greatest=True)
+
+
+def _end(dtype: DType, *, greatest: bool) -> float | int | bool:
+    if dtype is DType.BOOL:
+        return greatest
+    if dtype.is_integer:
+        bits = dtype.bits - (dtype in SIGNED)
+        return 2**bits - 1 if greatest else -(2**bits) if dtype in SIGNED else 0
+    with np.errstate(all="ignore"):
+        infinity = np.array(np.inf, np.float32).astype(dtype.numpy)
+    end = infinity if np.isinf(infinity.astype(np.float32)) else ml_dtypes.finfo(dtype.numpy).max
+    return float(end) if greatest else -float(end)

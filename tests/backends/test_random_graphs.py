@@ -1,7 +1,7 @@
 """Random computations: every backend gives what NumPy gives, bit by bit.
 
-Values are small integers in every type, and stay so: whatever grows is clamped. Then sums have no rounding, comparisons no
-near ties, and a difference is an error and not noise. Rounding is what the samples of test_conformance.py are for.
+Values are small integers in every type, and stay so: whatever grows is clamped. Then sums have no rounding, comparisons
+no near ties, and a difference is an error and not noise. Rounding is what the samples of test_conformance.py are for.
 """
 
 from __future__ import annotations

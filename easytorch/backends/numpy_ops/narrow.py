@@ -1,14 +1,13 @@
-"""Element types that NumPy computes with in a wider one, and the ends of each type."""
+"""Element types that NumPy computes with in a wider one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from easytorch.backends.dtypes import SIGNED, DType, dtype_of
+from easytorch.backends.dtypes import DType, dtype_of
 
 
 def wide_dtype(dtype: np.dtype) -> np.dtype:
@@ -54,25 +53,3 @@ def widened(function: Callable[..., Any]) -> Callable[..., Any]:
             return narrowed(np.asarray(result), dtype)
 
     return computed
-
-
-def lowest(dtype: DType) -> Any:
-    """What no element is less than: minus infinity where the type has one."""
-    return _end(dtype, greatest=False)
-
-
-def highest(dtype: DType) -> Any:
-    """What no element is greater than."""
-    return _end(dtype, greatest=True)
-
-
-def _end(dtype: DType, *, greatest: bool) -> Any:
-    if dtype is DType.BOOL:
-        return greatest
-    if dtype.is_integer:
-        bits = dtype.bits - (dtype in SIGNED)
-        return 2**bits - 1 if greatest else -(2**bits) if dtype in SIGNED else 0
-    with np.errstate(all="ignore"):
-        infinity = np.array(np.inf, np.float32).astype(dtype.numpy)
-    end = infinity if np.isinf(infinity.astype(np.float32)) else ml_dtypes.finfo(dtype.numpy).max
-    return float(end) if greatest else -float(end)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from easytorch.backends.dtypes import DType, dtype_of
+from easytorch.backends.dtypes import DType, dtype_of, highest, lowest
 from easytorch.backends.numpy_ops.movement import padded
-from easytorch.backends.numpy_ops.narrow import highest, lowest, narrowed, wide, widened
+from easytorch.backends.numpy_ops.narrow import narrowed, wide, widened
 from easytorch.backends.types import OpType, PadAxis, ReduceOpType
 
 _UFUNCS = {

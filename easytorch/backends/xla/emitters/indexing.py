@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from easytorch.backends.dtypes import highest, lowest
 from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
@@ -59,6 +60,12 @@ def _scatter(name: str) -> Callable[..., Value]:
         indices_are_sorted: bool,
         unique_indices: bool,
     ) -> Value:
+        wide, added = widen(e, operand, least=4), widen(e, updates, least=4)
+        if not operand.rank:
+            # XLA's own simplification of this case makes a module that it refuses.
+            start = 0 if name == "add" else lowest(operand.dtype) if name == "maximum" else highest(operand.dtype)
+            total = e.reduce(name, added, start, tuple(range(updates.rank)))
+            return narrow(e, e.binary(name, wide, total), operand.dtype)
         numbers = (
             f"update_window_dims = {list(update_window_axes)}, inserted_window_dims = {list(inserted_window_axes)}, "
             f"scatter_dims_to_operand_dims = {list(scatter_axes_to_operand_axes)}, "
@@ -68,7 +75,6 @@ def _scatter(name: str) -> Callable[..., Value]:
             f"scatter_dimension_numbers = #stablehlo.scatter<{numbers}>, "
             f"indices_are_sorted = {_truth(indices_are_sorted)}, unique_indices = {_truth(unique_indices)}"
         )
-        wide, added = widen(e, operand, least=4), widen(e, updates, least=4)
         region = e.region([Shape(wide.dtype)] * 2, lambda a, b: [e.binary(name, a, b)])
         result = e.op("scatter", (wide, index(e, scatter_indices), added), wide.shape, attributes, region)
         return narrow(e, result, operand.dtype)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from easytorch.backends.dtypes import SIGNED, DType
+from easytorch.backends.dtypes import SIGNED, DType, highest, lowest
 from easytorch.backends.shapeinference.reduction import window_sizes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis, ReduceOpType
@@ -13,39 +12,27 @@ from easytorch.backends.xla.emitter import Emitter, Value, int_array, pairs
 from easytorch.backends.xla.emitters import Emit
 from easytorch.backends.xla.emitters.conversion import convert
 from easytorch.backends.xla.emitters.movement import pad
-from easytorch.backends.xla.emitters.narrow import widen, widened
+from easytorch.backends.xla.emitters.narrow import narrow, widen, widened
 
 Ints = tuple[int, ...]
-
-
-def least(dtype: DType) -> float:
-    """What is no greater than any element."""
-    if dtype.is_float:
-        return -math.inf
-    return -(2 ** (dtype.bits - 1)) if dtype in SIGNED else 0
-
-
-def most(dtype: DType) -> float:
-    """What is no less than any element."""
-    if dtype.is_float:
-        return math.inf
-    return 1 if dtype is DType.BOOL else 2 ** (dtype.bits - (dtype in SIGNED)) - 1
 
 
 # The operation that puts two elements together, and what it starts from.
 COMBINERS: dict[ReduceOpType, tuple[str, Callable[[DType], float]]] = {
     ReduceOpType.SUM: ("add", lambda dtype: 0),
     ReduceOpType.PRODUCT: ("multiply", lambda dtype: 1),
-    ReduceOpType.MAX: ("maximum", least),
-    ReduceOpType.MIN: ("minimum", most),
+    ReduceOpType.MAX: ("maximum", lowest),
+    ReduceOpType.MIN: ("minimum", highest),
 }
 
 
 def _reduce(name: str, start: Callable[[DType], float]) -> Callable[..., Value]:
     def emit(e: Emitter, x: Value, axes: Ints) -> Value:
-        return e.reduce(name, x, start(x.dtype), axes or tuple(range(x.rank)))
+        # From the end of the narrow type: it may have no infinity, and of nothing the end itself is the result.
+        result = e.reduce(name, widen(e, x, least=4), start(x.dtype), axes or tuple(range(x.rank)))
+        return narrow(e, result, x.dtype)
 
-    return widened(emit, least=4)
+    return emit
 
 
 def _arg_min_max(e: Emitter, x: Value, axis: int, output_dtype: DType, is_min: bool) -> Value:
@@ -68,7 +55,7 @@ def _arg_min_max(e: Emitter, x: Value, axis: int, output_dtype: DType, is_min: b
 
     scalars = [Shape(x.dtype), Shape(counter)]
     region = e.region([*scalars, *scalars], earlier)
-    start = most(x.dtype) if is_min else least(x.dtype)
+    start = highest(x.dtype) if is_min else lowest(x.dtype)
     # An index after all others: of elements that are all as the start, the first is still chosen.
     operands = (x, places, e.scalar(start, x.dtype), e.scalar(2**31 - 1, counter))
     kept = (*x.dimensions[:axis], *x.dimensions[axis + 1 :])
@@ -89,6 +76,7 @@ def _reduce_window(
 ) -> Value:
     if not x.rank:
         return x
+    dtype, x = x.dtype, widen(e, x, least=4)
     name, start = COMBINERS[reduction_type]
     region = e.region([Shape(x.dtype)] * 2, lambda a, b: [e.binary(name, a, b)])
     sizes = window_sizes(x.dimensions, window_dimensions, strides, base_dilations, window_dilations, paddings)
@@ -97,8 +85,8 @@ def _reduce_window(
         f"base_dilations = {int_array(base_dilations)}, window_dilations = {int_array(window_dilations)}, "
         f"padding = {pairs(paddings)}"
     )
-    operands = (x, e.scalar(start(x.dtype), x.dtype))
-    return e.op("reduce_window", operands, Shape(x.dtype, sizes), attributes, region)
+    operands = (x, e.scalar(start(dtype), x.dtype))
+    return narrow(e, e.op("reduce_window", operands, Shape(x.dtype, sizes), attributes, region), dtype)
 
 
 def _select_and_scatter(direction: str) -> Callable[..., Value]:
@@ -155,7 +143,7 @@ def _scatter_windows(
 
 def _bits(number: int) -> Callable[[DType], float]:
     """Where the bits start from: none, or all."""
-    return lambda dtype: 0 if not number else (1 if dtype is DType.BOOL else -1 if dtype in SIGNED else most(dtype))
+    return lambda dtype: 0 if not number else (1 if dtype is DType.BOOL else -1 if dtype in SIGNED else highest(dtype))
 
 
 _AND = ("and", _bits(1))
@@ -174,7 +162,7 @@ EMITTERS: dict[OpType, Emit] = {
     OpType.REDUCE_LOGICAL_OR: _reduce(*_OR),
     OpType.REDUCE_LOGICAL_XOR: _reduce(*_XOR),
     OpType.ARG_MIN_MAX: _arg_min_max,
-    OpType.REDUCE_WINDOW: widened(_reduce_window, least=4),
+    OpType.REDUCE_WINDOW: _reduce_window,
     OpType.SELECT_AND_SCATTER_MAX: _select_and_scatter("GE"),
     OpType.SELECT_AND_SCATTER_MIN: _select_and_scatter("LE"),
     OpType.SELECT_AND_SCATTER_SUM: widened(_scatter_windows, least=4),
