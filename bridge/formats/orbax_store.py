@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easytorch.bridge.disk import os_error_of
 from easytorch.bridge.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,12 +52,17 @@ def array_spec(store: dict[str, Any], name: str, driver: str) -> dict[str, Any]:
 
 @contextmanager
 def tensorstore_errors(file: Path, tensor: str | None = None, *, writing: bool = False) -> Iterator[None]:
-    """What tensorstore raises for damaged files or full disks (`ValueError` and its like) as a `CheckpointError`."""
+    """What tensorstore raises (`ValueError` and its like) as a `CheckpointError`.
+
+    writing: where the operating system refused, its own error, which whoever knows the destination makes one of.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except (ValueError, KeyError, IndexError, OSError, RuntimeError, NotImplementedError, OverflowError) as error:
         reason = str(error).partition(" [")[0].partition("\n")[0][:300] or type(error).__name__
+        if writing and (cause := os_error_of(error)) is not None:
+            raise cause from error
         failed, advice = ("written", "look at the disk") if writing else ("read", "copy the checkpoint again")
         raise CheckpointError(f"cannot be {failed} ({reason}); {advice}", file=file, tensor=tensor) from error
