@@ -3,6 +3,7 @@ to NumPy's in test_conformance.py."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from easytorch import backends
 from easytorch.backends import BackendError, OpNotImplementedError, make_shape
 from easytorch.backends.dtypes import DType
-from easytorch.backends.types import OP_TYPES, OpType
+from easytorch.backends.types import OP_TYPES, OpType, ReduceOpType
 
 
 @pytest.fixture
@@ -292,3 +293,25 @@ def test_a_sort_by_any_comparator_is_stable(backend: backends.Backend) -> None:
     assert found[1][2].tolist() == order.tolist() and found[0][1].tolist() == keys[0][order].tolist()
     found = _run(backend, lambda b, x, y: b.sort(lambda i, a, c, *_: i.less_than(c, a), 1, True, x, y), keys, places)
     assert found[1][0].tolist() == np.argsort(-keys[0], kind="stable").tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.uint32])
+@pytest.mark.parametrize("kind", list(ReduceOpType)[1:], ids=str)
+def test_a_window_of_all_before_is_a_scan(backend: backends.Backend, kind: ReduceOpType, dtype: type) -> None:
+    x = np.random.default_rng(1).integers(1, 120, (3, 9)).astype(dtype)
+    if kind is ReduceOpType.PRODUCT:
+        x %= 4
+    if dtype is np.float32 and kind in (ReduceOpType.MAX, ReduceOpType.MIN):
+        x[1, 4] = np.nan
+    if dtype is np.uint32:
+        x += np.uint32(2**31) * (x % 2)
+    for window in (9, 11):
+        pads = [(0, 0), (window - 1, 0)]
+        build = functools.partial(_windows, kind=kind, window=window, pads=pads)
+        (found,) = _run(backend, build, x)
+        scan = {"Sum": np.add, "Product": np.multiply, "Max": np.maximum, "Min": np.minimum}[str(kind)]
+        np.testing.assert_array_equal(found, scan.accumulate(x, 1, dtype=dtype))
+
+
+def _windows(b: Any, x: Any, kind: ReduceOpType, window: int, pads: Any) -> Any:
+    return b.reduce_window(x, kind, [1, window], [1, 1], None, None, pads)

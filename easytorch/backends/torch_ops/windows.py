@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from easytorch.backends.dtypes import DType
 from easytorch.backends.torch_ops.carriers import swapped, wide
 from easytorch.backends.torch_ops.movement import padder
 from easytorch.backends.torch_ops.reduction import identity_of, reduced, values
@@ -40,6 +41,10 @@ def _reduce_window(site: Site) -> Kernel:
     function = reduced(dtype, kind)
     pad = padder(site.operand.dimensions, config, identity) if any(map(_changes, config)) else None
     moving = [axis for axis in range(len(sizes)) if (sizes[axis], strides[axis]) != (1, 1)]
+    scan = _SCANS.get(kind) if dtype is not DType.BOOL else None
+    if scan is not None and output == site.operand.dimensions and len(moving) == 1 and _is_scan(site, moving[0]):
+        (along,) = moving
+        return lambda x: back(scan(inward(x), along))
 
     def reduce(x: Tensor) -> Tensor:
         x = inward(x)
@@ -54,6 +59,27 @@ def _reduce_window(site: Site) -> Kernel:
         return back(x)
 
     return reduce
+
+
+_SCANS: dict[ReduceOpType, Callable[[Tensor, int], Tensor]] = {
+    ReduceOpType.SUM: lambda x, axis: torch.cumsum(x, axis, dtype=x.dtype),
+    ReduceOpType.PRODUCT: lambda x, axis: torch.cumprod(x, axis, dtype=x.dtype),
+    ReduceOpType.MAX: lambda x, axis: torch.cummax(x, axis).values,
+    ReduceOpType.MIN: lambda x, axis: torch.cummin(x, axis).values,
+}
+
+
+def _is_scan(site: Site, axis: int) -> bool:
+    """Whether the window of every element is all before it and itself: n of n * n elements are then enough."""
+    window = site.attributes["window_dimensions"][axis]
+    wanted = tuple((window - 1, 0) if other == axis else (0, 0) for other in range(site.operand.rank))
+    dilations = (*site.attributes["base_dilations"], *site.attributes["window_dilations"])
+    return (
+        window >= site.operand.dimensions[axis] > 0
+        and site.attributes["strides"][axis] == 1
+        and set(dilations) == {1}
+        and site.attributes["paddings"] == wanted
+    )
 
 
 def _changes(pad: PadAxis) -> bool:
