@@ -143,7 +143,8 @@ class ElementwiseOps:
         return self._add_one(OpType.REM, x0, x1)
 
     def pow(self, x0: Op, x1: Op) -> Op:
-        """x0 to the power of x1."""
+        """x0 to the power of x1; of integers modulo 2**bits, and for a negative x1 what division gives: 0, but 1 of 1,
+        1 or -1 of -1, and -1 of 0."""
         return self._add_one(OpType.POW, x0, x1)
 
     def max(self, x0: Op, x1: Op) -> Op:
@@ -175,11 +176,12 @@ class ElementwiseOps:
         return self._add_one(OpType.SHIFT_LEFT, x0, x1)
 
     def shift_right_arithmetic(self, x0: Op, x1: Op) -> Op:
-        """By x1 bits, which fill up with the sign."""
+        """By x1 bits, which fill up with the highest bit (the sign, also of unsigned integers); outside 0 to bits - 1
+        all of them."""
         return self._add_one(OpType.SHIFT_RIGHT_ARITHMETIC, x0, x1)
 
     def shift_right_logical(self, x0: Op, x1: Op) -> Op:
-        """By x1 bits, which fill up with zeros."""
+        """By x1 bits, which fill up with zeros; 0 when x1 is not below the bits."""
         return self._add_one(OpType.SHIFT_RIGHT_LOGICAL, x0, x1)
 
     def logical_and(self, x0: Op, x1: Op) -> Op:

@@ -273,11 +273,13 @@ class StructuralOps:
         return self._add_one(OpType.REDUCE_LOGICAL_XOR, x, axes=ints(axes))
 
     def reduce_max(self, x: Op, *axes: int | Ints) -> Op:
-        """The greatest over `axes`, which go; over all of them if none is given."""
+        """The greatest over `axes`, which go; over all of them if none is given. NaN if one is; of nothing the least of
+        the type, -inf where it has one."""
         return self._add_one(OpType.REDUCE_MAX, x, axes=ints(axes))
 
     def reduce_min(self, x: Op, *axes: int | Ints) -> Op:
-        """The least over `axes`, which go; over all of them if none is given."""
+        """The least over `axes`, which go; over all of them if none is given. NaN if one is; of nothing the greatest of
+        the type, inf where it has one."""
         return self._add_one(OpType.REDUCE_MIN, x, axes=ints(axes))
 
     def reduce_product(self, x: Op, *axes: int | Ints) -> Op:
@@ -285,7 +287,8 @@ class StructuralOps:
         return self._add_one(OpType.REDUCE_PRODUCT, x, axes=ints(axes))
 
     def reduce_sum(self, x: Op, *axes: int | Ints) -> Op:
-        """The sum over `axes`, which go; over all of them if none is given."""
+        """The sum over `axes`, which go; over all of them if none is given. Floats narrower than float32 are added in
+        float32, here and in windows, products and scatters; integers modulo 2**bits."""
         return self._add_one(OpType.REDUCE_SUM, x, axes=ints(axes))
 
     def reduce_window(
@@ -319,7 +322,8 @@ class StructuralOps:
         window_strides: Ints | None = None,
         paddings: Sequence[Ints] | None = None,
     ) -> Op:
-        """Adds each element of `source` at the place that its window over `operand` selects: the greatest element.
+        """Adds each element of `source` at the place that its window over `operand` selects: the greatest element, the
+        first of several. Padding is never selected; which element is, where one is NaN, is not defined.
 
         See https://openxla.org/stablehlo/spec#select_and_scatter.
         """
@@ -340,7 +344,8 @@ class StructuralOps:
         window_strides: Ints | None = None,
         paddings: Sequence[Ints] | None = None,
     ) -> Op:
-        """Adds each element of `source` at the place that its window over `operand` selects: the least element.
+        """Adds each element of `source` at the place that its window over `operand` selects: the least element, the
+        first of several. Padding is never selected; which element is, where one is NaN, is not defined.
 
         See https://openxla.org/stablehlo/spec#select_and_scatter.
         """
@@ -377,7 +382,9 @@ class StructuralOps:
     def rng_bit_generator(self, state: Op, shape: Shape) -> tuple[Op, Op]:
         """The next state, and random bits of `shape`, by Philox 4x32-10 (Salmon et al. 2011), as XLA's.
 
-        state: uint64[3], key and counter. The bits are the same on every backend.
+        state: uint64[3], the key and the 128-bit counter, its low half first; each block of four words adds one to it.
+        Elements of 64 bits take two words, the lower first, narrower ones the low bits of a word each. The bits are the
+        same on every backend.
         """
         new_state, values = self._add(OpType.RNG_BIT_GENERATOR, state, shape=shape)
         return new_state, values

@@ -215,6 +215,32 @@ def test_a_loop_leaves_its_initial_state_alone(backend: backends.Backend) -> Non
     assert cache.sum(1).tolist() == [4, 4, 4, 0]
 
 
+def test_what_a_closure_may_give_back_is_not_written_to(backend: backends.Backend) -> None:
+    def build(b: Any, x: Any, row: Any) -> Any:
+        zero = b.constant(np.int32(0))
+        cache = b.add(x, x)
+        (same,) = b.call(lambda inner, given: given, cache)
+        return b.dynamic_update_slice(cache, row, [zero, zero]), b.neg(same)
+
+    x, row = np.ones((2, 4), np.float32), np.zeros((1, 4), np.float32)
+    updated, negative = _run(backend, build, x, row)
+    assert updated.sum() == 8 and negative.sum() == -16
+
+    def both(b: Any, x: Any) -> Any:
+        def body(inner: Any, index: Any, cache: Any, other: Any) -> Any:
+            zero = inner.constant(np.int32(0))
+            updated = inner.dynamic_update_slice(cache, inner.constant(np.ones((1, 4), np.float32)), [index, zero])
+            return (inner.add(index, inner.constant(np.int32(1))), updated, *inner.call(lambda _, y: y, cache))
+
+        def more(inner: Any, index: Any, *_: Any) -> Any:
+            return inner.less_than(index, inner.constant(np.int32(2)))
+
+        return b.while_loop(more, body, b.constant(np.int32(0)), x, x)[1:]
+
+    last, before = _run(backend, both, np.zeros((3, 4), np.float32))
+    assert last.sum(1).tolist() == [4, 4, 0] and before.sum(1).tolist() == [4, 0, 0]
+
+
 def test_outputs_are_memory_of_their_own(backend: backends.Backend) -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
 
