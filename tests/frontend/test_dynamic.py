@@ -114,6 +114,6 @@ def test_narrow_products_on_a_cpu_run_on_torch_and_it_is_said_once(caplog):
         second = easytorch.frontend.compile(narrow, (x.bfloat16(),))
     assert first.backend.name == second.backend.name == "torch"
     assert len(caplog.records) == 1
-    torch.testing.assert_close(first(x.bfloat16()), narrow(x.bfloat16()), check_stride=False)
+    torch.testing.assert_close(first(x.bfloat16()), narrow(x.bfloat16()), rtol=2e-2, atol=1e-2)
     assert easytorch.frontend.compile(narrow, (x.bfloat16(),), backend="xla:cpu").backend.name == "xla"
     assert easytorch.frontend.compile(wide, (x,)).backend.name == "xla"
