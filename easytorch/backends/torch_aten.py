@@ -298,10 +298,11 @@ class TorchExecutable(CheckedExecutable):
                 return self._outputs(results, writable, 0)
             rows = [tuple(tensors[number::count]) for number in range(count)]
             found = self._lockstep.run(tuple(range(self._num_devices)), rows)
+            # Collectives give several devices one tensor.
             return [
                 buffer
                 for device in range(self._num_devices)
-                for buffer in self._outputs([row[device] for row in found], frozenset(), device)
+                for buffer in self._outputs([row[device].clone() for row in found], frozenset(), device)
             ]
 
     def _outputs(self, results: Sequence[torch.Tensor], writable: frozenset[int], device: int) -> list[TorchBuffer]:

@@ -260,6 +260,16 @@ def test_outputs_are_memory_of_their_own(backend: backends.Backend) -> None:
             buffer.tensor.fill_(9)
 
 
+def test_devices_get_memory_of_their_own(backend: backends.Backend) -> None:
+    builder = backend.builder("pair", 2)
+    x = builder.parameter("x", make_shape("float32", 3))
+    executable = builder.compile(builder.all_reduce(x, ReduceOpType.SUM), x)
+    given = [backend.buffer_from_numpy(np.full(3, device, np.float32), device) for device in range(2)]
+    found = executable.execute(given)
+    assert len({buffer.tensor.data_ptr() for buffer in (*given, *found)}) == 6
+    assert [backend.buffer_to_numpy(buffer)[0] for buffer in found] == [1, 0, 1, 1]
+
+
 def test_a_buffer_stays_on_its_device(backend: backends.Backend) -> None:
     executable = _compiled(backend, lambda b, x: b.neg(x), np.zeros(2, np.float32))
     with pytest.raises(BackendError, match="device 1"):

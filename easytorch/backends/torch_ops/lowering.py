@@ -114,7 +114,7 @@ def _loop(node: Node, target: Target) -> Kernel:
     count, test_count = len(node.shapes), len(cond.captures)
     test, first = lower(cond, target), lower(body, target)
     # After the first round the state is the loop's own, and may be written to.
-    own = ownership(body).own(count)
+    own = ownership(body).own
     again = lower(body, target, own) if own and not target.compile else first
 
     def loop(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ _MAY_VIEW = frozenset(
         *(OpType.SLICE, OpType.DYNAMIC_SLICE, OpType.REAL, OpType.IMAG, OpType.BITCAST, OpType.CONVERT_DTYPE),
         *(OpType.SCATTER_MAX, OpType.SCATTER_MIN, OpType.SCATTER_SUM, OpType.REDUCE_WINDOW),
         *(op_type for op_type in OpType if op_type.name.startswith("REDUCE_")),
-        *(OpType.BATCH_NORM_FOR_TRAINING, OpType.BATCH_NORM_GRADIENT),
+        *(OpType.BATCH_NORM_FOR_TRAINING, OpType.BATCH_NORM_GRADIENT, OpType.COLLECTIVE_PERMUTE),
     }
 )
 # What gives memory that it also keeps, or that came from anywhere.
@@ -26,14 +26,12 @@ _FOREIGN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """copied: places of outputs that must be copied; parameters: of those that are a parameter's memory, its number."""
+    """copied: places of outputs that must be copied; parameters: of those that are a parameter's memory, its number;
+    own: places of those that are memory nothing else has."""
 
     copied: frozenset[int]
     parameters: dict[int, int]
-
-    def own(self, count: int) -> frozenset[int]:
-        """Which of `count` outputs are memory of their own."""
-        return frozenset(range(count)) - self.copied - frozenset(self.parameters)
+    own: frozenset[int]
 
 
 def root(op: Op) -> Op:
@@ -58,7 +56,7 @@ def updated_in_place(graph: Graph, nodes: Sequence[Node], writable: Collection[i
         last.update((origin, node.number) for origin in origins)
         if node.op_type in _MAY_VIEW:
             roots.update((Op(node, number), origins[0]) for number in range(len(node.shapes)))
-    kept = {roots.get(op, op) for op in graph.outputs}
+    kept = {roots.get(op, op) for op in graph.outputs} | _passed(nodes)
     found = set()
     for node in updates:
         operand, update = node.inputs[:2]
@@ -83,4 +81,11 @@ def ownership(graph: Graph) -> Ownership:
         elif origin.node.op_type is OpType.PARAMETER:
             parameters[place] = origin.node.attributes["index"]
         seen.add(origin)
-    return Ownership(frozenset(copied), parameters)
+    passed = _passed(graph.nodes)
+    own = {place for place, op in enumerate(graph.outputs) if root(op) not in passed} - copied - {*parameters}
+    return Ownership(frozenset(copied), parameters, frozenset(own))
+
+
+def _passed(nodes: Sequence[Node]) -> set[Op]:
+    """What closures get: their results may be the same memory."""
+    return {root(op) for node in nodes if node.op_type in _FOREIGN for op in node.inputs}
