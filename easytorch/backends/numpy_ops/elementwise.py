@@ -100,9 +100,8 @@ def _shifted(shift: Callable[..., np.ndarray], *, by_sign: bool) -> Callable[...
         dtype = dtype_of(x0.dtype)
         # 64 bits hold every type, filled up with its sign or with zeros.
         word = np.int64 if by_sign else np.uint64
-        bits = wide(x0).astype(np.int64).astype(np.uint64)
-        bits <<= np.uint64(64 - dtype.bits)
-        bits = bits.view(word) >> word(64 - dtype.bits)
+        top = wide(x0).astype(np.int64).astype(np.uint64) << np.uint64(64 - dtype.bits)
+        bits = np.asarray(top.view(word) >> word(64 - dtype.bits))
         amount = wide(x1)
         outside = (amount < 0) | (amount >= dtype.bits)
         result = shift(bits, np.where(outside, 0, amount).astype(word))

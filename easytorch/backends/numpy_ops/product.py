@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -72,16 +73,18 @@ def _convolution(
     return result.transpose(np.argsort(order))
 
 
+_TRANSFORMS: dict[FFTType, Any] = {
+    FFTType.FORWARD: np.fft.fftn,
+    FFTType.INVERSE: np.fft.ifftn,
+    FFTType.FORWARD_REAL: np.fft.rfftn,
+    FFTType.INVERSE_REAL: np.fft.irfftn,
+}
+
+
 def _fft(operand: np.ndarray, fft_type: FFTType, fft_length: tuple[int, ...]) -> np.ndarray:
     axes = tuple(range(operand.ndim - len(fft_length), operand.ndim))
-    transform: Callable[..., np.ndarray] = {
-        FFTType.FORWARD: np.fft.fftn,
-        FFTType.INVERSE: np.fft.ifftn,
-        FFTType.FORWARD_REAL: np.fft.rfftn,
-        FFTType.INVERSE_REAL: np.fft.irfftn,
-    }[fft_type]
     double = operand.astype(np.complex128 if np.iscomplexobj(operand) else np.float64)
-    result = transform(double, fft_length, axes)
+    result: np.ndarray = _TRANSFORMS[fft_type](double, fft_length, axes)
     single = operand.dtype in (np.dtype(np.float32), np.dtype(np.complex64))
     if np.iscomplexobj(result):
         return result.astype(np.complex64 if single else np.complex128)
