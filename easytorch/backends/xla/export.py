@@ -55,7 +55,10 @@ def jit_caller(graph: Graph, donated: Collection[int], device: Any) -> Callable[
     structs = _structs(graph.parameter_shapes, pjrt.sharding(device))
     with pjrt.x64():
         jitted = jax.jit(function, donate_argnums=tuple(donated), keep_unused=True)
-        compiled = jitted.lower(*structs).compile()
+        # Compiled on the first call where elements have four bits: a program compiled before it is called refuses the
+        # layout that such arrays have.
+        packed = any(shape.dtype.bits < 8 for shape in graph.parameter_shapes)
+        compiled = jitted if packed else jitted.lower(*structs).compile()
 
     def call(arrays: list[Any]) -> list[Any]:
         with pjrt.x64():
