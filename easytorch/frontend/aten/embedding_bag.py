@@ -7,7 +7,8 @@ import torch
 from easytorch.backends.dtypes import DType, dtype_of
 from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
-from easytorch.frontend.arrays import scatter_along, take
+from easytorch.backends.types import PadAxis
+from easytorch.frontend.arrays import pad, scatter_along, take
 from easytorch.frontend.context import Context
 from easytorch.frontend.registry import lowering
 
@@ -84,6 +85,8 @@ def _described(ctx: Context, bags: Op, sizes: Op, chosen: Op) -> list[Op]:
     if ctx.node is None:
         return values
     described = ctx.node.meta["val"][1:]
-    if described[0].shape == torch.Size(bags.shape.dimensions):
-        return values
-    return [ctx.full([int(size) for size in tensor.shape], 0, dtype_of(tensor.dtype)) for tensor in described]
+    if described[0].shape != torch.Size(bags.shape.dimensions):
+        return [ctx.full([int(size) for size in tensor.shape], 0, dtype_of(tensor.dtype)) for tensor in described]
+    # With the last offset included there is a place more than there are bags.
+    counts = [int(tensor.shape[0]) - value.shape.dimensions[0] for tensor, value in zip(described, values, strict=True)]
+    return [pad(ctx, value, {0: PadAxis(0, count)}) for value, count in zip(values, counts, strict=True)]

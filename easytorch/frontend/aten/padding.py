@@ -72,3 +72,14 @@ def reflection_pad_backward(ctx: Context, grad_output: Op, x: Op, padding: Seque
 @lowering(*(packet.default for packet in _REPLICATION_BACKWARD))
 def replication_pad_backward(ctx: Context, grad_output: Op, x: Op, padding: Sequence[int]) -> Op:
     return _padded_backward(ctx, grad_output, x, padding, mirror=False)
+
+
+@lowering(aten._pad_circular.default)
+def pad_circular(ctx: Context, x: Op, pad: Sequence[int]) -> Op:
+    """As if x stood again before and after itself; negative padding cuts off."""
+    for number in range(len(pad) // 2):
+        axis = x.shape.rank - 1 - number
+        size = x.shape.dimensions[axis]
+        places = np.arange(-pad[2 * number], size + pad[2 * number + 1])
+        x = take(ctx, x, axis, places % max(size, 1))
+    return x
