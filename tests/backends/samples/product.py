@@ -115,9 +115,16 @@ _CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], ConvolveAxesCon
 }
 
 
+# Integers for what is laid out otherwise; everything once.
+_CONVOLVED = {"all": NUMBERS, "batch groups": (DType.FLOAT32, DType.INT8), "cropped": (DType.INT8, DType.BFLOAT16)}
+
+
 def _convolved(x: Any, kernel: Any, axes: ConvolveAxesConfig, setting: dict[str, Any]) -> Any:
     from jax import lax
 
+    if x.dtype.kind in "iu":
+        # Modulo 2**64 and so modulo any fewer bits: jax compiles it once.
+        x, kernel = x.astype("int64"), kernel.astype("int64")
     count = len(axes.input_spatial)
     numbers = lax.ConvDimensionNumbers(
         (axes.input_batch, axes.input_channel, *axes.input_spatial),
@@ -140,7 +147,7 @@ def _convolved(x: Any, kernel: Any, axes: ConvolveAxesConfig, setting: dict[str,
 def _convolutions() -> list[Sample]:
     found = []
     for name, (left, right, axes, setting) in _CONVOLUTIONS.items():
-        for dtype in NUMBERS if name == "all" else (DType.FLOAT32, DType.BFLOAT16, DType.INT8):
+        for dtype in _CONVOLVED[name] if name in _CONVOLVED else (DType.FLOAT32, DType.BFLOAT16):
             found.append(
                 Sample(
                     OpType.CONV_GENERAL_DILATED,

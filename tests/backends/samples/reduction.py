@@ -315,9 +315,14 @@ def _with(x: Any, scale: Any, offset: Any, mean: Any, variance: Any, epsilon: fl
 
 def _gradient(x: Any, scale: Any, mean: Any, variance: Any, grad: Any, epsilon: float, axis: int) -> Any:
     """By jax's differentiation of the forward pass, whose own mean and variance these are."""
+    return _jitted_gradient(epsilon, axis)(x, scale, grad)
+
+
+@functools.cache
+def _jitted_gradient(epsilon: float, axis: int) -> Callable[..., Any]:
     import jax
 
-    return jax.vjp(lambda *inputs: _normed(*inputs, epsilon, axis)[0], x, scale, scale)[1](grad)
+    return jax.jit(lambda x, scale, grad: jax.vjp(lambda *i: _normed(*i, epsilon, axis)[0], x, scale, scale)[1](grad))
 
 
 def _batch_norms() -> list[Sample]:
