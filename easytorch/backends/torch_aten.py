@@ -157,7 +157,7 @@ class TorchBackend(Backend):
         """A buffer over the array's memory on the CPU, if it is contiguous and may be written, else of a copy."""
         self._device(device_num)
         whole = np.ascontiguousarray(array).reshape(array.shape)
-        shared = self.has_shared_buffers() and whole.flags.writeable and np.shares_memory(whole, array)
+        shared = self.has_shared_buffers() and whole.flags.writeable and np.may_share_memory(whole, array)
         return self._buffer(torch_views.to_torch(whole), device_num, owned=not shared)
 
     def buffer_to_numpy(self, buffer: TorchBuffer) -> np.ndarray:
@@ -170,7 +170,7 @@ class TorchBackend(Backend):
         """A buffer of the tensor itself if it is contiguous and on the device, else of a copy."""
         whole = tensor.detach().resolve_conj().resolve_neg()
         whole = whole.to(self.torch_device).contiguous()
-        return self._buffer(whole, device_num, owned=whole.untyped_storage()._cdata != tensor.untyped_storage()._cdata)
+        return self._buffer(whole, device_num, owned=whole.data_ptr() != tensor.data_ptr())
 
     def buffer_to_torch(self, buffer: TorchBuffer) -> torch.Tensor:
         """The tensor itself."""
