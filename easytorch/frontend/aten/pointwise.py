@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from easytorch.backends.dtypes import DType
+from easytorch.backends.dtypes import UNSIGNED, DType
 from easytorch.backends.graph import Op
 from easytorch.frontend.context import Context
 from easytorch.frontend.registry import lowering
@@ -86,7 +86,7 @@ def floor_divide(ctx: Context, x: Op, other: Op | Number) -> Op:
     zero = ctx.scalar(0, wide)
     if kind.is_integer:
         quotient = b.div(first, second)
-        if wide in (DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64):
+        if wide in UNSIGNED:
             return quotient
         inexact = b.not_equal(b.rem(first, second), zero)
         below = b.logical_and(inexact, b.not_equal(b.less_than(first, zero), b.less_than(second, zero)))
@@ -425,8 +425,7 @@ def neg(ctx: Context, x: Op) -> Op:
 
 @lowering(aten.abs.default)
 def abs(ctx: Context, x: Op) -> Op:
-    unsigned = x.shape.dtype is DType.BOOL or x.shape.dtype is DType.UINT8
-    return x if unsigned else ctx.builder.abs(x)
+    return x if x.shape.dtype in (DType.BOOL, *UNSIGNED) else ctx.builder.abs(x)
 
 
 @lowering(aten.sign.default, aten.sgn.default)
