@@ -54,7 +54,9 @@ def embedding_bag(
     if mode == _MEAN:
         divisor = ctx.cast(b.max(sizes, ctx.scalar(1, kind)), wide)
         result = b.div(result, b.broadcast_in_dim(divisor, result.shape, (0,)))
-    further = _described(ctx, bags, sizes, sizes if chosen is None else chosen)
+    # ATen counts no sizes for a sum.
+    counted = ctx.full((count,), 0, kind) if mode == _SUM else sizes
+    further = _described(ctx, bags, counted, counted if chosen is None else chosen)
     return ctx.cast(result, weight.shape.dtype), further[0], further[1], further[2]
 
 
