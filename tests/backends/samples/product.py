@@ -147,7 +147,7 @@ def _convolved(x: Any, kernel: Any, axes: ConvolveAxesConfig, setting: dict[str,
 def _convolutions() -> list[Sample]:
     found = []
     for name, (left, right, axes, setting) in _CONVOLUTIONS.items():
-        for dtype in _CONVOLVED[name] if name in _CONVOLVED else (DType.FLOAT32, DType.BFLOAT16):
+        for dtype in _CONVOLVED.get(name, (DType.FLOAT32, DType.BFLOAT16)):
             found.append(
                 Sample(
                     OpType.CONV_GENERAL_DILATED,
