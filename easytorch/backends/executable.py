@@ -49,7 +49,22 @@ class CheckedExecutable(Executable):
             if given != wanted:
                 name = self._names[number % count]
                 raise BackendError(f"{self._name!r}: input {number} ({name!r}) is {wanted}, and {given} was given")
+            device = self._backend.buffer_device_num(buffer)
+            if device != number // count:
+                raise BackendError(
+                    f"{self._name!r}: input {number} is for device {number // count}, and is on device {device}"
+                )
+        self._refuse_donated_twice(inputs, donated)
         return self._run(inputs, donated)
+
+    def _refuse_donated_twice(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> None:
+        """A donated buffer may be given once: its memory becomes an output's."""
+        given: dict[int, int] = {}
+        for buffer in inputs:
+            given[id(buffer)] = given.get(id(buffer), 0) + 1
+        for number, (buffer, donated) in enumerate(zip(inputs, donate, strict=True)):
+            if donated and given[id(buffer)] > 1:
+                raise BackendError(f"{self._name!r}: input {number} is donated, and given a second time")
 
     @abstractmethod
     def _run(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> list[Buffer]:

@@ -143,6 +143,25 @@ def test_a_donated_buffer_is_gone(backend: backends.Backend) -> None:
             use(given)
 
 
+def test_a_donated_buffer_is_given_once(backend: backends.Backend) -> None:
+    b = backend.builder("two")
+    executable = b.compile(b.add(b.parameter("x", F32), b.parameter("y", F32)))
+    buffer = ones(backend, 2, 3)
+    for donate in ([True, True], [True, False], [False, True]):
+        with pytest.raises(BackendError, match="a second time"):
+            executable.execute([buffer, buffer], donate)
+    (found,) = executable.execute([buffer, buffer])
+    assert (backend.buffer_to_numpy(found) == 2).all()
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_inputs_are_on_the_devices_they_are_for(name: str, backend_of: Callable[[str], Any]) -> None:
+    backend = backend_of(name)
+    elsewhere = backend.buffer_from_numpy(np.ones((2, 3), "float32"), 1)
+    with pytest.raises(BackendError, match="input 0 is for device 0, and is on device 1"):
+        doubling(backend).execute([elsewhere])
+
+
 def test_what_is_not_donated_stays(backend: backends.Backend) -> None:
     executable = doubling(backend)
     given = ones(backend, 2, 3)
@@ -187,6 +206,7 @@ def test_a_finalized_backend(config: str) -> None:
     uses: list[Callable[[], Any]] = [
         lambda: executable.execute([given]),
         lambda: backend.builder("more"),
+        lambda: backend.num_devices(),
         lambda: b.neg(x),
         lambda: b.compile(x),
         lambda: backend.buffer_from_numpy(np.ones(2)),

@@ -50,6 +50,7 @@ class XlaBackend(Backend):
 
     def num_devices(self) -> int:
         """How many this process has."""
+        self._require_open()
         return len(self.devices)
 
     def capabilities(self) -> Capabilities:

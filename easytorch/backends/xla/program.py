@@ -53,17 +53,8 @@ class XlaExecutable(CheckedExecutable):
             raise self._failed(error) from error
 
     def _run(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> list[Buffer]:
-        for number, (buffer, wanted) in enumerate(zip(inputs, self._wanted, strict=True)):
-            if buffer.spec != wanted:
-                raise BackendError(
-                    f"{self._name!r}: input {number} is for device {wanted[1]}, and is on device {buffer.spec[1]}"
-                )
         count = len(self._names)
         donated = [buffer for buffer, given in zip(inputs, donate, strict=True) if given]
-        if len({id(buffer) for buffer in donated}) < len(donated) or any(
-            buffer is other for buffer in donated for other, given in zip(inputs, donate, strict=True) if not given
-        ):
-            raise BackendError(f"{self._name!r}: a donated buffer is given twice")
         # Memory is taken over where all devices give it.
         everywhere = frozenset(n for n in range(count) if all(donate[n::count])) if donated else frozenset()
         try:

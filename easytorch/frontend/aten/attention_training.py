@@ -90,9 +90,7 @@ def flash_attention_backward(
     )
 
 
-def _scores(
-    ctx: Context, query: Op, key: Op, mask: Op | None, is_causal: bool, scale: float | None
-) -> Op:
+def _scores(ctx: Context, query: Op, key: Op, mask: Op | None, is_causal: bool, scale: float | None) -> Op:
     """(B, H, T, S): query key^T * scale, -inf where nothing is attended."""
     b = ctx.builder
     scores = b.dot_general(ctx.wide(query), (3,), (0, 1), _for_heads(ctx, ctx.wide(key), query), (3,), (0, 1))
