@@ -77,6 +77,85 @@ def resnet():
     }
 
 
+def t5():
+    config = transformers.T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    ids, labels = torch.randint(1, 32, (2, 7)), torch.randint(1, 32, (2, 5))
+    return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": labels}
+
+
+def vit():
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=16,
+        patch_size=8,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(2, 3, 16, 16),
+        "labels": torch.tensor([0, 2]),
+    }
+
+
+def whisper():
+    config = transformers.WhisperConfig(
+        vocab_size=64,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=16,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        decoder_start_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.WhisperForConditionalGeneration(config), {
+        "input_features": torch.randn(2, 8, 20),
+        "labels": torch.randint(3, 60, (2, 5)),
+    }
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    ids = torch.randint(0, 32, (2, 7))
+    return transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def mamba():
+    config = transformers.MambaConfig(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=1)
+    ids = torch.randint(0, 32, (2, 7))
+    return transformers.MambaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
 def same_training(make, backend, steps=2):
     """Steps of AdamW beside eager ones: each loss, each gradient and each buffer to 1e-5 of the greatest in it."""
     module, inputs = make()
@@ -101,7 +180,10 @@ def same_training(make, backend, steps=2):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("make", [bert, gpt2, resnet], ids=lambda make: make.__name__)
+ALL = [bert, gpt2, resnet, t5, vit, whisper, mixtral, mamba]
+
+
+@pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 def test_models_train_as_in_eager(make):
     same_training(make, "numpy")
 
