@@ -177,18 +177,9 @@ class StructuralOps:
 
         A slice partly outside is left out. See https://openxla.org/stablehlo/spec#scatter.
         """
-        return self._add_one(
-            OpType.SCATTER_MAX,
-            operand,
-            scatter_indices,
-            updates,
-            index_vector_axis=index_vector_axis,
-            update_window_axes=_t(update_window_axes),
-            inserted_window_axes=_t(inserted_window_axes),
-            scatter_axes_to_operand_axes=_t(scatter_axes_to_operand_axes),
-            indices_are_sorted=bool(indices_are_sorted),
-            unique_indices=bool(unique_indices),
-        )
+        axes = (update_window_axes, inserted_window_axes, scatter_axes_to_operand_axes)
+        hints = (indices_are_sorted, unique_indices)
+        return self._scatter(OpType.SCATTER_MAX, (operand, scatter_indices, updates), index_vector_axis, axes, hints)
 
     def scatter_min(
         self,
@@ -206,18 +197,9 @@ class StructuralOps:
 
         A slice partly outside is left out. See https://openxla.org/stablehlo/spec#scatter.
         """
-        return self._add_one(
-            OpType.SCATTER_MIN,
-            operand,
-            scatter_indices,
-            updates,
-            index_vector_axis=index_vector_axis,
-            update_window_axes=_t(update_window_axes),
-            inserted_window_axes=_t(inserted_window_axes),
-            scatter_axes_to_operand_axes=_t(scatter_axes_to_operand_axes),
-            indices_are_sorted=bool(indices_are_sorted),
-            unique_indices=bool(unique_indices),
-        )
+        axes = (update_window_axes, inserted_window_axes, scatter_axes_to_operand_axes)
+        hints = (indices_are_sorted, unique_indices)
+        return self._scatter(OpType.SCATTER_MIN, (operand, scatter_indices, updates), index_vector_axis, axes, hints)
 
     def scatter_sum(
         self,
@@ -235,17 +217,29 @@ class StructuralOps:
 
         A slice partly outside is left out. See https://openxla.org/stablehlo/spec#scatter.
         """
+        axes = (update_window_axes, inserted_window_axes, scatter_axes_to_operand_axes)
+        hints = (indices_are_sorted, unique_indices)
+        return self._scatter(OpType.SCATTER_SUM, (operand, scatter_indices, updates), index_vector_axis, axes, hints)
+
+    def _scatter(
+        self,
+        op_type: OpType,
+        operands: tuple[Op, Op, Op],
+        index_vector_axis: int,
+        axes: tuple[Ints, Ints, Ints],
+        hints: tuple[bool, bool],
+    ) -> Op:
+        windows, inserted, scattered = axes
+        is_sorted, unique = hints
         return self._add_one(
-            OpType.SCATTER_SUM,
-            operand,
-            scatter_indices,
-            updates,
+            op_type,
+            *operands,
             index_vector_axis=index_vector_axis,
-            update_window_axes=_t(update_window_axes),
-            inserted_window_axes=_t(inserted_window_axes),
-            scatter_axes_to_operand_axes=_t(scatter_axes_to_operand_axes),
-            indices_are_sorted=bool(indices_are_sorted),
-            unique_indices=bool(unique_indices),
+            update_window_axes=_t(windows),
+            inserted_window_axes=_t(inserted),
+            scatter_axes_to_operand_axes=_t(scattered),
+            indices_are_sorted=bool(is_sorted),
+            unique_indices=bool(unique),
         )
 
     def reduce_bitwise_and(self, x: Op, *axes: int | Ints) -> Op:
@@ -327,14 +321,8 @@ class StructuralOps:
 
         See https://openxla.org/stablehlo/spec#select_and_scatter.
         """
-        return self._add_one(
-            OpType.SELECT_AND_SCATTER_MAX,
-            operand,
-            source,
-            window_dimensions=_t(window_dimensions),
-            window_strides=_t(window_dimensions if window_strides is None else window_strides),
-            paddings=_pairs(paddings, len(tuple(window_dimensions))),
-        )
+        operands = (operand, source)
+        return self._select(OpType.SELECT_AND_SCATTER_MAX, operands, window_dimensions, window_strides, paddings)
 
     def select_and_scatter_min(
         self,
@@ -349,14 +337,8 @@ class StructuralOps:
 
         See https://openxla.org/stablehlo/spec#select_and_scatter.
         """
-        return self._add_one(
-            OpType.SELECT_AND_SCATTER_MIN,
-            operand,
-            source,
-            window_dimensions=_t(window_dimensions),
-            window_strides=_t(window_dimensions if window_strides is None else window_strides),
-            paddings=_pairs(paddings, len(tuple(window_dimensions))),
-        )
+        operands = (operand, source)
+        return self._select(OpType.SELECT_AND_SCATTER_MIN, operands, window_dimensions, window_strides, paddings)
 
     def select_and_scatter_sum(
         self,
@@ -370,10 +352,20 @@ class StructuralOps:
 
         See https://openxla.org/stablehlo/spec#select_and_scatter.
         """
+        operands = (operand, source)
+        return self._select(OpType.SELECT_AND_SCATTER_SUM, operands, window_dimensions, window_strides, paddings)
+
+    def _select(
+        self,
+        op_type: OpType,
+        operands: tuple[Op, Op],
+        window_dimensions: Ints,
+        window_strides: Ints | None,
+        paddings: Sequence[Ints] | None,
+    ) -> Op:
         return self._add_one(
-            OpType.SELECT_AND_SCATTER_SUM,
-            operand,
-            source,
+            op_type,
+            *operands,
             window_dimensions=_t(window_dimensions),
             window_strides=_t(window_dimensions if window_strides is None else window_strides),
             paddings=_pairs(paddings, len(tuple(window_dimensions))),
