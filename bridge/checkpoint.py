@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from easytorch.bridge.architecture import Architecture, architecture_of, check
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.convention import flax_rules
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, read_config
@@ -38,7 +38,7 @@ class Renamed:
     notes: list[str] = field(default_factory=list)
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """An open checkpoint. `scheme` is the name of its tensors' scheme; `config` is None where there is none.
 
     `reader` has all that is in the files, also what is no weight of the model. `spool` is where parts of stacked leaves
@@ -153,14 +153,6 @@ class Checkpoint:
         self.reader.close()
         if self._side is not None:
             self._side.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_checkpoint(

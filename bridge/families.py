@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.sharding import read_json
 from easytorch.bridge.rules import Rules
 
@@ -57,26 +57,6 @@ def find_config(path: Path) -> Config | None:
     """`read_config`, or None where there is no config.json."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     return read_config(path) if file.is_file() else None
-
-
-def rules_for(model_type: str, file: Path | None = None) -> Rules:
-    """`RULES` of `easytorch.models.<model_type>`; `CheckpointError` naming the families there are otherwise.
-
-    file: the config that says so, for the error.
-    """
-    name = model_type.replace("-", "_")
-    known = families()
-    if name not in known:
-        hint = f"{nearest(name, known)}; families: {', '.join(known)}"
-        raise CheckpointError(
-            f"unknown architecture: no rules for the family {model_type!r}{hint}; correct `model_type`, or add the "
-            f"family as docs/add-a-model.md says",
-            file=file,
-        )
-    module = importlib.import_module(f"easytorch.models.{name}")
-    if not hasattr(module, "RULES"):
-        raise CheckpointError(f"the family {model_type!r} has no RULES in {module.__name__}; add its table")
-    return module.RULES
 
 
 def native_rules(model_type: str) -> Rules | None:

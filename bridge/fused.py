@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import to_numpy, to_torch
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.hub_names import HubNames
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _KEPT = 4
 
 
-class HubReader:
+class HubReader(Closing):
     """The weights of `reader` by hub names. It does not own `reader`."""
 
     def __init__(self, reader: Reader, names: HubNames) -> None:
@@ -67,14 +67,6 @@ class HubReader:
 
     def close(self) -> None:
         """Nothing: whoever opened the reader closes it."""
-
-    def __enter__(self) -> HubReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def by_hub_names(reader: Reader, names: HubNames) -> Reader:

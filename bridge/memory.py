@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
@@ -40,7 +40,7 @@ Shardings = Any
 _THREADS = 4
 
 
-class MemoryTree:
+class MemoryTree(Closing):
     """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.unwrap`).
 
     as_stored: leaves them on.
@@ -64,13 +64,6 @@ class MemoryTree:
 
     def close(self) -> None:
         """Nothing: the leaves are the caller's."""
-
-    def __enter__(self) -> MemoryTree:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 def tensors_of(plan: Plan, tree: MemoryTree, *, copy: bool | None = None) -> dict[str, torch.Tensor]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from types import TracebackType
 
 import numpy as np
 
 from easytorch.bridge.bits import identical
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.plan import Plan, Same, Step
 from easytorch.bridge.spool import Spool
 
 
-class PlannedReader:
+class PlannedReader(Closing):
     """The targets of `plan` as a checkpoint of its own, so that conversions can be chained.
 
     Sources are read from `reader`, those it does not have from `beside`. It owns neither. The tensors of a leaf that
@@ -54,14 +54,6 @@ class PlannedReader:
     def close(self) -> None:
         """Lets go of what was put aside; the readers behind it are closed by whoever opened them."""
         self._aside.clear()
-
-    def __enter__(self) -> PlannedReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def same_data(reader: Reader) -> Same:

@@ -12,14 +12,10 @@ flax's `batch_stats` belong to the parameters: where they are, both collections 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from types import TracebackType
-
-import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
-from easytorch.bridge.formats.in_parts import InParts, read_in_parts
+from easytorch.bridge.formats.renamed import RenamedReader
 
 _BATCH_STATS = "batch_stats"
 # What training states keep beside the model; a model of its own is never called so.
@@ -65,37 +61,10 @@ def _wrapper(paths: list[list[str]]) -> str | None:
     return None
 
 
-class UnwrappedReader:
+class UnwrappedReader(RenamedReader):
     """The parameters of an open tree under their own paths. `left_out` are the names of everything else."""
 
     def __init__(self, reader: Reader, *, as_stored: bool = False) -> None:
         """as_stored: under the names they have in the file, wrappers and all."""
-        self._reader = reader
-        self._names, self.left_out = unwrapped(reader.tensors)
-        if as_stored:
-            self._names = {name: name for name in self._names.values()}
-        self.tensors: Mapping[str, TensorInfo] = {
-            path: replace(reader.tensors[name], name=path) for path, name in self._names.items()
-        }
-        self.metadata = reader.metadata
-        self.files = reader.files
-
-    def read(self, name: str) -> np.ndarray:
-        """The data of one parameter."""
-        return self._reader.read(self._names[name])
-
-    def read_in_parts(self, name: str) -> InParts:
-        """The same, in parts where the reader behind it can."""
-        return read_in_parts(self._reader, self._names[name])
-
-    def close(self) -> None:
-        """Closes the reader behind it."""
-        self._reader.close()
-
-    def __enter__(self) -> UnwrappedReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        names, self.left_out = unwrapped(reader.tensors)
+        super().__init__(reader, {name: name for name in names.values()} if as_stored else names)

@@ -6,53 +6,16 @@ EasyDeL wrote from 2024 on, in one file or in shards, until it took tensorstore.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
-import numpy as np
-
-from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.base import Reader
+from easytorch.bridge.formats.renamed import by_paths
 from easytorch.bridge.formats.sharding import open_files
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile
 
 _FILE = "easydel-model.parameters"
 _INDEX = f"{_FILE}.safetensors.index.json"
-
-
-class DottedTree:
-    """The tensors of `reader` by path, "/" for every dot."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._names = {name.replace(".", "/"): name for name in reader.tensors}
-        if len(self._names) < len(reader.tensors):
-            reader.close()
-            raise CheckpointError("has names that differ only in dots and slashes", file=reader.files[0])
-        self.tensors: Mapping[str, TensorInfo] = {
-            path: replace(reader.tensors[name], name=path) for path, name in self._names.items()
-        }
-        self.metadata = reader.metadata
-        self.files = reader.files
-
-    def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file."""
-        return self._reader.read(self._names[name])
-
-    def close(self) -> None:
-        """Closes the reader behind it."""
-        self._reader.close()
-
-    def __enter__(self) -> DottedTree:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class EasydelSafetensors:
@@ -70,4 +33,4 @@ class EasydelSafetensors:
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """The checkpoint behind an index or a single file."""
-        return DottedTree(open_files(file, partial(SafetensorsFile, writable=writable)))
+        return by_paths(open_files(file, partial(SafetensorsFile, writable=writable)))

@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.sharding import read_json
@@ -27,7 +27,7 @@ _PREFIX = "model"
 _STEP = re.compile(r"run-(\d{1,18})")
 
 
-class EasydelReader:
+class EasydelReader(Closing):
     """One open checkpoint: the arrays of the prefix "model", or of the only one there is."""
 
     def __init__(self, index: Path) -> None:
@@ -67,14 +67,6 @@ class EasydelReader:
 
     def close(self) -> None:
         """Nothing: files are opened as they are read."""
-
-    def __enter__(self) -> EasydelReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _chosen(content: dict, index: Path) -> tuple[str, list, list[str]]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts
@@ -23,7 +23,7 @@ from easytorch.bridge.formats.sharding import find, open_files, shard_names, spl
 from easytorch.bridge.trees import flat, nested
 
 
-class MsgpackFile:
+class MsgpackFile(Closing):
     """One open msgpack file: an index of where each array stands, data mapped."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
@@ -105,14 +105,6 @@ class MsgpackFile:
     def close(self) -> None:
         """Lets go of the mapped file."""
         self._map.close()
-
-    def __enter__(self) -> MsgpackFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _too_wide(value: complex) -> bool:

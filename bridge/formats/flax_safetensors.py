@@ -6,51 +6,18 @@ msgpack only. Shards here are its file in the layout of torch's: `model.safetens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.renamed import by_paths
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, states_flax, storage_order, write_file
-
-
-class FlaxSafetensorsReader:
-    """The file, or its shards, by paths."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.files = reader.files
-        self.metadata: Mapping[str, str] = reader.metadata
-        self._names: dict[str, str] = {}
-        for name in reader.tensors:
-            path = name.replace(".", "/")
-            if self._names.setdefault(path, name) != name:
-                raise CheckpointError(f"and {self._names[path]!r} are one path", file=self.files[0], tensor=name)
-        self.tensors: Mapping[str, TensorInfo] = {
-            path: replace(reader.tensors[name], name=path) for path, name in self._names.items()
-        }
-
-    def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file."""
-        return self._reader.read(self._names[name])
-
-    def close(self) -> None:
-        """Lets go of the mapped files."""
-        self._reader.close()
-
-    def __enter__(self) -> FlaxSafetensorsReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Dotted:
@@ -82,12 +49,7 @@ class FlaxSafetensors:
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """The checkpoint behind an index or a single file."""
-        reader = open_files(file, partial(SafetensorsFile, writable=writable))
-        try:
-            return FlaxSafetensorsReader(reader)
-        except BaseException:
-            reader.close()
-            raise
+        return by_paths(open_files(file, partial(SafetensorsFile, writable=writable)))
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """Shards by path, so that each holds neighbouring layers."""

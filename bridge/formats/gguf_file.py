@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
@@ -45,7 +45,7 @@ Q8_0 = "q8_0"
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 
 
-class GgufReader:
+class GgufReader(Closing):
     """One open file or the parts of one. `fields`: the metadata, arrays included."""
 
     def __init__(self, files: Sequence[Path], writable: bool = False) -> None:
@@ -120,14 +120,6 @@ class GgufReader:
         """Lets go of the mapped files."""
         for mapped in self._maps:
             mapped.close()
-
-    def __enter__(self) -> GgufReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 _ACCEPTED = "GGUF's readers take matrices as q8_0, f32, f16 or bf16; give one of them as dtype"

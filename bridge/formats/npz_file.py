@@ -13,10 +13,10 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.blocks import byte_blocks
@@ -36,7 +36,7 @@ _ALIGNMENT = 64
 _ZIP64_EXTRA = 20
 
 
-class NpzFile:
+class NpzFile(Closing):
     """One open npz file."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
@@ -165,14 +165,6 @@ class NpzFile:
     def close(self) -> None:
         """Lets go of the mapped file."""
         self._map.close()
-
-    def __enter__(self) -> NpzFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Npz:

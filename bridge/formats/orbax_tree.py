@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import orbax_write
@@ -37,7 +37,7 @@ _MOST_PACKED = 1 << 15
 _WINDOW_BYTES = 64 << 20
 
 
-class OrbaxReader:
+class OrbaxReader(Closing):
     """One open tree: its arrays are described, and read one at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -127,14 +127,6 @@ class OrbaxReader:
         """Lets go of the files."""
         if self._inline is not None:
             self._inline.close()
-
-    def __enter__(self) -> OrbaxReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def windows(shape: Sequence[int], chunks: Sequence[int], itemsize: int) -> list[tuple[slice, ...]]:

@@ -13,10 +13,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
@@ -72,7 +72,7 @@ def read_json(file: Path, *, limit: int) -> dict:
     return content
 
 
-class ShardedReader:
+class ShardedReader(Closing):
     """The shards of an index as one checkpoint."""
 
     def __init__(self, index: Path, open_shard: Callable[[Path], Reader]) -> None:
@@ -135,14 +135,6 @@ class ShardedReader:
         """Closes every shard."""
         for shard in self._shards:
             shard.close()
-
-    def __enter__(self) -> ShardedReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_files(file: Path, open_one: Callable[[Path], Reader]) -> Reader:

@@ -12,12 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.flax_msgpack import MsgpackFile
 from easytorch.bridge.formats.msgpack_walk import Tree, Walk
@@ -68,7 +68,7 @@ class _Index(MsgpackFile):
         return path.removesuffix("/")
 
 
-class T5xReader:
+class T5xReader(Closing):
     """One open checkpoint: parameters under "target/", the optimizer's state under "state/"."""
 
     def __init__(self, index: Path) -> None:
@@ -94,14 +94,6 @@ class T5xReader:
     def close(self) -> None:
         """Lets go of the msgpack file."""
         self._index.close()
-
-    def __enter__(self) -> T5xReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class T5xFolder:

@@ -13,11 +13,11 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
@@ -38,7 +38,7 @@ _DAMAGED = (
 _REPEATED_LIMIT = 64 << 20
 
 
-class PickleFile:
+class PickleFile(Closing):
     """One open pickle. Data stays in the file (mapped) where torch wrote a zip archive, as it does since 1.6."""
 
     def __init__(self, path: Path) -> None:
@@ -102,14 +102,6 @@ class PickleFile:
     def close(self) -> None:
         """Lets go of the tensors, and with them of the mapped file."""
         self._state = {}
-
-    def __enter__(self) -> PickleFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _begins_as_zip_or_is_empty(path: Path) -> bool:

@@ -13,10 +13,10 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import numpy_dtype, to_torch, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
@@ -34,7 +34,7 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 ReadPiece = Callable[[Piece, str], np.ndarray]
 
 
-class DcpReader:
+class DcpReader(Closing):
     """The model in an open checkpoint."""
 
     def __init__(
@@ -72,14 +72,6 @@ class DcpReader:
     def close(self) -> None:
         """Lets go of the mapped files."""
         self._read = _closed
-
-    def __enter__(self) -> DcpReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _closed(piece: Piece, name: str) -> np.ndarray:

@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
+from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK, Layout, Reader, Source, TensorInfo
@@ -26,7 +26,7 @@ HEADER_LIMIT = 100_000_000
 _BROKEN = "download or save the file again"
 
 
-class SafetensorsFile:
+class SafetensorsFile(Closing):
     """One open safetensors file: the header is read and checked, data is mapped."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
@@ -107,14 +107,6 @@ class SafetensorsFile:
     def close(self) -> None:
         """Lets go of the mapped file."""
         self._map.close()
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
