@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule
@@ -18,6 +19,7 @@ from easytorch.frontend.device_tensor import DeviceTensor
 from easytorch.frontend.lower import lower_graph
 from easytorch.frontend.lru import Bounded
 from easytorch.frontend.rng import fresh_state, is_random
+from easytorch.frontend.versions import version_of
 from easytorch.frontend.views import View, shared_roots, sizes_of, view_of
 
 
@@ -131,8 +133,8 @@ class GraphProgram:
         return Plan(executable, tuple(inputs), tuple(results), random)
 
 
-# Of every backend, the buffers of parameters that live, with their version and address when they were put there.
-_BOUND: dict[int, WeakTensorKeyDictionary] = {}
+# Of every backend that lives, the buffers of parameters that do, with the version that was put there.
+_BOUND: WeakKeyDictionary[Backend, WeakTensorKeyDictionary] = WeakKeyDictionary()
 
 
 def bound(backend: Backend, tensor: torch.Tensor) -> Buffer:
@@ -143,8 +145,8 @@ def bound(backend: Backend, tensor: torch.Tensor) -> Buffer:
         tensor = tensor.fetch()
     if not isinstance(tensor, torch.nn.Parameter):
         return backend.buffer_from_torch(tensor.detach())
-    known = _BOUND.setdefault(id(backend), WeakTensorKeyDictionary())
-    state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+    known = _BOUND.setdefault(backend, WeakTensorKeyDictionary())
+    state = version_of(tensor)
     entry = known.get(tensor)
     if entry is None or entry[0] != state:
         entry = known[tensor] = (state, backend.buffer_from_torch(tensor.detach()))

@@ -24,6 +24,7 @@ from easytorch.frontend.lru import Bounded
 from easytorch.frontend.ranges import check_sizes
 from easytorch.frontend.rng import fresh_state, is_random
 from easytorch.frontend.routing import open_choice, routed
+from easytorch.frontend.versions import version_of
 
 _BACKENDS: dict[str, Backend] = {}
 _STATE_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -155,7 +156,7 @@ class CompiledModule:
 
     def _refresh(self) -> None:
         """Puts on the device what was written to in the module since."""
-        versions = [_version(tensor) for tensor in self._tensors]
+        versions = [version_of(tensor) for tensor in self._tensors]
         if versions == self._versions:
             return
         for place, (name, tensor) in enumerate(zip(self._state, self._tensors, strict=True)):
@@ -176,7 +177,7 @@ class CompiledModule:
         for name, tensor in self._current().items():
             place = self._state[name]
             self._tensors[place].copy_(tensor)
-            self._versions[place] = _version(self._tensors[place])
+            self._versions[place] = version_of(self._tensors[place])
 
     def _current(self) -> dict[str, torch.Tensor]:
         # Copies: the next call donates the memory.
@@ -297,8 +298,3 @@ class CompiledModule:
             else:
                 raise LoweringError(f"{spec.arg.name}: a program has no output of kind {spec.kind.name}")
         return pytree.tree_unflatten(returned, self._out_spec)
-
-
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when the tensor is written to or given other memory."""
-    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
