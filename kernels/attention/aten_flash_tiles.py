@@ -222,7 +222,7 @@ def weights(
         columns[..., 1:] = float("-inf")
         columns[..., 0] = sinks
     empty = None
-    if hidden or extras.bias is not None or n.shift < 0:
+    if hidden or extras.bias is not None:
         empty = tile.whole.amax(dim=-1, keepdim=True) == float("-inf")
     torch._softmax(tile.whole, -1, False, out=tile.whole)
     if empty is not None and empty.any():
@@ -230,10 +230,12 @@ def weights(
 
 
 def _hide(n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Block, scores: Tensor) -> bool:
-    """-inf where (batches, heads, R, G, C) is not seen; True where mask or documents hid anything.
+    """-inf where (batches, heads, R, G, C) is not seen; True where that may leave a row nothing.
 
-    The band is looked at only where it cuts through the tile.
+    The band is looked at only where it cuts through the tile. It lies at some key for each row, but not always at one
+    that `blocks` has left in the tile.
     """
+    found = _band_misses(n, settings, block)
     own = torch.arange(block.first, block.last)[:, None] + n.shift
     if settings.right is not None:
         edge = max(block.start, block.first + n.shift + settings.right + 1)  # the first row sees all before it
@@ -245,14 +247,14 @@ def _hide(n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Blo
         if edge > block.start:
             hidden = torch.arange(block.start, edge) < own - settings.left
             _hide_from_all(scores[..., : edge - block.start], hidden[:, None])
-    found = False
     if extras.mask is not None:
         hidden = ~part(n, extras.mask, chunk, block)
-        found = bool(hidden.any())
-        if found and extras.mask.shape[1] == 1:
-            _hide_from_all(scores, hidden)
-        elif found:
-            scores.masked_fill_(hidden, float("-inf"))
+        if hidden.any():
+            found = True
+            if extras.mask.shape[1] == 1:
+                _hide_from_all(scores, hidden)
+            else:
+                scores.masked_fill_(hidden, float("-inf"))
     if extras.query_segments is not None and extras.key_segments is not None:
         queries = extras.query_segments[chunk.b0 : chunk.b1, block.first : block.last]
         keys = extras.key_segments[chunk.b0 : chunk.b1, block.start : block.stop]
@@ -261,6 +263,12 @@ def _hide(n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Blo
             _hide_from_all(scores, hidden)
             found = True
     return found
+
+
+def _band_misses(n: Sizes, settings: Settings, block: Block) -> bool:
+    """Whether a row's band ends before the first key of the tile, or begins beyond the last."""
+    before = settings.right is not None and block.first + n.shift + settings.right < block.start
+    return before or (settings.left is not None and block.last - 1 + n.shift - settings.left >= block.stop)
 
 
 def _hide_from_all(scores: Tensor, hidden: Tensor) -> None:
