@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from easytorch.kernels.attention import blocked, native, varlen
+from easytorch.kernels.attention.contract import band_of
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.check import relative_rms_error
 
@@ -110,17 +112,30 @@ def test_every_way_is_exact(lengths, features, known, monkeypatch):
     assert_close(got, want, 1e-12)
 
 
-@pytest.mark.parametrize("lengths", [ALIKE, MIXED], ids=["alike", "mixed"])
-def test_dropout_is_a_function_of_the_packed_places(lengths):
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("lengths", [ALIKE, MIXED, UNEVEN], ids=["alike", "mixed", "uneven"])
+@pytest.mark.parametrize("extra", [0, 3])
+def test_dropout_is_a_function_of_the_packed_places(lengths, features, extra):
+    """In float64, every gradient too: a weight at the edge of what a row sees is one of a few, and is not lost."""
     flash = OperationRegistry.create("flash", OperationMetadata(backend="native"))
     ends = {"cu_seqlens_q": ends_of(lengths[0]), "cu_seqlens_k": ends_of(lengths[1])}
-    tensors, _ = inputs(lengths, {})
-    owners = [torch.repeat_interleave(torch.arange(len(x)), torch.tensor(x)) for x in lengths]
-    mask = owners[0][:, None] == owners[1]
-    dropped = {"dropout_prob": 0.4, "seed": 5}
-    got = flash(**tensors, **ends, **dropped).attention_outputs
-    leaves = {name: x[None].double() for name, x in tensors.items()}
-    assert relative_rms_error(got, native.attention(**leaves, mask=mask, **dropped)[0][0]) < 1e-5
+    tensors, settings = inputs(lengths, FEATURES[features], extra)
+    settings |= {"dropout_prob": 0.4, "seed": 5}
+    mask = torch.zeros(sum(lengths[0]) + extra, sum(lengths[1]) + extra, dtype=torch.bool)
+    row = column = 0
+    left, right = band_of(settings.get("causal", False), settings.get("sliding_window"))
+    for rows, columns in zip(*lengths, strict=True):
+        for i, j in itertools.product(range(rows), range(columns)):
+            offset = j - (i + columns - rows)
+            mask[row + i, column + j] = (left is None or offset >= -left) and (right is None or offset <= right)
+        row, column = row + rows, column + columns
+    plain = {name: x for name, x in settings.items() if name not in ("causal", "sliding_window")}
+
+    def definition(query, key, value, **features):
+        return native.attention(query[None], key[None], value[None], mask=mask, **features)[0][0]
+
+    got = run(lambda **x: flash(**x, **ends).attention_outputs, tensors, settings, torch.float64)
+    assert_close(got, run(definition, tensors, plain, torch.float64), 1e-12)
 
 
 def test_the_call_of_flash_attn():
