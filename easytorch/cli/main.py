@@ -15,6 +15,7 @@ import typer
 
 from easytorch import __version__
 from easytorch.cli.lazy import CONTEXT, LazyGroup, add_commands
+from easytorch.switches import switch
 
 # What EasyTorch raises on purpose, and what bad input makes Python raise: CheckpointError and
 # UnsupportedOperationError are ValueErrors, a missing folder an OSError, a missing optional package an ImportError.
@@ -57,10 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     128 + the signal's number when a signal ended it (130: Ctrl-C).
     """
     try:
+        switch("EASYTORCH_TRACEBACK")  # said now where it means nothing, not while another error is shown
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
         with _ended_as_by_ctrl_c():
             app(args=None if arguments is None else list(arguments), prog_name="easytorch")
     except USER_ERRORS as error:
-        if os.environ.get("EASYTORCH_TRACEBACK", "") not in ("", "0"):
+        if switch("EASYTORCH_TRACEBACK"):
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)

@@ -55,9 +55,8 @@ class AttentionImpl(OperationImpl):
             return None
         if self._settled_as_given:
             return self.refusal(backend, query, key, value, features)
-        softmax_dtype = self.metadata.runtime_softmax_dtype
-        if softmax_dtype is not None and softmax_dtype != _accumulation(self.metadata.runtime_dtype or query.dtype):
-            return f"its softmax is not computed in {softmax_dtype}"
+        if (reason := self.metadata.softmax_refusal(query.dtype)) is not None:
+            return reason
         return self.refusal(backend, *self.prepare(query, key, value, features))
 
     def prepare(
@@ -89,10 +88,12 @@ class AttentionImpl(OperationImpl):
         metadata = self.metadata
         if metadata.softmax_scale is not None and features.get("softmax_scale") is None:
             features["softmax_scale"] = metadata.softmax_scale
-        if metadata.dropout_prob and not features.get("dropout_prob"):
+        if metadata.dropout_prob and features.get("dropout_prob") is None:  # an explicit 0.0 drops nothing
             features["dropout_prob"] = metadata.dropout_prob
         return features
 
 
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def without_float64(features: Any) -> Any:
+    """The features with a float64 bias or sinks in float32, in which XLA computes scores: jax has no wider type."""
+    wide = {name: x for name in ("bias", "sinks") if (x := features.get(name)) is not None and x.dtype == torch.float64}
+    return {**features, **{name: x.to(torch.float32) for name, x in wide.items()}} if wide else features

@@ -10,7 +10,7 @@ from torch import Tensor
 from easytorch.kernels.blocksparse import native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.base import backend
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
@@ -84,7 +84,7 @@ class BlockSparseAttention(AttentionImpl):
     ) -> AttentionOutput:
         from easytorch.kernels.blocksparse import xla_blocksparse
 
-        query, key, value, settled = self.prepare(query, key, value, features)
+        query, key, value, settled = self.prepare(query, key, value, without_float64(features))
         return AttentionOutput(attention_outputs=xla_blocksparse.attention(query, key, value, **settled))
 
     @classmethod

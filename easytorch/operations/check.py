@@ -35,9 +35,12 @@ def relative_rms_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def compare_with_definition(choice: Choice, result: Any, expected: Any) -> None:
     """Raise `OperationMismatchError` where a tensor of `result` differs from `expected`; None is not compared."""
-    for field, got, want in _pairs("output", result, expected):
-        if got.shape != want.shape:
-            _raise(choice, field, f"shape {tuple(got.shape)} instead of {tuple(want.shape)}")
+    pairs = _pairs("output", result, expected)
+    if not pairs:
+        _raise(choice, "output", f"{type(result).__name__} has no tensor beside one of {type(expected).__name__}")
+    for field, got, want in pairs:
+        if got.shape != want.shape or got.dtype != want.dtype:
+            _raise(choice, field, f"{got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}")
         error, tolerance = relative_rms_error(got, want), TOLERANCE.get(got.dtype, 0.0)
         if not error <= tolerance:
             _raise(choice, field, f"relative RMS error {error:.3g}, allowed {tolerance:.3g} in {got.dtype}")

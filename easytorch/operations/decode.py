@@ -9,7 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.decode import aten, native, xla_decode_tpu
 from easytorch.kernels.decode.contract import not_one_query
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.base import backend
 from easytorch.operations.impl import Choice, UnsupportedOperationError
 from easytorch.operations.output import AttentionOutput
@@ -84,7 +84,7 @@ class DecodeAttention(AttentionImpl):
     def forward_tpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
     ) -> AttentionOutput:
-        query, key, value, settled = self.prepare(query, key, value, features)
+        query, key, value, settled = self.prepare(query, key, value, without_float64(features))
         return AttentionOutput(attention_outputs=xla_decode_tpu.decode(query, key, value, **settled))
 
     @classmethod

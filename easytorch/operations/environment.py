@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from easytorch.operations.registry import OperationRegistry
+from easytorch.switches import switch
 
 # os.environ.get of an absent variable raises and catches a KeyError (0.75 us of the 5 us of a dispatch) and a call
 # asks twice; the table behind it answers in 0.05 us.
@@ -34,7 +35,7 @@ def untouched() -> bool:
 
 def checking() -> bool:
     """True under `EASYTORCH_CHECK=1`: every call is compared with its definition."""
-    return _CHECK in _TABLE and os.environ["EASYTORCH_CHECK"] not in ("", "0")
+    return _CHECK in _TABLE and switch("EASYTORCH_CHECK")
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import aten_flash_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.base import backend
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
@@ -59,7 +59,7 @@ class FlashAttention(AttentionImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
-        return self._attend(blocked.attention, query, key, value, features)
+        return self._attend(blocked.attention, query, key, value, features, self.metadata.runtime_softmax_dtype)
 
     @backend("aten")
     def forward_cpu(
@@ -79,6 +79,7 @@ class FlashAttention(AttentionImpl):
     def forward_tpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
+        features = without_float64(features)
         if query.device.type == "cpu":
             from easytorch.kernels.attention import xla_flash_op
 
@@ -117,10 +118,17 @@ class FlashAttention(AttentionImpl):
         )  # fmt: skip
 
     def _attend(
-        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, features: Any
+        self,
+        attend: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        features: Any,
+        softmax_dtype: torch.dtype | None = None,
     ) -> AttentionOutput:
         packed = {name: features.pop(name, None) for name in _PACKED}
-        query, key, value, settled = self.prepare(query, key, value, features)
+        query, key, value, given = self.prepare(query, key, value, features)
+        settled: Any = given if softmax_dtype is None else {**given, "softmax_dtype": softmax_dtype}
         if packed["cu_seqlens_q"] is None and packed["cu_seqlens_k"] is None:
             return AttentionOutput(attention_outputs=attend(query, key, value, **settled))
         output = varlen.attention(attend, query, key, value, **packed, **settled)

@@ -152,6 +152,9 @@ class OperationImpl(BaseOperation):
             return Choice(self, method, platform, backend, why)
         if method != "forward_native" and self.falls_back:
             reason = f"{backend}: {refusal}"
+            lacking = self.supports("native", *args, **kwargs)
+            if lacking is not None:
+                raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {reason}; native: {lacking}")
             if platform == platform_of(args, kwargs):  # not for a platform that is only asked about
                 log_fallback(self._name, platform, reason, "native")
             return Choice(self, "forward_native", platform, "native", reason)

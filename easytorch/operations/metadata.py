@@ -17,8 +17,8 @@ class OperationMetadata:
     """Settings of an operation that outlive one call.
 
     runtime_dtype: floating dtype the inputs are cast to, and that of the output; None keeps the inputs' own.
-    runtime_softmax_dtype: dtype of the softmax where the definition computes it; None means float32, or float64 for
-        float64 inputs. The online-softmax kernels accumulate in float32 and refuse a narrower or wider one.
+    runtime_softmax_dtype: dtype of attention's scores and softmax; None means float32, or float64 for float64 inputs.
+        The definitions compute in any; the kernels, and the whole of `ring`, refuse all but that one.
     softmax_scale: factor of the scores when the call gives none; None means head_dim ** -0.5.
     dropout_prob: probability of dropping an attention weight when the call gives none.
     mesh: a `torch.distributed.device_mesh.DeviceMesh`, process group or torch_xla `Mesh` for the sharded operations.
@@ -52,3 +52,9 @@ class OperationMetadata:
             raise ValueError(f"sequence_layout must be one of {', '.join(LAYOUTS)}, got {self.sequence_layout!r}")
         if self.mode is not None and self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)} or None, got {self.mode!r}")
+
+    def softmax_refusal(self, dtype: torch.dtype) -> str | None:
+        """Why a kernel that computes its softmax in float32, or float64 for inputs of that dtype, cannot obey."""
+        wanted = self.runtime_softmax_dtype
+        own = torch.float64 if (self.runtime_dtype or dtype) == torch.float64 else torch.float32
+        return None if wanted in (None, own) else f"its softmax is not computed in {wanted}"

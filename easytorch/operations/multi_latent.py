@@ -64,10 +64,8 @@ class MultiLatentAttention(AttentionImpl):
     ) -> str | None:
         if backend == "native":
             return None
-        dtype = self.metadata.runtime_dtype or query.dtype
-        softmax_dtype = self.metadata.runtime_softmax_dtype
-        if softmax_dtype not in (None, torch.float64 if dtype == torch.float64 else torch.float32):
-            return f"its softmax is not computed in {softmax_dtype}"
+        if (reason := self.metadata.softmax_refusal(query.dtype)) is not None:
+            return reason
         if backend == "aten":
             return None
         tensors = (query, query_rope, latent, key_rope, up_key, up_value)
@@ -171,7 +169,7 @@ class MultiLatentAttention(AttentionImpl):
         given = (*tensors, features.get("sinks"))
         if recording(*given):
             return "the kernel that attends to latents has no backward, and a gradient is asked for"
-        if self.metadata.dropout_prob or features.get("dropout_prob"):
+        if self._settled(cast(AttentionFeatures, dict(features))).get("dropout_prob"):
             return "the kernel that attends to latents has no dropout"
         for name in ("mask", "bias", "query_segment_ids", "key_segment_ids"):
             if features.get(name) is not None:

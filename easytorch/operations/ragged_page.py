@@ -55,7 +55,8 @@ class PagedImpl(OperationImpl):
     def refuse(self, features: Any) -> None:
         """`UnsupportedOperationError` for a feature that an operation over pages does not have."""
         given = {name: features.get(name) for name in _REFUSED}
-        given["dropout_prob"] = given["dropout_prob"] or self.metadata.dropout_prob
+        if given["dropout_prob"] is None:
+            given["dropout_prob"] = self.metadata.dropout_prob
         for name, reason in _REFUSED.items():
             if given[name] is not None and not (name == "dropout_prob" and given[name] == 0.0):
                 raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
@@ -67,11 +68,6 @@ class PagedImpl(OperationImpl):
         if self.metadata.softmax_scale is not None and settled.get("softmax_scale") is None:
             settled["softmax_scale"] = self.metadata.softmax_scale
         return settled
-
-    def softmax_refusal(self, dtype: torch.dtype) -> str | None:
-        wanted = self.metadata.runtime_softmax_dtype
-        own = torch.float64 if (self.metadata.runtime_dtype or dtype) == torch.float64 else torch.float32
-        return None if wanted in (None, own) else f"its softmax is not computed in {wanted}"
 
     def jax_refusal(self, dtype: torch.dtype) -> str | None:
         if (self.metadata.runtime_dtype or dtype) == torch.float64:
@@ -116,7 +112,7 @@ class RaggedPageAttention(PagedImpl):
     ) -> str | None:
         if backend == "native":
             return None
-        if (refusal := self.softmax_refusal(query.dtype)) is not None:
+        if (refusal := self.metadata.softmax_refusal(query.dtype)) is not None:
             return refusal
         if backend == "aten":
             return None

@@ -62,7 +62,7 @@ class RaggedPageMultiLatentAttention(PagedImpl):
     ) -> str | None:
         if backend == "native":
             return None
-        if (refusal := self.softmax_refusal(query.dtype)) is not None:
+        if (refusal := self.metadata.softmax_refusal(query.dtype)) is not None:
             return refusal
         if backend == "aten":
             return None

@@ -11,7 +11,7 @@ from easytorch.kernels.attention import native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.base import backend
 from easytorch.operations.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
 from easytorch.operations.metadata import OperationMetadata
@@ -66,6 +66,14 @@ class RingAttention(AttentionImpl):
             )
         return super().choose_on(platform, args, kwargs)
 
+    def supports(
+        self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
+    ) -> str | None:
+        if backend == "native" and not self._sees_all(query):  # ranks add up what they find in their own dtype
+            return self.metadata.softmax_refusal(query.dtype)
+        # to the rest `layout` is one more keyword that it hands on
+        return super().supports(backend, query, key, value, **features)  # type: ignore[misc]
+
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
@@ -107,7 +115,7 @@ class RingAttention(AttentionImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
     ) -> AttentionOutput:
-        if query.device.type == "xla" or transforming():
+        if self._sees_all(query):
             return self._whole(query, key, value, features)
         return self._run("native", query, key, value, features)
 
@@ -129,7 +137,7 @@ class RingAttention(AttentionImpl):
     ) -> AttentionOutput:
         placement = self._ring()
         layout = self._layout(features)
-        query, key, value, settled = self.prepare(query, key, value, _plain(features))
+        query, key, value, settled = self.prepare(query, key, value, without_float64(_plain(features)))
         if placement.axis is None:
             from easytorch.kernels.attention import xla_flash_tpu
 
@@ -170,8 +178,13 @@ class RingAttention(AttentionImpl):
             matrix = ordered.get(name)
             if matrix is not None and matrix.dim() > 1 and matrix.shape[-2] != 1:
                 ordered[name] = matrix[..., rows, :]
+        ordered["softmax_dtype"] = self.metadata.runtime_softmax_dtype
         output, _ = native.attention(query[:, rows], key[:, columns], value[:, columns], **ordered)
         return AttentionOutput(attention_outputs=output[:, places[0]])
+
+    def _sees_all(self, query: Tensor) -> bool:
+        """Whether the definition is given the whole sequence, not a rank's part of it."""
+        return query.device.type == "xla" or transforming()
 
     def _ring(self) -> Placement:
         placement = self.placement

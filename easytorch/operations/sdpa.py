@@ -32,7 +32,8 @@ class SdpaAttention(AttentionImpl):
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
     ) -> AttentionOutput:
         query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=blocked.attention(query, key, value, **settled))
+        output = blocked.attention(query, key, value, **settled, softmax_dtype=self.metadata.runtime_softmax_dtype)
+        return AttentionOutput(attention_outputs=output)
 
     @backend("aten")
     def forward_cpu(

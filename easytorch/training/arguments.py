@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from easytorch.switches import switch
 from easytorch.training.config import TrainingConfig
 
 
@@ -29,7 +29,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
     try:
         result = train(parse(arguments, prog))
     except (ValueError, OSError) as error:
-        if os.environ.get("EASYTORCH_TRACEBACK", "") not in ("", "0"):
+        if switch("EASYTORCH_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2

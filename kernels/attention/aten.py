@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.attention.contract import band_of, check_features, check_tensors, keeps, kept_scores, visible
+from easytorch.kernels.attention.native import working_dtype
 
 
 def supports(
@@ -68,6 +69,10 @@ def attention(
         )  # fmt: skip
         if refusal is not None:
             raise NotImplementedError(refusal)
+    if softmax_scale is not None and softmax_scale <= 0.0:
+        query, softmax_scale = positive_scale(query, softmax_scale)
+    if bias is not None:
+        bias = addend(bias, query)
     plain = banded and sliding_window is None
     if plain and causal and length == 1:
         causal = False  # the one query is aligned with the last key: it sees them all
@@ -95,6 +100,19 @@ def attention(
     if empty_rows is not None:
         output = torch.where(empty_rows, 0.0, output)
     return output.transpose(1, 2)
+
+
+def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """The same scores by a scale above zero: ATen's kernels hide what is not causal before they multiply by it."""
+    return (-query, -scale) if scale < 0.0 else (query * scale, 1.0)
+
+
+def addend(bias: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The bias in a dtype that ATen's CPU kernels add to scores: the query's, or that of the scores themselves.
+
+    Others they refuse or, a float32 one beside a float64 query, read as what it is not.
+    """
+    return bias if bias.dtype == query.dtype else bias.to(working_dtype(query))
 
 
 def _lower(

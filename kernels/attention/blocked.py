@@ -35,8 +35,9 @@ def attention(
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     seed: int | torch.Tensor | None = None,
+    softmax_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype."""
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), as the query; `softmax_dtype`: see native.py."""
     batch, length, keys, heads, _, dim, value_dim = check_tensors(query, key, value)
     check_features(
         query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
@@ -46,7 +47,7 @@ def attention(
         seed = draw_seed()
     block = functools.partial(
         _block, softcap=softcap, scale=dim**-0.5 if softmax_scale is None else softmax_scale,
-        dropout_prob=dropout_prob, seed=seed,
+        dropout_prob=dropout_prob, seed=seed, working=softmax_dtype or working_dtype(query),
     )  # fmt: skip
     left, right = band_of(causal, sliding_window)
     outputs = []
@@ -99,6 +100,7 @@ def _block(
     scale: float,
     dropout_prob: float,
     seed: int | torch.Tensor | None,
+    working: torch.dtype,
 ) -> torch.Tensor:
     """The rows from `first` over the keys from `start`; query i of the whole stands at key i + shift."""
     length, keys = query.shape[1], key.shape[1]
@@ -112,7 +114,7 @@ def _block(
         keep = keep_mask(seed, dropout_prob, shape, query.device, first_row=first, first_column=start)
     return attend(
         query, key, value, seen=seen, bias=bias, softcap=softcap, sinks=sinks, scale=scale, keep=keep,
-        dropout_prob=dropout_prob, working=working_dtype(query),
+        dropout_prob=dropout_prob, working=working,
     )[0]  # fmt: skip
 
 

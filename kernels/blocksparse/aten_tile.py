@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.aten import addend
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -49,8 +51,7 @@ def backward(
 def _added(query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """ATen's one mask, (1 or b, 1 or H, R, C): the bias, and -inf where a key is not seen."""
     if bias is not None:
-        # in float32 where it is given so: ATen takes that beside half precision
-        added = bias if bias.dtype == query.dtype else bias.float()
+        added = addend(bias, query)
         if seen is not None:
             added = torch.where(seen, added, -torch.inf)
     elif seen is not None:

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from easytorch.kernels.attention.aten import addend
 from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
@@ -175,6 +176,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
     attn_mask = _rows(seen, kv_heads)
     bias = _rows(features.bias, kv_heads)
     if bias is not None:
+        bias = addend(bias, query)
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)

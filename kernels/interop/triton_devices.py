@@ -56,7 +56,8 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def interpreted() -> bool:
     """True where Triton kernels run on CPU tensors, by its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    # the words that Triton itself takes for yes
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def processors(device: torch.device) -> int:

@@ -49,7 +49,9 @@ def backward(
 
 
 def _carries(block: Block) -> bool:
-    # an empty tensor ends ATen's kernel with a division by zero
+    if block.upper is not None and block.scale <= 0.0:
+        return False  # ATen's kernel hides what is not causal before it multiplies by the scale
+    # an empty tensor ends it with a division by zero
     return block.lower is None and block.upper in (None, 0) and min(block.query.numel(), block.key.numel()) > 0
 
 

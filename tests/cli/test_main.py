@@ -101,7 +101,24 @@ def test_an_unexpected_error_is_not_hidden(monkeypatch):
         main(["env"])
 
 
-@pytest.mark.parametrize(("flags", "variable"), [(["--debug"], "0"), ([], "1")])
+def test_a_switch_that_means_nothing_is_said_before_anything_else(monkeypatch, capsys):
+    monkeypatch.setenv("EASYTORCH_TRACEBACK", "maybe")
+    assert exit_code("env") == 2
+    assert capsys.readouterr().err.startswith("error: EASYTORCH_TRACEBACK='maybe' is neither on (1, true")
+
+
+@pytest.mark.parametrize("variable", ["no", "0", "false", "OFF", ""])
+def test_a_switch_that_is_off(variable, monkeypatch, capsys):
+    def fail():
+        raise ValueError("for the user")
+
+    monkeypatch.setattr(env, "collect", fail)
+    monkeypatch.setenv("EASYTORCH_TRACEBACK", variable)
+    assert exit_code("env") == 2
+    assert capsys.readouterr().err == "error: for the user\n"
+
+
+@pytest.mark.parametrize(("flags", "variable"), [(["--debug"], "0"), ([], "1"), ([], "true")])
 def test_the_traceback_is_shown_when_asked_for(flags, variable, monkeypatch):
     def fail():
         raise ValueError("for the user")

@@ -188,11 +188,11 @@ def test_the_path_of_each_platform(name: str, cpu: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_check_mode(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_check_mode(options: dict[str, Any], dtype: torch.dtype, compared: list[str]) -> None:
     labels, weight = labelled(61, options), torch.randn(61, 16, dtype=dtype)
     loss()(torch.randn(3, 7, 61, dtype=dtype), labels, **options)
     loss("fused_linear_cross_entropy")(torch.randn(3, 7, 16, dtype=dtype), weight, labels, **options, chunk_size=4)
+    assert [name.partition(":")[0] for name in compared] == ["cross_entropy", "fused_linear_cross_entropy"]
 
 
 def test_runtime_dtype_and_autocast() -> None:

@@ -267,10 +267,10 @@ def test_vmap_and_grad(lengths: torch.Tensor | None, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_check_mode(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_check_mode(case: str, compared: list[str]) -> None:
     decode("aten")(*tensors(), lengths=MIXED, **CASES[case]())
     OperationRegistry.create("attention")(*tensors(), **CASES[case]())
+    assert compared == ["decode:aten"] * 2
 
 
 def test_autocast_and_checkpointing() -> None:

@@ -19,6 +19,7 @@ from easytorch.operations import (
     backend,
     impl,
 )
+from easytorch.operations.attention_impl import AttentionImpl
 from easytorch.operations.check import OperationMismatchError
 from easytorch.operations.platform import PLATFORMS
 
@@ -193,6 +194,21 @@ def test_metadata_dropout_is_applied() -> None:
         attention(dropout_prob=0.5, backend="sdpa")(q, q, q, seed=3)
 
 
+def test_what_a_definition_lacks_is_refused_where_it_would_be_fallen_back_to() -> None:
+    class Lacking(Wrong):
+        @classmethod
+        def get_impl_name(cls) -> str:
+            return "lacking_for_the_test"
+
+        def supports(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
+            return f"{backend} has none of it"
+
+    with pytest.raises(
+        UnsupportedOperationError, match="on cpu: aten: aten has none of it; native: native has none of it"
+    ):
+        Lacking()(torch.ones(3))
+
+
 def test_the_softmax_dtype_is_refused_where_it_is_not_computed() -> None:
     q = heads(dtype=torch.bfloat16)
     with pytest.raises(UnsupportedOperationError, match=r"not computed in torch\.bfloat16"):
@@ -261,15 +277,73 @@ def test_check_mode_raises_where_an_implementation_differs(monkeypatch: pytest.M
         Wrong()(torch.ones(3))
 
 
-@pytest.mark.parametrize("forced", ["vanilla", "flash:native", "sdpa"])
-def test_check_mode_pins_dropout_where_it_can(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["1", "true", "YES", " on "])
+def test_the_switch_is_on(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_CHECK", value)
+    with pytest.raises(OperationMismatchError):
+        Wrong()(torch.ones(3))
+
+
+@pytest.mark.parametrize("value", ["0", "false", "No", " off", ""])
+def test_the_switch_is_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_CHECK", value)
+    assert torch.equal(Wrong()(torch.ones(3)), torch.full((3,), 2.001))
+
+
+@pytest.mark.parametrize("value", ["2", "disabled", "y", "-"])
+def test_a_switch_that_says_neither_is_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYTORCH_CHECK", value)
+    with pytest.raises(ValueError, match=f"EASYTORCH_CHECK='{value}' is neither on .1, true, yes, on. nor off .0, f"):
+        Wrong()(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda x: (x + 1).double(), lambda x: (x + 1)[None], lambda x: {"result": x + 1}],
+    ids=["dtype", "shape", "structure"],
+)
+def test_check_mode_looks_at_dtype_shape_and_structure(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EASYTORCH_CHECK", "1")
+    monkeypatch.setattr(Wrong, "forward_cpu", backend("aten")(lambda self, x: result(x)))
+    with pytest.raises(OperationMismatchError, match="differs from its definition in output"):
+        Wrong()(torch.ones(3))
+
+
+# Whose dropout follows a seed: the differential mode draws one for a call that has none, and compares.
+SEEDED = {
+    "vanilla": True, "sdpa": False, "sdpa:native": True, "flash:native": True, "flash:aten": True,
+    "blocksparse:native": True, "blocksparse:aten": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forced", SEEDED)
+def test_check_mode_pins_dropout_where_it_can(forced: str, compared: list[str]) -> None:
     q = heads(length=40)
     attention(backend=forced)(q, q, q, causal=True)
+    assert len(compared) == 1
     torch.manual_seed(0)
     first = attention(backend=forced)(q, q, q, dropout_prob=0.4).attention_outputs
+    assert len(compared) == 1 + SEEDED[forced]
     second = attention(backend=forced)(q, q, q, dropout_prob=0.4).attention_outputs
     assert not torch.equal(first, second)
+
+
+# multi_latent_attention takes other tensors; test_multi_latent.py has its dropout
+@pytest.mark.parametrize("settings", [{"dropout_prob": 0.4}, {}])
+@pytest.mark.parametrize("name", ["attention", "vanilla", "sdpa", "flash", "blocksparse", "ring", "decode"])
+def test_what_claims_to_take_a_seed_repeats_itself_by_it(name: str, settings: dict[str, float]) -> None:
+    """On the CPU's backends: the same seed twice gives the same, which ATen's own dropout does not."""
+    cls = OperationRegistry.get(name)
+    assert issubclass(cls, AttentionImpl)
+    q, k = heads(length=1 if cls.primary_name() == "decode" else 40), heads(length=40)
+    for backend_name in sorted(cls.takes_seed & {"native", "aten"}):
+        operation = cls(OperationMetadata(backend=backend_name, **settings))
+        assert operation.reproducible(backend_name, {"dropout_prob": 0.0}) == {"dropout_prob": 0.0}
+        pinned = operation.reproducible(backend_name, {} if settings else {"dropout_prob": 0.4})
+        assert pinned is not None and pinned["seed"] is not None
+        first, second = (operation(q, k, k, **pinned).attention_outputs for _ in range(2))
+        kept = operation(q, k, k, dropout_prob=0.0).attention_outputs
+        assert torch.equal(first, second) and not torch.equal(first, kept)
 
 
 WINDOW, BIAS, DROPOUT = {"sliding_window": 256}, {"bias": torch.zeros(1)}, {"dropout_prob": 0.1, "seed": 1}

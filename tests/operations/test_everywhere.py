@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from easytorch.operations import AttentionOutput, OperationRegistry
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.check import TOLERANCE, OperationMismatchError, relative_rms_error
 
 
 class Sample(NamedTuple):
@@ -257,9 +257,24 @@ def test_bfloat16_and_float64(sample: Sample) -> None:
 
 
 @EVERY
-def test_check_mode(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
-    Call(sample)(*sample.inputs())
+def test_check_mode(sample: Sample, compared: list[str]) -> None:
+    """What is right passes, and what is wrong by a hundredth does not."""
+    call = Call(sample)
+    call(*sample.inputs())
+    named = dict(zip(call.names, sample.inputs(), strict=True))
+    choice = call.operation.choose(**named, **call.settings)
+    assert f"{choice.implementation}:{choice.backend}" in compared
+    run = getattr(choice.operation, choice.method)
+    expected = run(**named, **call.settings)
+
+    def wrong(*_: Any, **__: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x * 1.01, run(**named, **call.settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice.operation, choice.method, wrong)
+        patch.setattr(call.operation, "definition", lambda *_, **__: expected)
+        with pytest.raises(OperationMismatchError, match=f"{choice.implementation}.*differs from its definition"):
+            call(*sample.inputs())
 
 
 @EVERY

@@ -89,10 +89,10 @@ def test_the_path_of_each_platform(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_check_mode(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_check_mode(case: str, dtype: torch.dtype, compared: list[str]) -> None:
     name, options, _ = CASES[case]
     unit(name, "aten")(torch.randn(9, 60, dtype=dtype), torch.randn(9, 60, dtype=dtype), **options)
+    assert compared == [f"{name}:aten"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -268,7 +268,7 @@ def test_in_a_graph_vmap_and_checkpointing(length: int) -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_differential_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_differential_mode(compared: list[str]) -> None:
     for length in (1, 20):
         operation()(**make(length, 20), causal=True)
+    assert compared.count("multi_latent_attention:aten") == 2  # beside those of the attention it is expanded to

@@ -341,10 +341,10 @@ def test_autocast_and_runtime_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_check_mode(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_check_mode(kind: str, dtype: torch.dtype, compared: list[str]) -> None:
     for rows in (1, 9):
         multiply("aten")(torch.randn(rows, 64).to(dtype), made(kind, shape=(36, 64)), torch.randn(36))
+    assert compared == ["quantized_matmul:aten"] * 2
 
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,6 @@ def test_choices() -> None:
     assert "no backward" in operation().choose_on("cuda", trained, {}).reason
 
 
-def test_differential_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_differential_mode(compared: list[str]) -> None:
     operation()(**make()[0])
+    assert compared == ["ragged_page_multi_latent_attention:aten"]

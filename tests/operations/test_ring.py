@@ -113,12 +113,14 @@ def test_opcheck(kernel):
     torch.library.opcheck(ring_op.ring_forward, (*arguments, *numbers))
 
 
-def test_the_differential_mode(monkeypatch):
-    monkeypatch.setenv("EASYTORCH_CHECK", "1")
+def test_the_differential_mode(compared):
     attend = OperationRegistry.create("ring")
     attend(*tensors(), causal=True)
+    assert compared == ["ring:aten"]
     attend(*tensors(), dropout_prob=0.3)  # drawn by the call: not compared
+    assert len(compared) == 1
     attend(*tensors(), dropout_prob=0.3, seed=torch.tensor(3))
+    assert compared == ["ring:aten", "ring:native"]
 
 
 def test_a_mesh_of_the_wrong_kind_is_refused():

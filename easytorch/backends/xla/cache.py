@@ -27,7 +27,7 @@ def folder() -> Path | None:
     chosen = os.environ.get(CACHE_ENV_VAR)
     if chosen is None:
         return Path.home() / ".cache" / "easytorch" / "xla"
-    return Path(chosen) if chosen else None
+    return Path(chosen).expanduser() if chosen else None
 
 
 def compile_module(text: str, devices: Sequence[Any]) -> Any:
