@@ -94,12 +94,20 @@ class Attention(AttentionImpl):
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         name, _, backend = forced.partition(":")
+        beyond = BEYOND_THE_CONTRACT & kwargs.keys()
         if name in self._by_name:
             implementation = self._by_name[name]
+            if beyond and implementation is not self.implementations["blocksparse"]:
+                raise UnsupportedOperationError(
+                    f"attention: {', '.join(sorted(beyond))} is carried by blocksparse alone, and {forced!r} is forced; "
+                    f"force blocksparse, or none"
+                )
             if backend:
                 return implementation.choose_forced(backend, platform, args, kwargs)
             return implementation.choose_by_name(platform, args, kwargs)
         if forced == "native":
+            if beyond:
+                return self.implementations["blocksparse"].choose_forced("native", platform, args, kwargs)
             return Choice(self.implementations["vanilla"], "forward_native", platform, "native", "forced")
         holders = [impl for impl in self.implementations.values() if forced in impl.backends() and forced != "native"]
         if not holders:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.attention.contract import band_of, check_features, check_tensors, keeps, kept_scores, visible
+from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import working_dtype
 
 
@@ -92,6 +93,8 @@ def attention(
             key_segment_ids=key_segment_ids, sliding_window=sliding_window,
         )  # fmt: skip
         attn_mask, empty_rows = _lower(query, seen, bias)
+    if not torch.compiler.is_compiling():  # a question about symbolic strides would be one more guard
+        query, key, value = readable(query), readable(key), readable(value)
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         attn_mask=attn_mask, dropout_p=dropout_prob, is_causal=causal_flag, scale=softmax_scale,

@@ -57,7 +57,7 @@ def attention(
     lengths = _check(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, features)
     tokens, keys, device = query.shape[1], key.shape[1], query.device
     sequences = cu_seqlens_q.shape[0] - 1
-    ends_q, ends_k = cu_seqlens_q.to(device, torch.int64), cu_seqlens_k.to(device, torch.int64)
+    ends_q, ends_k = (x.to(device, torch.int64).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
     features |= {"causal": causal, "sliding_window": sliding_window}
     alike = tokens == keys and (cu_seqlens_q is cu_seqlens_k or (lengths is not None and lengths[0] == lengths[1]))
     if lengths is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.dropout import threshold
+from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.blocksparse import aten_tile, torch_tile
 from easytorch.kernels.blocksparse.aten_plan import Step, part_of, steps
@@ -45,7 +46,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, features: Features) -> tu
     logsumexp = query.new_full((batch, heads, length), torch.inf, dtype=working_dtype(query))
     if features.sinks is not None:
         logsumexp.copy_(features.sinks[:, None])
-    query, key, value, into = (x.transpose(1, 2) for x in (query, key, value, output))
+    query, key, value, into = (readable(x).transpose(1, 2) for x in (query, key, value, output))
     tile = _tile(query, value, features)
     for part in _parts(query, key, value, features, tile):
         into[part.queries], logsumexp[part.queries] = tile.forward(
@@ -77,7 +78,7 @@ def backward(
         delta = (grad.to(working) * output).sum(-1).transpose(1, 2)
         weight = torch.exp(features.sinks.to(working)[:, None] - logsumexp)
         sinks_grad = -(weight * delta).sum((0, 2)).to(features.sinks.dtype)
-    grad, query, key, value, output = (x.transpose(1, 2) for x in (grad, query, key, value, output))
+    grad, query, key, value, output = (readable(x).transpose(1, 2) for x in (grad, query, key, value, output))
     into = query_grad.transpose(1, 2)
     keys_into, values_into = key_grad.transpose(1, 2), value_grad.transpose(1, 2)
     tile = torch_tile if added_grad is not None else _tile(query, value, features)

@@ -86,7 +86,7 @@ def within_segments(
     """
     if key_ids.shape[1] == 0:
         return structure, torch.ones((), dtype=torch.bool, device=key_ids.device)
-    ordered, place = key_ids.long().sort(dim=1, stable=True)
+    ordered, place = key_ids.long().contiguous().sort(dim=1, stable=True)
     asked = query_ids.long().contiguous()
     first = torch.searchsorted(ordered, asked)
     stop = torch.searchsorted(ordered, asked, right=True)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.aten import addend
 from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
@@ -181,6 +182,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    if not torch.compiler.is_compiling():
+        rows, key, value = readable(rows), readable(key), readable(value)
     if large and _faster_split(key, value):
         output = attend_split(rows, key, value, attn_mask, scale)
     else:

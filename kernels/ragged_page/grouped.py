@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from easytorch.kernels.attention import aten, aten_flash_op, blocked
 from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.ragged_page.contract import Sequence, Window, check_call, read_sequences
 
@@ -145,7 +146,7 @@ def decode(
         )  # fmt: skip
         return output[:, 0]
     output = F.scaled_dot_product_attention(
-        query.reshape(batch, kv_heads, heads // kv_heads, dim), keys.transpose(1, 2), values.transpose(1, 2),
+        readable(query.reshape(batch, kv_heads, heads // kv_heads, dim)), keys.transpose(1, 2), values.transpose(1, 2),
         attn_mask=seen, scale=scale,
     )  # fmt: skip
     return output.reshape(batch, heads, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.ring import blocks
 from easytorch.kernels.ring.blocks import Block
 
@@ -56,4 +57,4 @@ def _carries(block: Block) -> bool:
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.transpose(1, 2) for tensor in tensors]
+    return [readable(tensor).transpose(1, 2) for tensor in tensors]
