@@ -99,8 +99,8 @@ class Attention(AttentionImpl):
             implementation = self._by_name[name]
             if beyond and implementation is not self.implementations["blocksparse"]:
                 raise UnsupportedOperationError(
-                    f"attention: {', '.join(sorted(beyond))} is carried by blocksparse alone, and {forced!r} is forced; "
-                    f"force blocksparse, or none"
+                    f"attention: {', '.join(sorted(beyond))} is carried by blocksparse alone, and {forced!r} is "
+                    f"forced; force blocksparse, or none"
                 )
             if backend:
                 return implementation.choose_forced(backend, platform, args, kwargs)
