@@ -34,7 +34,8 @@ class Architecture:
     """The weights a checkpoint must have (`shapes`), by hub name: what `save_pretrained` writes.
 
     `base` is the name of the base model in them, `tie` whether the config ties weights. `given` are the names
-    the checkpoint has, of any age and for any head, which a table must know too.
+    the checkpoint has, of any age and for any head, which a table must know too. `apart` are tied weights of which the
+    torch side of a conversion to a tree holds both (`bridge.ties`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Architecture:
     tie: bool
     names: HubNames
     given: Collection[str] = ()
+    apart: frozenset[str] = frozenset()
 
 
 def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -> Architecture:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,23 +20,28 @@ from easytorch.bridge.families import Config, find_config, read_config
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
 from easytorch.bridge.fused import by_hub_names
-from easytorch.bridge.plan import Plan, Step, plan_from_torch, plan_to_torch
+from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
+from easytorch.bridge.ties import held_apart, untied
 from easytorch.bridge.unwrap import UnwrappedReader
 
 
 @dataclass
 class Renamed:
-    """Weights under a scheme's names. `kept` are torch tensors the scheme has no place for, `tied` repeats left out."""
+    """Weights under a scheme's names. `kept` are torch tensors the scheme has no place for, `tied` repeats left out.
+
+    `config` is what config.json is to hold where the source's declares ties that the weights do not have.
+    """
 
     reader: Reader
     kept: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    config: dict[str, Any] | None = None
 
 
 class Checkpoint(Closing):
@@ -95,7 +101,20 @@ class Checkpoint(Closing):
             weights = by_hub_names(self.reader, self.architecture.names)
             return self._from_torch(Renamed(weights, notes=self._left_out()), scheme, checked=not strict)
         torch = self._to_torch(strict)
-        return torch if scheme == TORCH else self._from_torch(torch, scheme, checked=True)
+        if scheme != TORCH:
+            return self._from_torch(torch, scheme, checked=True)
+        if strict:
+            apart = held_apart(torch.reader, self.architecture, same_data(torch.reader))
+            torch.config = self._untied(replace(self.architecture, apart=apart), torch.notes, scheme)
+        return torch
+
+    def _untied(self, architecture: Architecture, notes: list[str], scheme: str) -> dict[str, Any] | None:
+        """config.json where it has to say that tied weights are apart, and a note on that."""
+        content = untied(self.needed_config.content, architecture, scheme)
+        if content is not None:
+            names = ", ".join(sorted(architecture.apart))
+            notes.append(f"config.json says `tie_word_embeddings: false` now, as {names} is a weight of its own")
+        return content
 
     def _left_out(self) -> list[str]:
         """A note on what stands beside the parameters in a training state."""
@@ -110,7 +129,7 @@ class Checkpoint(Closing):
         table = compile_rules(rules)
         if beside := tuple((name, None, BUFFER) for name in kept if not table.knows(name)):
             table = compile_rules((*rules, *beside))
-        same = same_data(self._weights) if strict else _never
+        same = same_data(self._weights)
         plan = plan_to_torch(self._weights.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
         plan.keep(kept.values())
         if strict:
@@ -120,17 +139,21 @@ class Checkpoint(Closing):
         return _renamed(self._torch, plan)
 
     def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
-        rules = scheme_called(scheme).rules(self.needed_config, self.architecture, None)
-        table = compile_rules((*rules, *self._buffers(torch.reader, compile_rules(rules))))
-        fill: Collection[str] = self.architecture.shapes if self.architecture.tie else ()
         reader = torch.reader
-        plan = plan_from_torch(reader.tensors, table, tie=self.architecture.tie, same=same_data(reader), fill=fill)
+        same = same_data(reader)
+        architecture = replace(self.architecture, apart=held_apart(reader, self.architecture, same))
+        rules = scheme_called(scheme).rules(self.needed_config, architecture, None)
+        table = compile_rules((*rules, *self._buffers(reader, compile_rules(rules))))
+        fill: Collection[str] = architecture.shapes if architecture.tie else ()
+        plan = plan_from_torch(reader.tensors, table, tie=architecture.tie, same=same, fill=fill)
         if not checked:
             self._check(
                 {name: reader.tensors[given] for name, given in table.torch_names(reader.tensors).items()}, table
             )
         plan.notes[:0] = torch.notes
-        return _renamed(PlannedReader(reader, plan, spool=self.spool), plan)
+        made = _renamed(PlannedReader(reader, plan, spool=self.spool), plan)
+        made.config = self._untied(architecture, made.notes, scheme)
+        return made
 
     def _buffers(self, torch: Reader, table: RuleTable) -> Rules:
         """Rows for what `table` does not know and is no weight: buffers, and what old checkpoints hold besides."""
@@ -207,10 +230,6 @@ def _cut_off(plan: Plan, tensors: Mapping[str, TensorInfo]) -> list[str]:
                 f"{first.name} is {first.shape}"
             )
     return notes
-
-
-def _never(one: Step, other: Step) -> bool:
-    return False
 
 
 def _renamed(reader: Reader, plan: Plan) -> Renamed:

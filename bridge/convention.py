@@ -22,7 +22,7 @@ from easytorch.bridge.families import Config, native_rules
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.members import Member, members_of
-from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIES, Rule, Rules
+from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIES, UNREAD, Rule, Rules
 from easytorch.bridge.transforms import Transform
 
 if TYPE_CHECKING:
@@ -134,6 +134,9 @@ class _Rows:
             if torch_names[0] not in self._tied:
                 self._tied.add(torch_names[0])
                 self._rows.append((torch_names[0], path, kind))
+            return
+        if kind == UNREAD:
+            self._rows.append((torch_names[0], path, kind))
             return
         if self._known.isdisjoint((*torch_names, *_leaves(path))):
             self._rows.append((torch_names[0] if len(torch_names) == 1 else torch_names, path, kind))

@@ -115,8 +115,9 @@ class Conversion:
         if checkpoint.config is None:
             return
         file = folder / "config.json"
-        if not file.is_file():
-            file.write_text(json.dumps(checkpoint.config.content, indent=2) + "\n", encoding="utf-8")
+        if renamed.config is not None or not file.is_file():
+            content = checkpoint.config.content if renamed.config is None else renamed.config
+            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if self._cast is not None:
             set_config_dtype(file, self._cast)
 

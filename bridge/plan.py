@@ -104,9 +104,9 @@ def plan_to_torch(
     plan = Plan()
     kept = frozenset(kept)
     tied = frozenset(tied)
-    unread = [path for path in tensors if table.is_unread(path)]
-    plan.notes += [f"{path} is left out: the config ties it, and its program does not read it" for path in unread]
-    leaves = _steps_to_torch({path: info for path, info in tensors.items() if path not in unread}, table)
+    leaves = _steps_to_torch(tensors, table)
+    for path in [path for path in leaves if table.is_unread(path)]:
+        _leave_out_unread(path, leaves, table, plan, same)
     for step in leaves.values():
         repeats = table.tie(step.targets[0].name)
         if repeats is not None and repeats[0].kind == TIED_IN_TORCH and tie and step.targets[0].name not in tied:
@@ -118,11 +118,30 @@ def plan_to_torch(
             plan.steps.append(step)
     made = plan.targets
     for path, step in leaves.items():
+        # What the leaf holds is the repeat's where the original of torch, which it does not compute with, is kept.
+        displaced = any(target.name in kept for target in step.targets)
         for rule, name in table.tied_to(path):
             alone = rule.kind == TIED_ALWAYS or (rule.kind == TIED and table.torch_rule(name) is None)
-            if name not in made and name not in plan.tied and (name in tied or (alone and not tie)):
+            if name not in made and name not in plan.tied and (name in tied or displaced or (alone and not tie)):
                 plan.steps.append(_renamed(step, name))
     return plan
+
+
+def _leave_out_unread(path: str, leaves: dict[str, Step], table: RuleTable, plan: Plan, same: Same) -> None:
+    """Takes leaf `path` out of `leaves` where it repeats the one that its program computes with instead."""
+    name = leaves[path].targets[0].name
+    tie = table.tie(name)
+    original = None if tie is None else leaves.get(tie[1])
+    if tie is None or original is None:
+        return
+    if not same(leaves[path], original):
+        raise CheckpointError(
+            f"differs from {tie[1]}, to which the config ties it, so that its program computes with that one; set "
+            "`tie_word_embeddings` to false in config.json where this is the model's, or take it out of the checkpoint",
+            tensor=path,
+        )
+    del leaves[path]
+    plan.tied[name] = tie[1]
 
 
 class _FromTorch:
@@ -159,19 +178,28 @@ class _FromTorch:
         alone = self._table.torch_rule(name) is None
         if source not in names:
             if self._tie or alone or rule.kind == TIED_ALWAYS:
+                # It stands for the original from here on: other repeats are held against it.
                 del names[name]
-                self._move(source, self._given[name])
+                names[source] = None
+                self._given[source] = self._given[name]
             return
         if self._identical(name, source):
             self._plan.tied[name] = path
             if rule.kind != TIED_IN_TORCH:
                 del names[name]
             return
+        if alone and not name.endswith(".bias"):
+            raise CheckpointError(
+                f"differs from {self._given[source]!r}, to which it is tied, and there is one leaf for both, {path!r}; "
+                "convert to a format with a place for each (flax, orbax), or make them equal",
+                file=self._tensors[self._given[name]].file or None,
+                tensor=self._given[name],
+            )
         if alone:
-            # torch computes with this one, and `source` is the repeat that nothing reads.
-            del names[name], names[source]
-            self._move(source, self._given[name])
+            # torch adds this one, the layer's bias; `source`, the head's own name for it, is read by nothing.
+            del names[name]
             self._plan.kept[source] = self._given[source]
+            self._given[source] = self._given[name]
         elif self._tie:
             self._plan.notes.append(
                 f"{name} differs from {source}, to which the class ties it where they agree; both are kept"

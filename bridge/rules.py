@@ -20,7 +20,8 @@ Seven names in the transform's place say what is not a change of layout:
 - `tied_always`: the same, where the config does not say whether: torch has both names filled also if it ties nothing.
 - `tied_in_torch`: torch may leave this tensor out because it repeats the one at the path; Flax holds both.
 - `spare`: taken as it is; a leaf that Flax always has, and torch not with every config.
-- `unread`: a leaf that its own program does not compute with, because this torch tensor is tied to another.
+- `unread`, beside the row that moves the leaf: its own program does not compute with it, because the config ties this
+  torch tensor to another. It is left out where the two are equal, and an error where they are not.
 - `alias`: another spelling that torch checkpoints have; the second name, literal too, is the torch one it stands for.
 """
 

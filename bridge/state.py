@@ -47,7 +47,7 @@ def tree_to_state_dict(
 ) -> dict[str, torch.Tensor]:
     """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU."""
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
-    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_never)
+    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_same(leaves.read))
     return _apart(tensors_of(plan, leaves, copy=copy))
 
 
@@ -111,5 +111,5 @@ def _same(read: Read) -> Same:
 
 
 def _never(one: Step, other: Step) -> bool:
-    """A model in memory takes a tied tensor and its repeat alike, so they need not be compared."""
+    """A model in memory takes a tied tensor and its repeat alike; parts of theirs may be on other hosts."""
     return False

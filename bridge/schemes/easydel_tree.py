@@ -24,6 +24,7 @@ from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.head_layouts import stacked
 from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.rules import BUFFER, TIED, UNREAD, Rules
+from easytorch.bridge.ties import declares_ties, untied
 from easytorch.bridge.transforms import Shape, Transform
 
 if TYPE_CHECKING:
@@ -52,21 +53,28 @@ class EasydelTree:
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
         """One row a tensor, or for all experts of a projection."""
         leaves = frozenset(tensors or ())
-        return convention_rules(architecture.names, leaves.union(architecture.given), partial(_rows, leaves=leaves))
+        declared = declares_ties(config.content, architecture)
+        if declared and architecture.apart and untied(config.content, architecture, self.name) is None:
+            raise CheckpointError(
+                "differs from the weight it is tied to, which is what EasyDeL computes a tied model with; convert to "
+                "flax or orbax, or set `tie_word_embeddings` to false in config.json where the model is not tied",
+                tensor=min(architecture.apart),
+            )
+        rows = partial(_rows, leaves=leaves, unread=tensors is not None and declared)
+        return convention_rules(architecture.names, leaves.union(architecture.given), rows)
 
     def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
         """None: EasyDeL writes config.json beside every checkpoint."""
         return None
 
 
-def _rows(names: HubNames, leaves: frozenset[str]) -> Iterator[Row]:
+def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row]:
     modules = dict(names.model.named_modules())
     base = f"{names.model.base_model_prefix}/"
     # A checkpoint of the base model alone calls its leaves without the prefix, one with a head besides with it.
     leaves |= {leaf.removeprefix(base) for leaf in leaves} | {base + leaf for leaf in leaves}
     experts: dict[tuple[str, str, str], dict[int, str]] = {}
     paths: dict[str, str] = {}
-    # EasyDeL's graph of a tied model may keep a head of its own, which is initialized and never computed with.
     tied = {names.hub_name(name) for name in names.model.all_tied_weights_keys}
     for name, tensor in names.tensors.items():
         if (found := _EXPERT.fullmatch(name)) is not None:
@@ -80,7 +88,10 @@ def _rows(names: HubNames, leaves: frozenset[str]) -> Iterator[Row]:
             place = names.places[name]
             owner = modules.get(place.name.rpartition(".")[0]) if place.name in names.state else None
             paths[name], transform = _leaf(name, owner, tensor.dim(), leaves)
-            yield (name,), paths[name], UNREAD if name in tied else transform
+            yield (name,), paths[name], transform
+            # EasyDeL's graph of a tied model may keep a head of its own, which is initialized and never computed with.
+            if unread and name in tied:
+                yield (name,), paths[name], UNREAD
     for (block, projection, end), members in experts.items():
         leaf = "kernel" if end == "weight" else end
         path = f"{block}.{projection}".replace(".", "/") + f"/{leaf}"

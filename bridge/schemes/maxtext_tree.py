@@ -131,6 +131,7 @@ class _Table:
         self._config = config
         self._shapes = architecture.shapes
         self._tie = architecture.tie
+        self._apart = "lm_head.weight" in architecture.apart
         self._scanned = scanned
         self._tensors = tensors
         self._under = _WRITTEN_UNDER if tensors is None else _under(tensors) or ""
@@ -186,7 +187,7 @@ class _Table:
         if "lm_head.weight" in self._shapes:
             if self._tie:
                 rows.append(("lm_head.weight", f"{self._under}token_embedder/embedding", TIED))
-            else:
+            if not self._tie or self._apart or self._leaf("decoder/logits_dense/kernel") is not None:
                 head = self._vocabulary(transform_called("linear"), "decoder/logits_dense/kernel", 1)
                 rows.append(("lm_head.weight", f"{self._under}decoder/logits_dense/kernel", head))
         return tuple(rows)

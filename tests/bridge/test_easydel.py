@@ -16,6 +16,8 @@ import torch
 import transformers
 from flax.serialization import to_bytes
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch_file
+from safetensors.torch import save_file as save_torch_file
 
 from easytorch.bridge import convert, inspect
 from easytorch.bridge.errors import CheckpointError
@@ -23,7 +25,10 @@ from easytorch.bridge.formats import msgpack_stream
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
 from easytorch.bridge.formats.easydel_store import EasydelStore
+from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.source import ArraySource
+from easytorch.bridge.trees import nested
+from easytorch.protocol import flax_trees
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
 HEADS = SIZES | {"num_key_value_heads": 2}
@@ -140,14 +145,50 @@ def test_norms_of_other_versions(llama_leaves, tmp_path):
 
 
 def test_a_tied_model_that_kept_its_head(llama_leaves, tmp_path):
-    """EasyDeL's graph of a tied model holds an lm_head that nothing reads; the one torch ties is the embedding."""
-    transformers.LlamaConfig(**LLAMA.to_dict() | {"tie_word_embeddings": True}).save_pretrained(tmp_path)
+    """EasyDeL's graph of a tied model holds an lm_head that nothing reads: which of the two is meant, is asked."""
+    tied = transformers.LlamaConfig(**LLAMA.to_dict() | {"tie_word_embeddings": True})
+    tied.save_pretrained(tmp_path)
     leaves = dict(llama_leaves)
     write_stream(tmp_path / "model.easydel", leaves)
-    report = convert(tmp_path, tmp_path / "torch", to="torch")
-    assert any("lm_head/kernel is left out" in note for note in report.notes)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "torch")
-    np.testing.assert_array_equal(loaded.lm_head.weight.detach(), leaves["model/embed_tokens/embedding"])
+    with pytest.raises(CheckpointError, match=r"lm_head/kernel.*differs from model/embed_tokens/embedding"):
+        convert(tmp_path, tmp_path / "torch", to="torch")
+    with pytest.raises(CheckpointError, match="lm_head/kernel"):
+        flax_trees.from_flax(transformers.LlamaForCausalLM, tied, nested(leaves))
+    LLAMA.save_pretrained(tmp_path / "untied")
+    convert(tmp_path, tmp_path / "own", to="torch", config=tmp_path / "untied")
+    found = load_file(tmp_path / "own/model.safetensors")
+    np.testing.assert_array_equal(found["lm_head.weight"], leaves["lm_head/kernel"].T)
+    leaves["lm_head/kernel"] = leaves["model/embed_tokens/embedding"].T
+    write_stream(tmp_path / "model.easydel", leaves)
+    report = convert(tmp_path, tmp_path / "one", to="torch", verify=True)
+    assert report.tied == ("lm_head.weight",)
+    assert "lm_head.weight" not in load_file(tmp_path / "one/model.safetensors")
+
+
+@pytest.mark.parametrize("family", [transformers.T5Config, transformers.MT5Config])
+@pytest.mark.parametrize("to", ["easydel", "easydel-msgpack"])
+def test_the_head_of_an_untied_t5(tmp_path, family, to):
+    """transformers 5 reads every T5's config as tied, whatever config.json says."""
+    config = family(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=20)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    model.save_pretrained(tmp_path / "torch")
+    file = tmp_path / "torch/model.safetensors"
+    head = torch.from_numpy(np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32))
+    save_torch_file(load_torch_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    settings = json.loads((tmp_path / "torch/config.json").read_text())
+    for declared in (False, True):
+        text = json.dumps(settings | {"tie_word_embeddings": declared})
+        (tmp_path / "torch/config.json").write_text(text)
+        if declared and family is transformers.T5Config:
+            with pytest.raises(CheckpointError, match=r"lm_head\.weight.*EasyDeL computes"):
+                convert(tmp_path / "torch", tmp_path / "refused", to=to)
+            continue
+        there, back = tmp_path / f"there-{declared}", tmp_path / f"back-{declared}"
+        convert(tmp_path / "torch", there, to=to, verify=True)
+        np.testing.assert_array_equal(load_tree(there)["lm_head"]["kernel"], head.T)
+        assert json.loads((there / "config.json").read_text())["tie_word_embeddings"] is False
+        convert(there, back, to="torch", verify=True)
+        assert torch.equal(load_torch_file(back / "model.safetensors")["lm_head.weight"], head)
 
 
 def test_safetensors(llama_leaves, tmp_path):

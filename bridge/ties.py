@@ -1,0 +1,81 @@
+"""Tied weights: which of them a checkpoint holds apart, and what its config says of them.
+
+The tensors decide: a head that is stored and differs from the embedding it is tied to is a weight of its own, as it is
+for transformers 5 when it loads one. Configs are wrong about that, those of the T5 family by design.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.plan import Same, Step
+from easytorch.bridge.transforms import transform_called
+
+if TYPE_CHECKING:
+    from easytorch.bridge.architecture import Architecture
+
+_KEY = "tie_word_embeddings"
+# Their forward scales what a tied head is given, so that the setting says more than whether weights are one.
+_SCALED = frozenset(("t5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"))
+# Repeats that torch may leave out whatever the config ties (`rules.TIED_ALWAYS`).
+_ALWAYS = (".bias", ".embed_tokens.weight")
+
+
+def held_apart(reader: Reader, architecture: Architecture, same: Same) -> frozenset[str]:
+    """Hub names of tied weights that `reader`, whose names are torch's, holds with other data than their original."""
+    names = architecture.names
+    ties = names.model.all_tied_weights_keys
+    if not ties:
+        return frozenset()
+    base = f"{architecture.base}."
+    stored = {name.removeprefix(base): name for name in reader.tensors}
+    stored |= {new.removeprefix(base): old for old, new in names.aliases(reader.tensors).items()}
+    apart = set()
+    for repeat, source in ties.items():
+        one, other = names.hub_name(repeat), names.hub_name(source)
+        if one is None or other is None:
+            continue
+        given = [stored.get(name.removeprefix(base)) for name in (one, other)]
+        if None not in given and not same(*(_as_stored(reader.tensors[name]) for name in given if name is not None)):
+            apart.add(one)
+    return frozenset(apart)
+
+
+def declares_ties(content: dict[str, Any], architecture: Architecture) -> bool:
+    """Whether config.json ties the head to the embedding.
+
+    transformers 5 writes true for every T5; of one that is not tied it writes that its outputs are not scaled.
+    """
+    if content.get("scale_decoder_outputs") is False:
+        return False
+    return bool(content.get(_KEY, architecture.tie))
+
+
+def untied(content: dict[str, Any], architecture: Architecture, scheme: str) -> dict[str, Any] | None:
+    """config.json's content for a checkpoint in `scheme` whose tied weights are apart.
+
+    None where it says so already, or cannot say it: of what is still tied, checkpoints hold one, and a program that is
+    told that nothing is tied misses the other. HF Flax's classes tie some whatever the config says.
+    """
+    names = architecture.names
+    left = {names.hub_name(name) for name in names.model.all_tied_weights_keys} - architecture.apart - {None}
+    if not architecture.apart or not declares_ties(content, architecture) or content.get("model_type") in _SCALED:
+        return None
+    made = {**_nowhere(content), _KEY: False}
+    # The config classes of the T5 family tie what is left even so.
+    forced = type(names.model.config).from_dict(dict(made)).tie_word_embeddings
+    always = all(scheme == "flax" and name is not None and name.endswith(_ALWAYS) for name in left)
+    return made if always or forced else None
+
+
+def _nowhere(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` with the setting false in the configs of the model's parts."""
+    return {
+        key: _nowhere(value) if isinstance(value, dict) else (False if key == _KEY and value else value)
+        for key, value in content.items()
+    }
+
+
+def _as_stored(info: TensorInfo) -> Step:
+    return Step((info.name,), (info,), transform_called("identity"), False)
