@@ -21,5 +21,5 @@ def command(
     try:
         launch(config, processes)
     except TrainingFailedError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        # The processes have said what failed.
+        raise typer.Exit(error.code) from error

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,47 @@ def parse(arguments: Sequence[str], prog: str) -> TrainingConfig:
 
 
 def run(arguments: Sequence[str], prog: str) -> int:
-    """Train in this process; the exit code: 0 done, 2 wrong input, 130 stopped by a signal (with a checkpoint)."""
-    from easytorch.training.loop import train
+    """Train in this process; the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by a signal (with a
+    checkpoint). Under torchrun all processes end with an error, and one of them says which."""
+    from easytorch.training.loop import train_among
+    from easytorch.training.processes import find_device, joined
 
+    config: TrainingConfig | None = None
+    wrong: Exception | None = None
+    device = find_device("cpu")
     try:
-        result = train(parse(arguments, prog))
+        config = parse(arguments, prog)
+        device = find_device(config.device)
     except (ValueError, OSError) as error:
-        if switch("EASYTORCH_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        wrong = error
+    with joined(device) as processes:
+        try:
+            with processes.together():
+                if wrong is not None:
+                    raise wrong
+            assert config is not None
+            result = train_among(processes, config)
+        except Exception as error:  # the boundary of the process: what failed is said before the others end it
+            code = _report(error)
+            if processes.failed:
+                processes.barrier()
+            return code
     return 130 if result.interrupted else 0
+
+
+def _report(error: Exception) -> int:
+    """Say what failed, on one line where that is the user's to mend; the exit code."""
+    from easytorch.training.finite import NonFiniteError
+    from easytorch.training.processes import OtherProcessError
+
+    if isinstance(error, OtherProcessError):
+        return 2 if error.wrong_input else 1
+    code = 2 if isinstance(error, (ValueError, OSError)) else 1
+    if isinstance(error, (ValueError, OSError, NonFiniteError)) and not switch("EASYTORCH_TRACEBACK"):
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    return code
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -44,8 +75,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="a JSON file with any of the settings; flags go over it")
     for item in dataclasses.fields(TrainingConfig):
         flag, default = "--" + item.name.replace("_", "-"), item.default
-        if item.name == "text":
-            parser.add_argument(flag, nargs="+", metavar="FILE")
+        if item.name in ("text", "change"):
+            parser.add_argument(flag, nargs="+", metavar="FILE" if item.name == "text" else "SETTING")
         elif item.name == "model":
             parser.add_argument(flag, type=_model, metavar="JSON|FOLDER|ID")
         elif isinstance(default, bool):
@@ -58,7 +89,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _model(text: str) -> dict[str, Any] | str:
-    return json.loads(text) if text.lstrip().startswith("{") else text
+    try:
+        return json.loads(text) if text.lstrip().startswith("{") else text
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"this is not JSON: {error}: {text}") from error
 
 
 def _read(path: str) -> dict[str, Any]:

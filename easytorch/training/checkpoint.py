@@ -17,26 +17,28 @@ STATE = "training_state.pt"
 _PREFIX = "checkpoint-"
 
 
+def checkpoint_path(output: Path, step: int) -> Path:
+    return output / f"{_PREFIX}{step}"
+
+
 def save_checkpoint(
-    output: Path,
+    final: Path,
     step: int,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     state: dict[str, Any],
     keep: int,
-) -> Path:
-    """Write `output/checkpoint-<step>` whole or not at all, then remove all but the newest `keep`.
+) -> None:
+    """Write `final` completely or not at all, then remove all but the newest `keep` beside it.
 
     Raises `CheckpointError` where it cannot be written; what was there before stays.
     """
-    final = output / f"{_PREFIX}{step}"
     with new_folder(final, replace=True) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         torch.save({"step": step, **state}, temporary / STATE)
-    for old in _checkpoints(output)[:-keep]:
+    for old in _checkpoints(final.parent)[:-keep]:
         shutil.rmtree(old)
-    return final
 
 
 def latest_checkpoint(output: str | Path) -> Path | None:
@@ -50,7 +52,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE
     if not path.is_file():
         raise FileNotFoundError(f"{checkpoint} has no {STATE}: it can be loaded as a model, and not be resumed from")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _checkpoints(output: Path) -> list[Path]:

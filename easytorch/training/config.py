@@ -4,12 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from easytorch.bridge.errors import nearest
+
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant")
+DEVICES = ("auto", "cpu", "cuda")
+ON_NONFINITE = ("stop", "skip")
+
+# Where a run and its console go, and how often: a resumed run may have others, and learns the same.
+NOT_COMPARED = (
+    "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
+)  # fmt: skip
+
+# A resumed run takes these out of its checkpoint.
+_STORED = ("model", "vocab_size")
+
+
+def default_model() -> dict[str, Any]:
+    """A Llama that two CPU cores train in minutes: 4 M parameters with the default vocabulary."""
+    return {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    }
+
+
+def flag(name: str) -> str:
+    """The setting `name` as messages call it, and the flag of the command line that sets it."""
+    return f"{name} (--{name.replace('_', '-')})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,25 +50,36 @@ class TrainingConfig:
     text: UTF-8 files, each one document.
     output: folder that receives `checkpoint-<step>/`, `metrics.jsonl`, `loss.png` and the tokenized text.
     model: the architecture, as its transformers config (`{"model_type": "llama", "hidden_size": 256, ...}`; vocabulary
-        and special tokens come from the tokenizer), or the folder or hub id of a pretrained model to train further.
+        and special tokens come from the tokenizer; what is left out is transformers' default, which may be large), or
+        the folder or hub id of a pretrained model to train further. The default is a Llama of 4 M parameters.
     vocab_size: of the byte-level BPE tokenizer trained on the text; 257 means plain bytes (256 and end-of-text). It is
         not used when `model` is pretrained and so has a tokenizer.
     block_size: tokens in a training sequence; documents are packed into blocks without padding.
     batch_size: sequences in one optimizer step, over all processes. It does not change what is learnt by how many
         processes there are: each takes its share.
     micro_batch_size: sequences a process holds at a time; the rest of its share is accumulated. None means all.
-    learning_rate, min_learning_rate: peak and final rate of `schedule`, after `warmup_steps` of linear warm-up.
-    weight_decay: applies to matrices; norms and biases are not decayed.
+    steps: optimizer steps of the run.
+    learning_rate, min_learning_rate: peak and final rate of `schedule` ("cosine", "linear" or "constant"), after
+        `warmup_steps` of linear warm-up.
+    weight_decay, beta1, beta2: of AdamW; decay applies to matrices, norms and biases are not decayed.
+    grad_clip: largest norm of all gradients together; 0 leaves them as they are.
+    seed: of the first weights, the order of the blocks and dropout.
     dtype: "bfloat16" runs forward and backward under autocast; weights and optimizer stay float32.
+    attn_implementation: forces an attention of the model ("flash", "sdpa", ...); None leaves the choice.
     eval_fraction: share of the blocks held out, measured every `eval_every` steps and at the end.
+    log_every: steps between lines where there is no terminal.
     save_every: steps between checkpoints, 0 for only the last; the newest `keep_checkpoints` stay.
+    on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step changes nothing and the
+        run goes on ("skip"), up to ten in a row. A checkpoint is only written of weights that give a finite loss.
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.
+    change: names of settings that a resumed run takes other than its checkpoint had; any other difference is refused.
+        "processes" stands for their number.
     device: "auto" (CUDA or ROCm if there is one, else CPU), "cpu" or "cuda".
     """
 
     text: tuple[str, ...]
     output: str
-    model: dict[str, Any] | str = field(default_factory=lambda: {"model_type": "llama"})
+    model: dict[str, Any] | str = field(default_factory=default_model)
     vocab_size: int = 4096
     block_size: int = 256
     batch_size: int = 16
@@ -57,46 +99,79 @@ class TrainingConfig:
     eval_fraction: float = 0.05
     eval_every: int = 100
     log_every: int = 10
-    save_every: int = 0
+    save_every: int = 500
     keep_checkpoints: int = 2
+    on_nonfinite: str = "stop"
     resume: bool = False
+    change: tuple[str, ...] = ()
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            self._require_type(item.name, str(item.type))
         if not self.text:
-            raise ValueError("text names no file to train on")
+            raise ValueError(f"{flag('text')} names no file to train on")
         for name in ("vocab_size", "block_size", "batch_size", "steps", "eval_every", "log_every", "keep_checkpoints"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("warmup_steps", "save_every", "learning_rate", "min_learning_rate", "weight_decay", "grad_clip"):
-            self._require(name, getattr(self, name) >= 0, "0 or more")
+            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more, and finite")
+        for name in ("beta1", "beta2", "eval_fraction"):
+            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("vocab_size", self.vocab_size >= 257, "at least 257 (the bytes and end-of-text)")
         self._require("block_size", self.block_size >= 2, "at least 2 (a token and the one it predicts)")
-        self._require("eval_fraction", 0 <= self.eval_fraction < 1, "in [0, 1)")
+        self._require("seed", self.seed >= 0, "0 or more")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        self._require("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
+        self._require("on_nonfinite", self.on_nonfinite in ON_NONFINITE, f"one of {', '.join(ON_NONFINITE)}")
+        self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.micro_batch_size is not None:
             self._require("micro_batch_size", self.micro_batch_size >= 1, "at least 1")
+        if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"{flag('min_learning_rate')} {self.min_learning_rate} is above {flag('learning_rate')} "
+                f"{self.learning_rate}"
+            )
+        changeable = [name for name in (*self.settings(), "processes") if name not in _STORED]
+        for name in self.change:
+            if name not in changeable:
+                raise ValueError(
+                    f"{flag('change')} names {name!r}, which is none of the settings that are compared"
+                    f"{nearest(name, changeable)}: {', '.join(changeable)}"
+                )
         if isinstance(self.model, dict) and "model_type" not in self.model:
             raise ValueError(
-                f'model needs a "model_type", as in {{"model_type": "llama"}}; it has {sorted(self.model)}'
+                f'{flag("model")} needs a "model_type", as in {{"model_type": "llama"}}; it has {sorted(self.model)}'
             )
 
     def _require(self, name: str, holds: bool, accepted: str) -> None:
         if not holds:
-            raise ValueError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
+            raise ValueError(f"{flag(name)} must be {accepted}, got {getattr(self, name)!r}")
+
+    def _require_type(self, name: str, declared: str) -> None:
+        """JSON has types of its own: "10" and 10.5 are no number of steps."""
+        value = getattr(self, name)
+        accepted, words = _TYPES[declared]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and declared != "bool"):
+            raise ValueError(f"{flag(name)} must be {words}, got {value!r}")
+        if isinstance(value, tuple) and not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{flag(name)} must be {words}, got {list(value)!r}")
 
     def share(self, processes: int) -> tuple[int, int]:
         """(sequences a process takes of a batch, sequences it holds at a time); `ValueError` if they do not divide."""
         if self.batch_size % processes:
-            raise ValueError(f"batch_size {self.batch_size} does not divide over {processes} processes")
+            raise ValueError(f"{flag('batch_size')} {self.batch_size} does not divide over {processes} processes")
         share = self.batch_size // processes
         micro = share if self.micro_batch_size is None else self.micro_batch_size
         if share % micro:
             raise ValueError(
-                f"micro_batch_size {micro} does not divide the {share} sequences a process takes of a batch"
+                f"{flag('micro_batch_size')} {micro} does not divide the {share} sequences a process takes of a batch"
             )
         return share, micro
+
+    def settings(self) -> dict[str, Any]:
+        """What decides what is learnt, as plain data: a checkpoint stores it, and a resumed run must have the same."""
+        every = dataclasses.asdict(self)
+        return {name: value for name, value in every.items() if name not in NOT_COMPARED}
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -107,9 +182,24 @@ class TrainingConfig:
         known = [item.name for item in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"unknown training settings {', '.join(unknown)}; known: {', '.join(known)}")
-        missing = [name for name in ("text", "output") if name not in values]
+            names = ", ".join(name + nearest(name, known) for name in unknown)
+            raise ValueError(f"unknown training settings {names}; known: {', '.join(known)}")
+        missing = [flag(name) for name in ("text", "output") if name not in values]
         if missing:
             raise ValueError(f"training needs {' and '.join(missing)}")
-        text = values["text"]
-        return cls(**{**values, "text": (text,) if isinstance(text, str) else tuple(text)})
+        lists = {name: values[name] for name in ("text", "change") if isinstance(values.get(name), (str, list, tuple))}
+        tuples = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in lists.items()}
+        return cls(**{**values, **tuples})
+
+
+# The annotations above -> what a value must be an instance of, and how a message says so.
+_TYPES: dict[str, tuple[Any, str]] = {
+    "tuple[str, ...]": (tuple, "a list of strings"),
+    "str": (str, "a string"),
+    "str | None": ((str, type(None)), "a string or null"),
+    "dict[str, Any] | str": ((dict, str), "a JSON object, or the folder or id of a model"),
+    "int": (int, "an integer"),
+    "int | None": ((int, type(None)), "an integer or null"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+}

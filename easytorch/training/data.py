@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from easytorch.training.config import flag
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +22,9 @@ def read_texts(paths: Sequence[str]) -> list[str]:
         try:
             texts.append(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+            raise ValueError(f"{flag('text')}: {path} is not UTF-8 text: {error}") from error
         if not texts[-1].strip():
-            raise ValueError(f"{path} has no text to train on")
+            raise ValueError(f"{flag('text')}: {path} has no text to train on")
     return texts
 
 
@@ -53,8 +55,11 @@ class Blocks:
         if self.train_count < 1:
             raise ValueError(
                 f"the text has {len(tokens)} tokens, which is {count} blocks of {block_size}, {held_out} of them held "
-                f"out: nothing is left to train on; use more text or a smaller block_size"
+                f"out: nothing is left to train on; use more text or a smaller {flag('block_size')}"
             )
+
+    def largest_token(self) -> int:
+        return int(self.blocks.max())
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> torch.Tensor:
         """(N,) block numbers -> (N, block_size) int64 token ids. Held-out blocks follow the training ones."""

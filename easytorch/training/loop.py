@@ -3,49 +3,90 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from easytorch.training.checkpoint import load_state, save_checkpoint
+from easytorch.training.checkpoint import checkpoint_path, load_state, save_checkpoint
 from easytorch.training.config import TrainingConfig
 from easytorch.training.data import Blocks, step_indices
+from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
 from easytorch.training.interrupt import StopOnSignal
-from easytorch.training.optim import learning_rate, make_optimizer
+from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer
 from easytorch.training.plot import plot_loss
-from easytorch.training.prepare import find_checkpoint, make_model, prepare_text
-from easytorch.training.processes import Processes, joined
+from easytorch.training.prepare import (
+    check_inputs,
+    check_model,
+    find_checkpoint,
+    make_model,
+    read_tokens,
+    write_tokens,
+)
+from easytorch.training.processes import Processes, find_device, joined
 from easytorch.training.report import Report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# With `on_nonfinite="skip"`: one bad batch is skipped, weights that no batch suits are not trained.
+MOST_SKIPPED_IN_A_ROW = 10
+
+
 @dataclass(frozen=True)
 class TrainingResult:
-    """checkpoint: the newest one. steps: optimizer steps done. interrupted: a signal ended the run before the last."""
+    """checkpoint: the newest one. steps: optimizer steps done. interrupted: a signal ended the run before the last.
+    skipped: steps of this run that changed nothing, their loss or gradient being NaN or infinite."""
 
     checkpoint: Path
     steps: int
     interrupted: bool
+    skipped: int = 0
 
 
 def train(config: TrainingConfig) -> TrainingResult:
     """Train, leaving checkpoints, metrics and the loss curve in `config.output`; torchrun calls it in each process.
 
-    Raises `ValueError` for settings that do not fit together and `OSError` for text or an output that cannot be used.
+    Raises `ValueError` for settings that do not fit together, `OSError` for text or an output that cannot be used and
+    `NonFiniteError` where the loss, a gradient or a weight is NaN or infinite. Under torchrun one process raises it,
+    the others `OtherProcessError`.
     """
-    with joined(config.device) as processes:
-        config.share(processes.world)  # refused before anything is written
+    with joined(find_device(config.device)) as processes:
+        return train_among(processes, config)
+
+
+def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
+    """`train`, in processes that have joined already."""
+    settings: dict[str, Any] = {}
+    with processes.together():
         checkpoint = find_checkpoint(config)
-        tokenizer, blocks = prepare_text(config, processes, checkpoint)
+        if processes.first:
+            settings = _make_inputs(config, processes.world, checkpoint)
+    with processes.together():
+        tokenizer, blocks = read_tokens(config)
         model = make_model(config, tokenizer, checkpoint, processes.device)
-        return _Run(config, processes, tokenizer, blocks, model, checkpoint).run()
+        check_model(model, blocks, config)
+    return _Run(config, processes, tokenizer, blocks, model, checkpoint, settings).run()
+
+
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Dropout is a function of these three, so that a resumed run draws what it would have drawn."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
+
+
+def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None) -> dict[str, Any]:
+    """Check everything, say what it takes, and write tokenizer and tokens; the settings a checkpoint stores."""
+    inputs = check_inputs(config, processes)
+    for note in inputs.notes:
+        print(note, flush=True)
+    write_tokens(config, inputs.texts, checkpoint)
+    return inputs.settings
 
 
 class _Run:
@@ -59,9 +100,10 @@ class _Run:
         blocks: Blocks,
         model: PreTrainedModel,
         checkpoint: Path | None,
+        settings: dict[str, Any],
     ) -> None:
-        self.config, self.processes, self.tokenizer, self.blocks, self.model = (
-            config, processes, tokenizer, blocks, model,
+        self.config, self.processes, self.tokenizer, self.blocks, self.model, self.settings = (
+            config, processes, tokenizer, blocks, model, settings,
         )  # fmt: skip
         self.share, self.micro = config.share(processes.world)
         self.optimizer = make_optimizer(model, config)
@@ -69,9 +111,10 @@ class _Run:
         if checkpoint is not None:
             state = load_state(checkpoint)
             self.step = state["step"]
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"])
         self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if processes.world > 1 else model
         self.report: Report | None = None
+        self.skipped = self.skipped_in_a_row = 0
 
     def run(self) -> TrainingResult:
         config, interrupted = self.config, False
@@ -90,18 +133,19 @@ class _Run:
                 interrupted = not last and self.processes.sum(float(stop.asked))[0] > 0
                 if last or interrupted or (config.save_every and self.step % config.save_every == 0):
                     self._save()
+            if self.skipped and self.report is not None:
+                self.report.say(f"{self.skipped} step(s) were skipped: their loss or gradient was not finite")
             if interrupted and self.report is not None:
                 self.report.say(f"stopped after step {self.step}; {self.checkpoint} can be resumed")
         assert self.checkpoint is not None
         if self.processes.first:
             _draw(Path(config.output))
-        return TrainingResult(self.checkpoint, self.step, interrupted)
+        return TrainingResult(self.checkpoint, self.step, interrupted, self.skipped)
 
     def _train_step(self) -> None:
         """One optimizer step over `batch_size` blocks, of which this process computes its contiguous share."""
         config, start = self.config, time.perf_counter()
-        # Dropout is a function of (seed, step, rank), so that a resumed run draws what it would have drawn.
-        torch.manual_seed((config.seed * 1_000_003 + self.step) * 65_537 + self.processes.rank)
+        torch.manual_seed(dropout_seed(config.seed, self.step, self.processes.rank))
         indices = step_indices(self.step, config.batch_size, self.blocks.train_count, config.seed)
         first = self.processes.rank * self.share
         mine = self.blocks.batch(indices[first : first + self.share]).to(self.processes.device)
@@ -117,20 +161,58 @@ class _Run:
                 loss = self._loss(self.parallel, piece) / len(pieces)
                 loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or float("inf"))
-        self.optimizer.step()
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        # The same two numbers in every process, so that all of them take the step or none.
+        summed, norms = self.processes.sum(total, norm)
+        mean, gradient_norm = summed / self.processes.world, norms / self.processes.world
+        if math.isfinite(mean) and math.isfinite(gradient_norm):
+            if config.grad_clip:
+                torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+        else:
+            self._meet_nonfinite(mean, gradient_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        mean = self.processes.sum(total)[0] / self.processes.world
-        if self.report is not None:
+        if self.report is not None and not self.skipped_in_a_row:
             tokens = config.batch_size * config.block_size
             self.report.step(
                 self.step,
                 loss=mean,
                 learning_rate=rate,
-                gradient_norm=float(norm),
+                gradient_norm=gradient_norm,
                 rate=tokens / (time.perf_counter() - start),
             )
+
+    def _meet_nonfinite(self, loss: float, norm: float) -> None:
+        """Skip the step that has just been computed, or end the run."""
+        found = first_nonfinite(self.model, loss, norm)
+        assert found is not None
+        self.skipped_in_a_row += 1
+        skipping = self.config.on_nonfinite == "skip" and nonfinite_parameter(self.model) is None
+        if not skipping or self.skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+            if self.report is not None:
+                self.report.metrics.write(step=self.step + 1, loss=loss, gradient_norm=norm, stopped=found)
+            many = f", the {self.skipped_in_a_row}th step in a row" if self.skipped_in_a_row > 1 else ""
+            self._fail(self.step + 1, found + many)
+        self.skipped += 1
+        if self.report is not None:
+            self.report.skipped(self.step + 1, loss=loss, gradient_norm=norm, reason=found)
+
+    def _fail(self, step: int, found: str) -> NoReturn:
+        """End the run in every process: the first says why."""
+        kept = "no checkpoint has been written (--save-every)"
+        if self.checkpoint is not None:
+            kept = f"{self.checkpoint} is the last good checkpoint (--resume)"
+        advice = (
+            f"{kept}; try a lower --learning-rate, more --warmup-steps or a --grad-clip"
+            + ("" if self.config.on_nonfinite == "skip" else ", or --on-nonfinite skip")
+            + (", or --dtype float32" if self.config.dtype != "float32" else "")
+        )
+        with self.processes.together():
+            raise NonFiniteError(step, found, advice)
+        raise AssertionError("together raises what every process has raised")
 
     def _loss(self, module: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Mean next-token cross entropy of (N, block_size) token ids."""
@@ -149,24 +231,43 @@ class _Run:
         self.model.eval()
         processes, total, count = self.processes, 0.0, 0
         first, end = self.blocks.train_count, self.blocks.train_count + self.blocks.eval_count
-        mine = torch.arange(first + processes.rank, end, processes.world)
-        for indices in mine.split(self.micro):
+        mine = torch.arange(first, end)[processes.rank :: processes.world]
+        for indices in mine.split(self.micro) if len(mine) else ():  # there may be fewer blocks than processes
             tokens = self.blocks.batch(indices.numpy()).to(processes.device)
             total += float(self._loss(self.model, tokens)) * len(indices)
             count += len(indices)
         summed, blocks = processes.sum(total, float(count))
+        loss = summed / blocks
         if self.report is not None:
-            self.report.evaluation(self.step, summed / blocks)
+            self.report.evaluation(self.step, loss)
+        if not math.isfinite(loss):
+            self._fail(self.step, nonfinite_parameter(self.model) or f"the held-out loss is {loss}")
 
     def _save(self) -> None:
-        if self.processes.first:
-            self.checkpoint = save_checkpoint(
-                Path(self.config.output), self.step, self.model, self.tokenizer,
-                {"optimizer": self.optimizer.state_dict()}, self.config.keep_checkpoints,
-            )  # fmt: skip
-        else:
-            self.checkpoint = Path(self.config.output) / f"checkpoint-{self.step}"
-        self.processes.barrier()
+        """A checkpoint, if its weights are good: without this look at them, the last good checkpoint could make room
+        for weights that the step before has driven off, since the loss of a step is that of the weights before it."""
+        if (found := nonfinite_parameter(self.model) or self._nonfinite_next()) is not None:
+            self._fail(self.step, f"{found}, with the weights after this step")
+        with self.processes.together():
+            self.checkpoint = checkpoint_path(Path(self.config.output), self.step)
+            if self.processes.first:
+                save_checkpoint(
+                    self.checkpoint, self.step, self.model, self.tokenizer,
+                    {"optimizer": self.optimizer.state_dict(), "settings": self.settings}, self.config.keep_checkpoints,
+                )  # fmt: skip
+
+    def _nonfinite_next(self) -> str | None:
+        """What is not finite when a block in each process goes forward and backward, without dropout, if anything."""
+        self.model.eval()
+        tokens = self.blocks.batch([self.processes.rank % self.blocks.train_count]).to(self.processes.device)
+        loss = self._loss(self.model, tokens)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+        total, norms = self.processes.sum(loss, norm)
+        if not math.isfinite(total):
+            return f"the loss is {total}"
+        return None if math.isfinite(norms) else f"the norm of the gradients is {norms}"
 
     def _introduce(self) -> None:
         assert self.report is not None
@@ -179,6 +280,11 @@ class _Run:
             f"{processes.world} process(es) on {processes.device.type}, {torch.get_num_threads()} thread(s) each"
             + (f"; resuming after step {self.step}" if self.step else "")
         )
+        if self.step >= config.steps:
+            self.report.say(
+                f"{self.checkpoint} is at step {self.step}, and --steps is {config.steps}: nothing is left to train; "
+                f"to go on, give more --steps and --change steps"
+            )
 
 
 def _draw(output: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -22,6 +23,14 @@ def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.opti
         betas=(config.beta1, config.beta2),
         fused=True,
     )
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The moments of `state`; decay and betas stay those of `optimizer`, which a resumed run may have changed."""
+    ours = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, settings in zip(optimizer.param_groups, ours, strict=True):
+        group.update(settings)
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from easytorch.training.metrics import read_metrics
+from easytorch.training.metrics import read_metrics, series
 
 
 def plot_loss(metrics: str | Path, image: str | Path, *, title: str = "Training loss") -> Path:
@@ -13,8 +13,7 @@ def plot_loss(metrics: str | Path, image: str | Path, *, title: str = "Training 
     from matplotlib.figure import Figure
 
     lines = read_metrics(metrics)
-    train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    held_out = [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+    train, held_out = series(lines, "loss"), series(lines, "eval_loss")
     if not train:
         raise ValueError(f"{metrics} has no training step to draw")
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 import easytorch
-from easytorch.bridge.errors import nearest
-from easytorch.training.checkpoint import latest_checkpoint
-from easytorch.training.config import TrainingConfig
+from easytorch.training import architecture, memory
+from easytorch.training.checkpoint import latest_checkpoint, load_state
+from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import Blocks, read_texts, tokenize
-from easytorch.training.processes import Processes
+from easytorch.training.processes import find_device
+from easytorch.training.resume import check_same, stored_settings
 from easytorch.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def check_inputs(config: TrainingConfig, processes: int) -> None:
-    """What can be seen to be wrong before anything is started: `ValueError` or `OSError`."""
+@dataclass(frozen=True)
+class Inputs:
+    """What was found to be in order before anything is made.
+
+    texts: the documents. settings: what a checkpoint will store of them. notes: what the user is told.
+    """
+
+    texts: list[str]
+    settings: dict[str, Any]
+    notes: list[str]
+
+
+def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
+    """What can be seen to be wrong before anything is made: `ValueError` or `OSError`."""
     config.share(processes)
-    find_checkpoint(config)
-    read_texts(config.text)
-    _check_model(config.model)
-
-
-def _check_model(model: dict[str, Any] | str) -> None:
-    """Refuses what is no causal language model transformers knows, by its config alone."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if isinstance(model, str):
-        config = AutoConfig.from_pretrained(model)
-    elif model["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(
-            f"model: unknown architecture {model['model_type']!r}{nearest(model['model_type'], CONFIG_MAPPING)}"
-        )
-    else:
-        try:
-            config = AutoConfig.for_model(**model)
-        except StrictDataclassError as error:
-            raise ValueError(f"model: {' '.join(str(error).split())}") from error
-    if type(config) not in easytorch.AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"model: {config.model_type!r} has no causal language model; give another architecture")
+    device = find_device(config.device)
+    checkpoint = find_checkpoint(config)
+    texts = read_texts(config.text)
+    settings, notes = stored_settings(config, processes, texts), list[str]()
+    if checkpoint is not None:
+        stored = load_state(checkpoint).get("settings")
+        if stored is None:
+            notes.append(f"{checkpoint} does not say with which settings it was trained: they are not compared")
+        else:
+            changed = check_same(stored, settings, config.change, str(checkpoint))
+            notes += [f"changed for the rest of this run: {words}" for words in changed]
+    elif config.resume:
+        notes.append(f"{config.output} has no checkpoint to resume: this run starts from the beginning")
+    model = architecture.check_architecture(config.model)
+    if isinstance(config.model, dict):
+        model.vocab_size = config.vocab_size  # the most that the tokenizer can have
+    notes.append(memory.describe(model, processes, device))
+    return Inputs(texts, settings, notes)
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:
@@ -52,15 +61,13 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
     checkpoint = latest_checkpoint(config.output)
     if checkpoint is not None and not config.resume:
         raise FileExistsError(
-            f"{config.output} already has {checkpoint.name}; resume it, or give another output folder"
+            f"{config.output} already has {checkpoint.name}: --resume it, or give another folder with --output"
         )
     return checkpoint
 
 
-def prepare_text(
-    config: TrainingConfig, processes: Processes, checkpoint: Path | None
-) -> tuple[PreTrainedTokenizerBase, Blocks]:
-    """The tokenizer and the blocks; the first process makes them, the others read what it wrote."""
+def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
+    """The tokenizer and the tokenized text, in the folder `data` of the output; one process makes them."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -68,17 +75,19 @@ def prepare_text(
     logging.disable_progress_bar()
     folder = Path(config.output) / "data"
     source = checkpoint or (config.model if isinstance(config.model, str) else None)
-    if processes.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        texts = read_texts(config.text)
-        tokenizer = (
-            train_tokenizer(texts, config.vocab_size) if source is None else AutoTokenizer.from_pretrained(source)
-        )
-        tokenizer.save_pretrained(folder)
-        tokenize(texts, tokenizer, folder / "tokens.npy")
-    processes.barrier()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer, Blocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(folder)
+    tokenize(texts, tokenizer, folder / "tokens.npy")
+
+
+def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Blocks]:
+    """What `write_tokens` has made, in every process."""
+    from transformers import AutoTokenizer
+
+    folder = Path(config.output) / "data"
+    blocks = Blocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
+    return AutoTokenizer.from_pretrained(folder), blocks
 
 
 def make_model(
@@ -93,27 +102,24 @@ def make_model(
     if checkpoint is not None or isinstance(config.model, str):
         model: torch.nn.Module = auto.from_pretrained(str(checkpoint or config.model), **chosen)
     else:
-        model = auto.from_config(_architecture(config, tokenizer), **chosen)
+        model = auto.from_config(architecture.with_tokenizer(config, tokenizer), **chosen)
     return cast("PreTrainedModel", model.to(device))
 
 
-def _architecture(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    from transformers import AutoConfig
-
-    assert isinstance(config.model, dict)
-    settings = {"max_position_embeddings": config.block_size, **config.model}
-    if settings["max_position_embeddings"] < config.block_size:
+def check_model(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> None:
+    """Run the model once, on a few tokens: `ValueError` for a text or sizes that it cannot take."""
+    architecture.check_positions(model.config, config.block_size)
+    rows, largest = model.get_input_embeddings().weight.shape[0], blocks.largest_token()
+    if largest >= rows:
         raise ValueError(
-            f"block_size {config.block_size} is longer than the model's max_position_embeddings "
-            f"{settings['max_position_embeddings']}"
+            f"{flag('model')}: its tokenizer gives the token {largest}, and it has embeddings for {rows}: "
+            f"the tokenizer is another model's"
         )
-    return AutoConfig.for_model(
-        settings.pop("model_type"),
-        **{
-            **settings,
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
-    )
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=tokens, labels=tokens, use_cache=False)
+    except architecture.REFUSALS as error:
+        raise ValueError(
+            f"{flag('model')}: it cannot be run with these sizes: {type(error).__name__}: {error}"
+        ) from error

@@ -6,19 +6,30 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from easytorch.training.config import flag
 
-@dataclass(frozen=True)
+
+class OtherProcessError(RuntimeError):
+    """Another process of the run has failed, and says why. `wrong_input`: with a `ValueError` or an `OSError`."""
+
+    def __init__(self, message: str, wrong_input: bool) -> None:
+        self.wrong_input = wrong_input
+        super().__init__(message)
+
+
+@dataclass
 class Processes:
-    """This process among `world` others, and the device it trains on."""
+    """This process among `world` others, and the device it trains on. `failed`: all of them know that the run has."""
 
     rank: int
     world: int
     device: torch.device
+    failed: bool = field(default=False, init=False)
 
     @property
     def first(self) -> bool:
@@ -36,26 +47,56 @@ class Processes:
             dist.all_reduce(stacked)
         return stacked.tolist()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the block raises in any process ends it in all: the first that failed raises its error, and the others
+        `OtherProcessError`. The block itself may not communicate."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # a boundary between processes: the others wait for this one's answer
+            error = raised
+        # 0 for a process that is well, 2 for one with wrong input, else 1: by a sum that every process takes part in.
+        mark = 0.0 if error is None else 2.0 if isinstance(error, (ValueError, OSError)) else 1.0
+        marks = self.sum(*(mark if rank == self.rank else 0.0 for rank in range(self.world)))
+        failed = [rank for rank, found in enumerate(marks) if found]
+        if not failed:
+            return
+        self.failed = True
+        if error is None or failed[0] != self.rank:
+            raise OtherProcessError(
+                f"process {failed[0]} of {self.world} has failed", wrong_input=marks[failed[0]] == 2.0
+            ) from error
+        raise error
+
+
+def find_device(device: str) -> torch.device:
+    """The device this process trains on. `ValueError` for a GPU that is not there."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"{flag('device')} cuda: torch sees no GPU here; use --device cpu, or install a CUDA or ROCm torch"
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
 
 @contextmanager
-def joined(device: str) -> Iterator[Processes]:
+def joined(device: torch.device) -> Iterator[Processes]:
     """Join the processes torchrun started (gloo on CPU, nccl on GPU); without torchrun there is only this one."""
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    local = torch.device("cpu")
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device cuda: torch sees no GPU here; use device cpu, or install a CUDA or ROCm torch")
-        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(local)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         # torch.optim and DistributedDataParallel import torch._dynamo, and a process group that exists by then stays
         # alive past destroy_process_group. Gloo's threads then outlive the run, and one that drops a tensor while
         # Python shuts down aborts the process: seen in 1 of 40 short runs on a loaded machine, torch 2.13.
         importlib.import_module("torch._dynamo")
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=local if kind == "cuda" else None)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
-        yield Processes(int(os.environ.get("RANK", "0")), world, local)
+        yield Processes(int(os.environ.get("RANK", "0")), world, device)
     finally:
         if world > 1:
             dist.destroy_process_group()

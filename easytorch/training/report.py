@@ -57,6 +57,12 @@ class Report:
             left = elapsed / (step - self._first_step) * (self.steps - step)
             self.say(f"step {step}/{self.steps}  {figures}  ETA {timedelta(seconds=round(left))}")
 
+    def skipped(self, step: int, *, loss: float, gradient_norm: float, reason: str) -> None:
+        """Step `step` changed nothing, for `reason`."""
+        self.metrics.write(step=step, loss=loss, gradient_norm=gradient_norm, skipped=reason)
+        self._bar.update(self._task, completed=step)
+        self.say(f"step {step}/{self.steps}  skipped: {reason}")
+
     def evaluation(self, step: int, eval_loss: float) -> None:
         self.metrics.write(step=step, eval_loss=eval_loss)
         self.say(f"step {step}/{self.steps}  held-out loss {eval_loss:.3f}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.training.checkpoint import latest_checkpoint, load_state, save_checkpoint
+from easytorch.training.checkpoint import checkpoint_path, latest_checkpoint, load_state, save_checkpoint
 
 
 class Saves:
@@ -22,7 +22,9 @@ class Saves:
 
 def save(output, step, *, keep=2, model=None):
     state = {"optimizer": {"moment": torch.full((2,), float(step))}}
-    return save_checkpoint(output, step, model or Saves("model"), Saves("tokenizer"), state, keep)
+    return save_checkpoint(
+        checkpoint_path(output, step), step, model or Saves("model"), Saves("tokenizer"), state, keep
+    )
 
 
 def test_the_newest_are_kept_in_numeric_order(tmp_path):

@@ -22,12 +22,29 @@ from easytorch.training.arguments import parse
         {"device": "abacus"},
         {"micro_batch_size": 0},
         {"learning_rate": -1e-3},
+        {"learning_rate": float("nan")},
+        {"grad_clip": float("inf")},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"seed": -1},
+        {"min_learning_rate": 0.1},
+        {"on_nonfinite": "ignore"},
+        {"change": ("sead",)},
+        {"change": ("model",)},
+        {"steps": "10"},
+        {"steps": 10.5},
+        {"steps": True},
+        {"learning_rate": "1e-3"},
+        {"text": 5},
+        {"output": None},
+        {"resume": "no"},
+        {"model": ["llama"]},
         {"model": {"hidden_size": 32}},
     ],
 )
 def test_a_setting_out_of_range_is_named(settings, wrong):
     (name,) = wrong
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"{name} \(--{name.replace('_', '-')}\)"):
         settings(**wrong)
 
 
@@ -65,9 +82,9 @@ def test_the_model_flag_takes_json_or_a_folder():
 def test_unknown_and_missing_settings_are_named(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"text": "a.txt", "output": "o", "stepz": 3}))
-    with pytest.raises(ValueError, match=r"stepz.*known: text, output"):
+    with pytest.raises(ValueError, match=r"stepz \(nearest known name: 'steps'\); known: text, output"):
         parse(["--config", str(path)], "train")
-    with pytest.raises(ValueError, match="needs output"):
+    with pytest.raises(ValueError, match=r"needs output \(--output\)"):
         TrainingConfig.from_dict({"text": "a.txt"})
     path.write_text("[]")
     with pytest.raises(ValueError, match="JSON object"):
@@ -75,3 +92,32 @@ def test_unknown_and_missing_settings_are_named(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         parse(["--config", str(path)], "train")
+
+
+def test_the_defaults_are_those_documented():
+    """Each of them decides what a run without flags learns, or what it costs."""
+    config = TrainingConfig(text=("a",), output="b")
+    assert config.model["hidden_size"] == 256 and config.model["num_hidden_layers"] == 4
+    assert (config.vocab_size, config.block_size, config.batch_size, config.micro_batch_size) == (4096, 256, 16, None)
+    assert (config.learning_rate, config.min_learning_rate, config.schedule) == (1e-3, 0.0, "cosine")
+    assert (config.warmup_steps, config.steps, config.weight_decay) == (50, 1000, 0.1)
+    assert (config.beta1, config.beta2, config.grad_clip) == (0.9, 0.95, 1.0)
+    assert (config.seed, config.dtype, config.eval_fraction) == (0, "float32", 0.05)
+    assert (config.save_every, config.keep_checkpoints, config.on_nonfinite) == (500, 2, "stop")
+
+
+def test_every_setting_is_described():
+    assert [name for name in TrainingConfig.__dataclass_fields__ if name not in TrainingConfig.__doc__] == []
+
+
+def test_settings_from_json_may_name_one_file(tmp_path):
+    assert TrainingConfig.from_dict({"text": "a.txt", "output": "o", "change": ["steps"]}).change == ("steps",)
+    with pytest.raises(ValueError, match=r"text \(--text\) must be a list of strings, got \[1\]"):
+        TrainingConfig.from_dict({"text": [1], "output": "o"})
+
+
+def test_a_model_flag_that_is_not_json_is_named(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--text", "a", "--output", "b", "--model", '{"model_type": llama}'], "train")
+    assert exit_.value.code == 2
+    assert "--model: this is not JSON" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from easytorch.training import TrainingFailedError, latest_checkpoint, launch, train
+from easytorch.training import latest_checkpoint, launch, train
 from easytorch.training.checkpoint import load_state
 from easytorch.training.launch import child_environment
 from easytorch.training.metrics import read_metrics
@@ -34,7 +34,7 @@ def test_two_processes_learn_what_one_learns(settings):
 
 
 def test_the_script_runs_under_plain_torchrun(settings, tmp_path):
-    config = settings(steps=2, eval_fraction=0.0)
+    config = settings(steps=2, eval_fraction=0.001)  # one block is held out: one of the two processes has none
     config.save(tmp_path / "run.json")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -45,6 +45,7 @@ def test_the_script_runs_under_plain_torchrun(settings, tmp_path):
     assert "step 3/3" in done.stdout
     assert done.stdout.count("parameters;") == 1  # only the first process speaks
     assert len(series(config.output, "loss")) == 3
+    assert "1 held out" in done.stdout and 0 < series(config.output, "eval_loss")[0] < 10
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the threads of a process from /proc")
@@ -99,19 +100,48 @@ def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):
         ({"model_type": "lama"}, "unknown architecture 'lama' .nearest known name: 'llama'"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size"),
         ({"model_type": "llama", "hidden_size": 15, "num_attention_heads": 2}, "attention heads"),
+        ({"model_type": "llama", "hiden_size": 32}, "knows no 'hiden_size' .nearest known name: 'hidden_size'"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"model_type": "vit"}, "'vit' has no causal language model"),
     ]:
-        with pytest.raises(ValueError, match=f"model: .*{message}"):
+        with pytest.raises(ValueError, match=rf"--model\): .*{message}"):
             launch(settings(model=model), 2)
     with pytest.raises(OSError, match="absent"):
         launch(settings(model=str(tmp_path / "absent")), 2)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_process_that_fails_fails_the_launch(settings):
-    config = settings(block_size=100_000)
-    with pytest.raises(TrainingFailedError, match="exit code"):
-        launch(config, 1, threads=1)
+def command(config, tmp_path, *arguments):
+    """`easytorch train --processes 2` with these settings."""
+    config.save(tmp_path / "run.json")
+    return subprocess.run(
+        [sys.executable, "-m", "easytorch", "train", "--processes", "2", "--config", str(tmp_path / "run.json")],
+        env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_loss_that_is_not_finite_is_one_line_of_all_processes(settings, tmp_path):
+    config = settings(learning_rate=1e30, warmup_steps=0, save_every=1, keep_checkpoints=1)
+    done = command(config, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert (done.stderr.startswith("error: step 1: ") and "not finite" in done.stderr) or "nan" in done.stderr
+    assert latest_checkpoint(config.output) is None
+
+
+def test_what_the_first_process_finds_wrong_is_one_line_of_all_processes(settings, tmp_path):
+    done = command(settings(block_size=100_000), tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "nothing is left to train on" in done.stderr, done.stderr
+
+
+def test_a_process_that_is_killed_is_named(tmp_path):
+    (tmp_path / "rank.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "easytorch.training.torchrun", "--standalone", str(tmp_path / "rank.py")],
+        env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (137, "error: training process 0 was ended by SIGKILL: out of memory?\n")
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
@@ -119,4 +149,4 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(tmp_path):
         [sys.executable, "-m", "easytorch.training", "--text", "x", "--output", str(tmp_path / "o"), "--steps", "0"],
         env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "error: steps must be at least 1, got 0\n")
+    assert (done.returncode, done.stderr) == (2, "error: steps (--steps) must be at least 1, got 0\n")

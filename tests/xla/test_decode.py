@@ -11,14 +11,15 @@ from easytorch.operations.check import relative_rms_error
 
 B, S, H, K, D = 3, 63, 6, 2, 60
 LENGTHS = torch.tensor([0, 17, S])
+GENERATOR = torch.Generator().manual_seed(0)
 CASES = {
     "plain": {},
     "lengths": {"lengths": LENGTHS},
     "window": {"causal": True, "sliding_window": 9, "lengths": LENGTHS},
     "everything": {
-        "mask": torch.rand(B, H, 1, S) > 0.3, "bias": torch.randn(1, H, 1, S), "softcap": 3.0,
-        "query_segment_ids": torch.zeros(B, 1, dtype=torch.int64), "key_segment_ids": torch.randint(0, 2, (B, S)),
-        "sinks": torch.randn(H), "softmax_scale": 0.3, "lengths": LENGTHS,
+        "mask": torch.rand(B, H, 1, S, generator=GENERATOR) > 0.3, "bias": torch.randn(1, H, 1, S, generator=GENERATOR), "softcap": 3.0,
+        "query_segment_ids": torch.zeros(B, 1, dtype=torch.int64), "key_segment_ids": torch.randint(0, 2, (B, S), generator=GENERATOR),
+        "sinks": torch.randn(H, generator=GENERATOR), "softmax_scale": 0.3, "lengths": LENGTHS,
     },
 }  # fmt: skip
 

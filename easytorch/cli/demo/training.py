@@ -10,7 +10,7 @@ import torch
 import easytorch
 from easytorch.cli.demo.stage import Demo
 from easytorch.training import TrainingConfig, latest_checkpoint, launch
-from easytorch.training.metrics import read_metrics
+from easytorch.training.metrics import read_metrics, series
 
 PROCESSES = 2
 TOLERANCE = 1e-4
@@ -74,8 +74,7 @@ def python_topics() -> str:
 
 def _check_loss(demo: Demo, metrics: Path) -> None:
     lines = read_metrics(metrics)
-    losses = [line["loss"] for line in lines if "loss" in line]
-    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    losses, held_out = ([value for _, value in series(lines, name)] for name in ("loss", "eval_loss"))
     for what, first, last in (
         ("training loss falls, mean of the first and last five steps", fmean(losses[:5]), fmean(losses[-5:])),
         ("loss on held-out text falls, first and last evaluation", held_out[0], held_out[-1]),

@@ -1,0 +1,49 @@
+"""Numbers that are not finite: which tensor has the first of them, and the error that ends a run for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+
+class NonFiniteError(ArithmeticError):
+    """Training met a NaN or an infinity: at which step, and in which tensor.
+
+    `step` is the optimizer step that was being computed, counted from 1; `tensor` names the first that is not finite.
+    """
+
+    def __init__(self, step: int, tensor: str, advice: str) -> None:
+        self.step, self.tensor = step, tensor
+        super().__init__(f"step {step}: {tensor}; {advice}")
+
+
+def first_nonfinite(model: torch.nn.Module, loss: float, norm: float) -> str | None:
+    """What is not finite after a backward pass, named in the order of causes; None where everything is finite.
+
+    loss: over all processes. norm: of all gradients. A parameter comes before the loss it makes, the loss before its
+    gradients, and of these the ones nearest to the loss.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return None
+    named = list(model.named_parameters())
+    if (bad := nonfinite_parameter(model)) is not None:
+        return bad
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    gradients = [(name, parameter.grad) for name, parameter in reversed(named) if parameter.grad is not None]
+    return _first("the gradient of", gradients) or f"the norm of the gradients is {norm}, though each of them is finite"
+
+
+def nonfinite_parameter(model: torch.nn.Module) -> str | None:
+    """The first parameter with a NaN or an infinity, in words; None where all are finite."""
+    return _first("the parameter", model.named_parameters())
+
+
+def _first(kind: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    for name, tensor in tensors:
+        finite = torch.isfinite(tensor.detach())
+        if not finite.all():
+            return f"{kind} {name} has {int((~finite).sum())} of {finite.numel()} values that are not finite"
+    return None

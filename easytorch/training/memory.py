@@ -1,0 +1,79 @@
+"""The memory that a model and its optimizer take, before they take it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from easytorch.bridge.sizes import human_size
+from easytorch.training.architecture import MODEL, REFUSALS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# float32: the weight, its gradient, and AdamW's two moments.
+BYTES_A_PARAMETER = 4 + 4 + 8
+
+
+def count_parameters(architecture: PreTrainedConfig) -> int:
+    """Of the causal language model with this config, made without memory; `ValueError` where it cannot be made."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(architecture)
+    except REFUSALS as error:
+        raise ValueError(f"{MODEL}: these settings make no model: {type(error).__name__}: {error}") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def needed(parameters: int, processes: int, on_gpu: bool, available: int | None) -> str:
+    """One line that says how much, a process and in all; `ValueError` where the machine has less.
+
+    available: bytes of the CPU's memory, which processes share, or of one GPU's, of which each has its own.
+    """
+    each = parameters * BYTES_A_PARAMETER
+    total = each if on_gpu else each * processes
+    words = (
+        f"{parameters / 1e6:,.2f} M parameters take {human_size(each)} of memory in each of {processes} process(es) "
+        f"(weights, gradients and AdamW: {BYTES_A_PARAMETER} bytes a parameter), and activations come on top"
+    )
+    if available is not None and total > available:
+        raise ValueError(
+            f"{MODEL}: {words}. That is {human_size(total)}, and {'a GPU' if on_gpu else 'this machine'} has "
+            f"{human_size(available)}: give a smaller model (hidden_size, num_hidden_layers, ...)"
+        )
+    return words
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """All the memory of the GPU, or of this machine or container with its swap; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _swap()
+    except (ValueError, OSError, AttributeError):  # names that this system does not have
+        return None
+    return min(machine, _container_limit() or machine)
+
+
+def _swap() -> int:
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+def _container_limit() -> int | None:
+    """What the control group allows (version 2, then 1)."""
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            return int(text)
+    return None
+
+
+def describe(architecture: PreTrainedConfig, processes: int, device: torch.device) -> str:
+    """`needed` for this architecture on this device."""
+    return needed(count_parameters(architecture), processes, device.type == "cuda", available_bytes(device))

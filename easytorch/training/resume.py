@@ -1,0 +1,51 @@
+"""What a resumed run must share with the run that wrote its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from easytorch.training.config import TrainingConfig
+
+
+def fingerprint(texts: Sequence[str]) -> str:
+    """Of the documents in their order, whatever their files are called."""
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def stored_settings(config: TrainingConfig, processes: int, texts: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint stores: the settings that decide what is learnt, the content of the text, the processes."""
+    return {
+        **config.settings(),
+        "text": {"files": list(config.text), "sha256": fingerprint(texts)},
+        "processes": processes,
+    }
+
+
+def check_same(stored: dict[str, Any], now: dict[str, Any], change: Sequence[str], checkpoint: str) -> list[str]:
+    """What `change` allows to differ and does, in words. `ValueError` names everything else that differs."""
+    differing = {name: _difference(name, stored.get(name), now[name]) for name in now}
+    found = {name: words for name, words in differing.items() if words}
+    refused = [words for name, words in found.items() if name not in change]
+    if refused:
+        flags = " ".join(name for name in found if name not in ("model", "vocab_size"))
+        allow = f", or allow them with --change {flags}" if flags else ""
+        raise ValueError(
+            f"{checkpoint} was trained with other settings: {'; '.join(refused)}. Resume with its own{allow}"
+        )
+    return list(found.values())
+
+
+def _difference(name: str, stored: Any, now: Any) -> str:
+    if name == "text":
+        if stored["sha256"] == now["sha256"]:
+            return ""
+        return f"--text has other content ({', '.join(now['files'])}, and it had {', '.join(stored['files'])})"
+    if stored == now:
+        return ""
+    return f"--{name.replace('_', '-')} is {now!r}, and it had {stored!r}"
