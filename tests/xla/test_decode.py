@@ -17,8 +17,10 @@ CASES = {
     "lengths": {"lengths": LENGTHS},
     "window": {"causal": True, "sliding_window": 9, "lengths": LENGTHS},
     "everything": {
-        "mask": torch.rand(B, H, 1, S, generator=GENERATOR) > 0.3, "bias": torch.randn(1, H, 1, S, generator=GENERATOR), "softcap": 3.0,
-        "query_segment_ids": torch.zeros(B, 1, dtype=torch.int64), "key_segment_ids": torch.randint(0, 2, (B, S), generator=GENERATOR),
+        "mask": torch.rand(B, H, 1, S, generator=GENERATOR) > 0.3,
+        "bias": torch.randn(1, H, 1, S, generator=GENERATOR), "softcap": 3.0,
+        "query_segment_ids": torch.zeros(B, 1, dtype=torch.int64),
+        "key_segment_ids": torch.randint(0, 2, (B, S), generator=GENERATOR),
         "sinks": torch.randn(H, generator=GENERATOR), "softmax_scale": 0.3, "lengths": LENGTHS,
     },
 }  # fmt: skip
