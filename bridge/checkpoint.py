@@ -26,6 +26,7 @@ from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
+from easytorch.bridge.steps import at_step, step_read
 from easytorch.bridge.ties import held_apart, untied
 from easytorch.bridge.unwrap import UnwrappedReader
 
@@ -51,12 +52,23 @@ class Checkpoint(Closing):
     wait.
     """
 
-    def __init__(self, form: Format, reader: Reader, scheme: str, config: Config | None) -> None:
+    def __init__(
+        self,
+        form: Format,
+        reader: Reader,
+        scheme: str,
+        config: Config | None,
+        *,
+        weights: Reader | None = None,
+        step: str | None = None,
+    ) -> None:
+        """weights: the parameters of a tree that holds more. step: what to say of the step of a run that is read."""
         self.form = form
         self.reader = reader
         self.scheme = scheme
         self.spool = Spool()
-        self._weights = reader if form.scheme is not None else UnwrappedReader(reader)
+        self._weights = reader if weights is None else weights
+        self._step = step
         self._config = config
         self._side: SideFile | None = None
         self._torch = reader
@@ -95,7 +107,9 @@ class Checkpoint(Closing):
             raise CheckpointError("holds no tensors", file=self.reader.files[0])
         if scheme == self.scheme:
             stored = self.form.scheme is None and scheme != "flax"
-            weights = UnwrappedReader(self.reader, as_stored=True) if stored else self._weights
+            weights = (
+                self._weights.as_stored() if stored and isinstance(self._weights, UnwrappedReader) else self._weights
+            )
             return Renamed(weights, notes=self._left_out())
         if self.scheme == TORCH:
             weights = by_hub_names(self.reader, self.architecture.names)
@@ -104,7 +118,7 @@ class Checkpoint(Closing):
         if scheme != TORCH:
             return self._from_torch(torch, scheme, checked=True)
         if strict:
-            apart = held_apart(torch.reader, self.architecture, same_data(torch.reader))
+            apart = held_apart(torch.reader.tensors, self.architecture, same_data(torch.reader))
             torch.config = self._untied(replace(self.architecture, apart=apart), torch.notes, scheme)
         return torch
 
@@ -117,10 +131,26 @@ class Checkpoint(Closing):
         return content
 
     def _left_out(self) -> list[str]:
-        """A note on what stands beside the parameters in a training state."""
-        names = self._weights.left_out if isinstance(self._weights, PartialReader) else ()
-        kinds = ", ".join(sorted({name.split("/")[0] for name in names}))
-        return [f"{len(names)} arrays beside the parameters are left out ({kinds})"] if names else []
+        """Notes on which step of a run and which tree of a training state are read, and on what stands beside it."""
+        notes = [] if self._step is None else [self._step]
+        if not isinstance(self._weights, PartialReader) or not self._weights.left_out:
+            return notes
+        names, tree = self._weights.left_out, self.tree
+        wrapper = tree.rpartition("/")[0]
+        kinds = ", ".join(sorted({name.removeprefix(f"{wrapper}/").split("/")[0] for name in names}))
+        read = f"`{tree}` is read{self._own_step(wrapper)}; " if tree else ""
+        return [*notes, f"{read}{len(names)} arrays beside the parameters are left out ({kinds})"]
+
+    @property
+    def tree(self) -> str:
+        """The path of what is read of a tree that holds more than parameters."""
+        return getattr(self._weights, "tree", "")
+
+    def _own_step(self, wrapper: str) -> str:
+        """The step that a training state says it is at."""
+        name = f"{wrapper}/step" if wrapper else "step"
+        info = self.reader.tensors.get(name)
+        return f", of step {self.reader.read(name).item()}" if info is not None and info.shape == () else ""
 
     def _to_torch(self, strict: bool) -> Renamed:
         rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self._weights.tensors)
@@ -141,7 +171,7 @@ class Checkpoint(Closing):
     def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
         reader = torch.reader
         same = same_data(reader)
-        architecture = replace(self.architecture, apart=held_apart(reader, self.architecture, same))
+        architecture = replace(self.architecture, apart=held_apart(reader.tensors, self.architecture, same))
         rules = scheme_called(scheme).rules(self.needed_config, architecture, None)
         table = compile_rules((*rules, *self._buffers(reader, compile_rules(rules))))
         fill: Collection[str] = architecture.shapes if architecture.tie else ()
@@ -185,26 +215,34 @@ def open_checkpoint(
     scheme: str | None = None,
     config: str | PathLike[str] | Config | None = None,
     writable: bool = False,
+    step: int | None = None,
+    params_key: str | None = None,
 ) -> Checkpoint:
     """The checkpoint at `path`, a folder or a weight file.
+
+    step: which of a run's, the last one without. params_key: which tree of a training state (`bridge.unwrap`).
 
     scheme: whose names it carries, where they do not say it themselves. config: a config.json, the folder of one, or
     what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`.
     """
-    form, file = registry.find(path, prefer=prefer)
+    form, file = registry.find(path if step is None else at_step(path, step), prefer=prefer)
     found = config if isinstance(config, Config) else find_config(path) if config is None else read_config(Path(config))
     reader = form.open(file, writable=writable)
     try:
         if found is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
             found = Config(_folder(path) / "config.json", stated)
+        said = step_read(path, file)
         if form.scheme is not None:
-            return Checkpoint(form, reader, _given(scheme, form, file), found)
-        weights = UnwrappedReader(reader).tensors
+            if params_key is not None:
+                raise CheckpointError(f"is {form.name}, and `params_key` is for trees of arrays", file=file)
+            return Checkpoint(form, reader, _given(scheme, form, file), found, step=said)
+        unwrapped = UnwrappedReader(reader, params_key=params_key)
+        weights = unwrapped.tensors
         usual = form.usual_scheme if isinstance(form, OwnNames) else None
         chosen = recognise(weights, found, usual) if scheme is None else scheme_called(scheme)
         if found is None and (content := chosen.infer_config(weights)) is not None:
             found = Config(_folder(path) / "config.json", content)
-        return Checkpoint(form, reader, chosen.name, found)
+        return Checkpoint(form, reader, chosen.name, found, weights=unwrapped, step=said)
     except BaseException:
         reader.close()
         raise

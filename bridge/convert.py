@@ -28,6 +28,8 @@ def convert(
     resume: bool = False,
     scheme: str | None = None,
     config: str | PathLike[str] | None = None,
+    step: int | None = None,
+    params_key: str | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Writes the checkpoint `src` as `dst` in the format `to` (`registry.TARGETS`).
@@ -37,8 +39,9 @@ def convert(
     bit-exact otherwise. `verify` reads the result back, compares every tensor, and where a jax forward exists runs
     both sides on the same inputs. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme`
     names the source's naming scheme where its names do not tell it, `config` is the config.json of a source that has
-    none. `resume` goes on from the files a killed run of this very conversion had finished; an interrupted one keeps
-    them.
+    none. `step` is which step of a run to read instead of its last, `params_key` which tree of a training state instead
+    of its parameters (`ema_params`). `resume` goes on from the files a killed run of this very conversion had finished;
+    an interrupted one keeps them.
     Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
     thing; `dst` is not there then.
     """
@@ -51,7 +54,9 @@ def convert(
     with local_source(src, prefer=prefer) as source, local_destination(dst) as destination:
         if not resume:
             refuse_existing(destination)
-        with open_checkpoint(source, prefer=prefer, scheme=scheme, config=config) as checkpoint:
+        with open_checkpoint(
+            source, prefer=prefer, scheme=scheme, config=config, step=step, params_key=params_key
+        ) as checkpoint:
             conversion = Conversion(
                 checkpoint, target, dtype=dtype, shard_size=shard_size, source=source, destination=destination
             )

@@ -1,8 +1,9 @@
 """Trees of arrays in memory: what `flax.linen` and `flax.nnx` hold as torch tensors, and torch tensors as such a tree.
 
 A tree is anything nested with arrays of jax, numpy or torch at its ends: a dict, a `FrozenDict`, `{"params": ...}` with
-or without `batch_stats`, an `nnx.State`, an `nnx.Module`, a pure dict whose ends are called `value`. Flax is not
-imported: its objects are known by what they can do.
+or without `batch_stats`, an `nnx.State`, an `nnx.Module`, a pure dict whose ends are called `value`, or a state of
+training around one of them: a `TrainState` of flax or of one's own (a dataclass or a named tuple), an
+`nnx.ModelAndOptimizer`. Flax is not imported: its objects are known by what they can do.
 
 Sharing memory, `copy`: None shares with numpy arrays and never with jax's, which are immutable; True shares nothing;
 False shares wherever the layouts allow, a transposed weight being a strided view of the leaf. Then writing on one side
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
 from easytorch.bridge.plan import Plan, Step
 from easytorch.bridge.trees import flat, nested
-from easytorch.bridge.unwrap import unwrapped
+from easytorch.bridge.unwrap import Unwrapped, unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,8 @@ Framework = Literal["numpy", "jax"]
 # A jax.sharding.Sharding for all leaves, a tree of them, or what gives one for a leaf's path ("a/b/kernel"), or None.
 Shardings = Any
 
+# What `nnx.state` takes: modules, and optimizers that hold one.
+_NNX_NODES = ("flax.nnx.module.Module", "flax.nnx.pytreelib.Pytree", "flax.nnx.object.Object")
 
 # Copies wait for memory: a few at a time are as fast as it is.
 _THREADS = 4
@@ -43,18 +47,17 @@ _THREADS = 4
 class MemoryTree(Closing):
     """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.unwrap`).
 
-    as_stored: leaves them on.
+    as_stored: leaves them on. params_key: which tree of a training state, as there.
     """
 
     metadata: Mapping[str, str]
     files: tuple[Path, ...]
 
-    def __init__(self, tree: Any, *, as_stored: bool = False) -> None:
-        given = leaves_of(tree)
-        infos = {path: info_of(path, leaf) for path, leaf in given.items()}
-        names, left_out = ({path: path for path in given}, ()) if as_stored else unwrapped(infos)
-        self.left_out: tuple[str, ...] = left_out
-        self.leaves = {path: given[name] for path, name in names.items()}
+    def __init__(self, tree: Any, *, as_stored: bool = False, params_key: str | None = None) -> None:
+        given = _boxed_leaves(tree)
+        found = Unwrapped({path: path for path in given}, (), "") if as_stored else unwrapped(given, params_key)
+        self.left_out: tuple[str, ...] = found.left_out
+        self.leaves = _by_collection({path: given[name] for path, name in found.names.items()})
         self.tensors = {path: info_of(path, leaf) for path, leaf in self.leaves.items()}
         self.metadata, self.files = {}, ()
 
@@ -110,9 +113,45 @@ def placing(
     return lambda path, view: to_jax(view, path, sharding=placed(path), copy=copy is not False)
 
 
-def leaves_of(tree: Any) -> dict[str, Any]:
-    """Every array by its path, out of flax's boxes; what nnx keeps for random numbers is no weight and left out."""
-    boxed = {path: leaf for path, leaf in flat(_plain(tree)).items() if not _is_kind(leaf, "RngState")}
+def shaped_like(tree: Tree, template: Any) -> Tree:
+    """The arrays of `tree` as `nnx.update(template, ...)` takes them: `template` is an nnx module or its state.
+
+    Positions in lists are numbers there, and statistics of batches stand among the parameters. `CheckpointError` for an
+    array without a place, and for a parameter or a statistic without an array.
+    """
+    leaves = flat(tree)
+    made = _filled_like(_plain(template, keep_keys=True), "", leaves)
+    if leaves:
+        raise CheckpointError("has no place in the module that is to be filled", tensor=next(iter(leaves)))
+    return made
+
+
+def _filled_like(node: Mapping[Any, Any], path: str, leaves: dict[str, Any]) -> dict[Any, Any]:
+    """`node` with its leaves taken from `leaves`; those of random numbers, which no tree has, are left out."""
+    made: dict[Any, Any] = {}
+    for key, child in node.items():
+        here = f"{path}{key}"
+        if isinstance(child, Mapping):
+            if inside := _filled_like(child, f"{here}/", leaves):
+                made[key] = inside
+            continue
+        collection = "batch_stats" if _is_kind(child, "BatchStat") else "params"
+        name = next((name for name in (here, f"{collection}/{here}") if name in leaves), None)
+        if name is not None:
+            made[key] = leaves.pop(name)
+        elif _is_kind(child, "Param") or collection == "batch_stats":
+            raise CheckpointError("is missing, and the module that is to be filled has it", tensor=here)
+    return made
+
+
+def _boxed_leaves(tree: Any) -> dict[str, Any]:
+    """Every array by its path, in flax's boxes; what nnx keeps for random numbers is no weight and left out."""
+    leaves = flat(_plain(tree))
+    return {path: leaf for path, leaf in leaves.items() if leaf is not None and not _is_kind(leaf, "RngState")}
+
+
+def _by_collection(boxed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays in the boxes; where some are nnx's statistics of batches, by linen's collections."""
     statistics = {path for path, leaf in boxed.items() if _is_kind(leaf, "BatchStat")}
     leaves = {path: _unboxed(leaf) for path, leaf in boxed.items()}
     if not statistics:
@@ -121,24 +160,36 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     return {f"{'batch_stats' if path in statistics else 'params'}/{path}": leaf for path, leaf in leaves.items()}
 
 
-def _plain(tree: Any) -> Mapping[str, Any]:
-    if isinstance(tree, Mapping):
-        return {str(key): _plain(child) if _is_branch(child) else child for key, child in tree.items()}
-    if isinstance(tree, list | tuple):
-        return {str(place): _plain(child) if _is_branch(child) else child for place, child in enumerate(tree)}
-    if _is_module(tree):
+def _plain(tree: Any, keep_keys: bool = False) -> Mapping[Any, Any]:
+    """`tree` as nested mappings; keys are text unless `keep_keys`."""
+    children = _children(tree)
+    if children is None:
+        raise TypeError(
+            f"{type(tree).__name__} is no tree of arrays; give a dict, a TrainState, an nnx.State or an nnx.Module"
+        )
+    return {
+        key if keep_keys else str(key): child if _children(child) is None else _plain(child, keep_keys)
+        for key, child in children.items()
+    }
+
+
+def _children(value: Any) -> Mapping[Any, Any] | None:
+    """What a branch of a tree holds, by key; None for a leaf."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if any(f"{kind.__module__}.{kind.__qualname__}" in _NNX_NODES for kind in type(value).__mro__):
         from flax import nnx
 
-        return _plain(nnx.state(tree))
-    raise TypeError(f"{type(tree).__name__} is no tree of arrays; give a dict, an nnx.State or an nnx.Module")
-
-
-def _is_branch(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) or _is_module(value)
-
-
-def _is_module(value: Any) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" == "flax.nnx.module.Module" for kind in type(value).__mro__)
+        return nnx.state(value)
+    # linen's boxes are dataclasses too. Functions (`apply_fn`, `tx`) are marked as no part of the tree.
+    if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "unbox"):
+        listed = [one for one in fields(value) if one.metadata.get("pytree_node", True)]
+        return {one.name: getattr(value, one.name) for one in listed}
+    return None
 
 
 def _is_kind(leaf: Any, name: str) -> bool:

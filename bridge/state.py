@@ -16,7 +16,7 @@ from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree, tensors_of, tree_of
+from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
 from easytorch.bridge.plan import Same, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules import Rules, compile_rules
 from easytorch.bridge.schemes.registry import TORCH
@@ -47,7 +47,7 @@ def tree_to_state_dict(
 ) -> dict[str, torch.Tensor]:
     """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU."""
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
-    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_same(leaves.read))
+    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=same_arrays(leaves.read))
     return _apart(tensors_of(plan, leaves, copy=copy))
 
 
@@ -69,16 +69,19 @@ def state_dict_to_tree(
     framework: Framework = "numpy",
     shardings: Shardings = None,
     copy: bool | None = None,
+    like: Any = None,
 ) -> Tree:
     """torch tensors as a tree of arrays named as `rules` say; buffers are left out.
 
-    fill: torch names that torch may leave out as repeats and the tree must have. The others: `bridge.memory.tree_of`.
+    fill: torch names that torch may leave out as repeats and the tree must have. like: an nnx module or its state, for
+    `nnx.update` (`bridge.memory.shaped_like`). The others: `bridge.memory.tree_of`.
     """
     arrays = {name: to_numpy(tensor) for name, tensor in state_dict.items()}
     read = arrays.__getitem__
     table = compile_rules(rules)
-    plan = plan_from_torch(infos_of(arrays), table, tie=tie_word_embeddings, same=_same(read), fill=fill)
-    return tree_of(plan, read, framework=framework, shardings=shardings, copy=copy)
+    plan = plan_from_torch(infos_of(arrays), table, tie=tie_word_embeddings, same=same_arrays(read), fill=fill)
+    tree = tree_of(plan, read, framework=framework, shardings=shardings, copy=copy)
+    return tree if like is None else shaped_like(tree, like)
 
 
 def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
@@ -102,7 +105,9 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _same(read: Read) -> Same:
+def same_arrays(read: Read) -> Same:
+    """Whether two steps over what `read` gives make bit-identical tensors."""
+
     def same(one: Step, other: Step) -> bool:
         first, second = (step.run([read(name) for name in step.sources])[0] for step in (one, other))
         return identical(first, second)

@@ -6,9 +6,10 @@ for transformers 5 when it loads one. Configs are wrong about that, those of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.plan import Same, Step
 from easytorch.bridge.transforms import transform_called
 
@@ -22,22 +23,22 @@ _SCALED = frozenset(("t5", "umt5", "longt5", "switch_transformers", "pop2piano",
 _ALWAYS = (".bias", ".embed_tokens.weight")
 
 
-def held_apart(reader: Reader, architecture: Architecture, same: Same) -> frozenset[str]:
-    """Hub names of tied weights that `reader`, whose names are torch's, holds with other data than their original."""
+def held_apart(tensors: Mapping[str, TensorInfo], architecture: Architecture, same: Same) -> frozenset[str]:
+    """Hub names of the tied weights among `tensors`, by torch names, whose data is not that of their original."""
     names = architecture.names
     ties = names.model.all_tied_weights_keys
     if not ties:
         return frozenset()
     base = f"{architecture.base}."
-    stored = {name.removeprefix(base): name for name in reader.tensors}
-    stored |= {new.removeprefix(base): old for old, new in names.aliases(reader.tensors).items()}
+    stored = {name.removeprefix(base): name for name in tensors}
+    stored |= {new.removeprefix(base): old for old, new in names.aliases(tensors).items()}
     apart = set()
     for repeat, source in ties.items():
         one, other = names.hub_name(repeat), names.hub_name(source)
         if one is None or other is None:
             continue
         given = [stored.get(name.removeprefix(base)) for name in (one, other)]
-        if None not in given and not same(*(_as_stored(reader.tensors[name]) for name in given if name is not None)):
+        if None not in given and not same(*(_as_stored(tensors[name]) for name in given if name is not None)):
             apart.add(one)
     return frozenset(apart)
 
@@ -64,7 +65,7 @@ def untied(content: dict[str, Any], architecture: Architecture, scheme: str) -> 
         return None
     made = {**_nowhere(content), _KEY: False}
     # The config classes of the T5 family tie what is left even so.
-    forced = type(names.model.config).from_dict(dict(made)).tie_word_embeddings
+    forced = getattr(type(names.model.config).from_dict(dict(made)), _KEY, False)
     always = all(scheme == "flax" and name is not None and name.endswith(_ALWAYS) for name in left)
     return made if always or forced else None
 

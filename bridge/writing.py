@@ -55,4 +55,4 @@ def digest(checkpoint: Checkpoint) -> str:
     beside = sorted(file for file in folder.iterdir() if file.suffix in _TEXTS and file.is_file())
     states = [[file.name, state_of(file)] for file in (*files, folder / SIDE_FILE, *beside)]
     tensors = [[info.name, info.shape, info.dtype] for info in checkpoint.reader.tensors.values()]
-    return hashlib.sha256(json.dumps([checkpoint.scheme, states, tensors]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([checkpoint.scheme, checkpoint.tree, states, tensors]).encode()).hexdigest()

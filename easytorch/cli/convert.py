@@ -38,6 +38,10 @@ def command(
         ),
     ] = None,
     config: Annotated[str | None, typer.Option(help="config.json, or its folder, for a SRC that has none.")] = None,
+    step: Annotated[int | None, typer.Option(help="Which step of a run to read; the last without.")] = None,
+    params_key: Annotated[
+        str | None, typer.Option(help="Which tree of a training state to read, as in ema_params.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Convert a checkpoint: torch, JAX/Flax and the others, from any format to any.
@@ -73,6 +77,8 @@ def command(
             resume=resume,
             scheme=scheme,
             config=config,
+            step=step,
+            params_key=params_key,
             progress=show,
         )
     if as_json:

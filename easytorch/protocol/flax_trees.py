@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy as copies
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,12 +21,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import rename_source_key
 
 from easytorch.bridge.architecture import Architecture, architecture_like
+from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree
 from easytorch.bridge.rules import Rules, compile_rules
 from easytorch.bridge.schemes.registry import recognise, scheme_called
-from easytorch.bridge.state import state_dict_to_tree, tree_to_dtensors, tree_to_state_dict
+from easytorch.bridge.state import (
+    infos_of,
+    same_arrays,
+    state_dict_to_tree,
+    tree_to_dtensors,
+    tree_to_state_dict,
+)
+from easytorch.bridge.ties import held_apart
 from easytorch.layers.attention import INTERFACES
 from easytorch.protocol.loading import check_shapes
 
@@ -74,9 +83,11 @@ def transform_fn(
 
     def transform(state_dict: StateDict) -> Tree:
         plain = architecture.names.to_hub({name: _whole(tensor) for name, tensor in state_dict.items()})
+        arrays = {name: to_numpy(tensor) for name, tensor in plain.items()}
+        apart = held_apart(infos_of(arrays), architecture, same_arrays(arrays.__getitem__))
         return state_dict_to_tree(
             plain,
-            rules,
+            _rules(replace(architecture, apart=apart), config, scheme) if apart else rules,
             tie_word_embeddings=architecture.tie,
             fill=fill,
             framework=framework,

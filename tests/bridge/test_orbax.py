@@ -225,8 +225,8 @@ for ocdbt in (True, False):
 
 def test_training_states_give_their_parameters():
     def paths(*names):
-        found, left = unwrapped({name: TensorInfo(name, (1,), "float32") for name in names})
-        return list(found), left
+        found = unwrapped(names)
+        return list(found.names), found.left_out
 
     assert paths("params/a/kernel", "opt_state/0/mu/a/kernel", "step") == (
         ["a/kernel"],
@@ -239,6 +239,28 @@ def test_training_states_give_their_parameters():
     assert paths("model/a/kernel", "lm_head/kernel") == (["model/a/kernel", "lm_head/kernel"], ())
     assert paths("params/a", "batch_stats/a/mean")[0] == ["params/a", "batch_stats/a/mean"]
     assert paths("a/value", "b/kernel")[0] == ["a/value", "b/kernel"]
+    with_statistics = ["params/a", "batch_stats/a/mean"]
+    assert paths(*with_statistics, "opt_state/0", "step", "aux/b") == (
+        with_statistics,
+        ("opt_state/0", "step", "aux/b"),
+    )
+    for wrapper in ("state", "model", "train_state"):
+        inside = [f"{wrapper}/{name}" for name in (*with_statistics, "opt_state/0", "step")]
+        assert paths(*inside)[0] == with_statistics
+    assert paths("params/params/a", "params/batch_stats/a/mean", "step")[0] == with_statistics
+    assert paths("params/a", "batch_stats/batch_stats/a/mean", "step")[0] == with_statistics
+
+
+def test_another_tree_of_a_training_state():
+    names = ["params/a", "ema_params/a", "batch_stats/a/mean", "opt_state/0", "step"]
+    found = unwrapped(names, "ema_params")
+    assert found.names == {"params/a": "ema_params/a", "batch_stats/a/mean": "batch_stats/a/mean"}
+    assert found.left_out == ("params/a", "opt_state/0", "step") and found.read == "ema_params"
+    assert unwrapped([f"state/{name}" for name in names], "ema_params").names["params/a"] == "state/ema_params/a"
+    assert unwrapped(["ema/params/a", "params/a", "step"], "ema").names == {"a": "ema/params/a"}
+    assert unwrapped(names[:1] + names[1:2] + names[4:], "params").names == {"a": "params/a"}
+    with pytest.raises(CheckpointError, match=r"no tree called 'ema'.*its trees are batch_stats, ema_params"):
+        unwrapped(names, "ema")
 
 
 def test_conversion_from_a_training_state(tmp_path, tiny_flax, tiny_leaves):

@@ -1,0 +1,39 @@
+"""The steps of a run: folders called `100`, `step_100` or `checkpoint_100`, each with a checkpoint of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats import registry
+
+_STEP = re.compile(r"(?:^|[_-])(\d{1,18})$")
+
+
+def steps_in(path: Path) -> dict[int, Path]:
+    """The steps whose folders stand in `path`, in order."""
+    if not path.is_dir():
+        return {}
+    found = {int(match[1]): one for one in path.iterdir() if one.is_dir() and (match := _STEP.search(one.name))}
+    return dict(sorted(found.items()))
+
+
+def at_step(path: Path, step: int) -> Path:
+    """The folder of one step of the run at `path`; `CheckpointError` listing those there are otherwise."""
+    found = steps_in(path)
+    readable = [one for one, folder in found.items() if any(form.detect(folder) for form in registry.formats())]
+    if step not in readable:
+        listed = f"the steps there are {', '.join(map(str, readable))}" if readable else "there are no steps in it"
+        raise CheckpointError(f"has no step {step}; {listed}", file=path)
+    return found[step]
+
+
+def step_read(path: Path, file: Path) -> str | None:
+    """What to say of the step that `file`, which was opened for `path`, belongs to; None where it is no run's."""
+    found = steps_in(path)
+    read = next((one for one, folder in found.items() if file == folder or folder in file.parents), None)
+    if read is not None:
+        return f"step {read} is read, of {', '.join(map(str, found))}"
+    own = _STEP.search(path.name) if path.is_dir() else None
+    return None if own is None else f"step {own[1]} is read"
