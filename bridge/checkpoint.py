@@ -28,6 +28,7 @@ from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
 from easytorch.bridge.steps import at_step, step_read
 from easytorch.bridge.ties import held_apart, untied
+from easytorch.bridge.unconverted import note_on_fp8, refuse_quantized
 from easytorch.bridge.unwrap import UnwrappedReader
 
 
@@ -111,9 +112,11 @@ class Checkpoint(Closing):
                 self._weights.as_stored() if stored and isinstance(self._weights, UnwrappedReader) else self._weights
             )
             return Renamed(weights, notes=self._left_out())
+        refuse_quantized(self.needed_config.content, self.needed_config.file)
         if self.scheme == TORCH:
             weights = by_hub_names(self.reader, self.architecture.names)
-            return self._from_torch(Renamed(weights, notes=self._left_out()), scheme, checked=not strict)
+            notes = [*self._left_out(), *note_on_fp8(weights.tensors)]
+            return self._from_torch(Renamed(weights, notes=notes), scheme, checked=not strict)
         torch = self._to_torch(strict)
         if scheme != TORCH:
             return self._from_torch(torch, scheme, checked=True)

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from easytorch.bridge.unconverted import ADAPTER_CONFIG
+
 # Weights of any kind, and what belongs to a training run and not to the model.
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".ot", ".onnx", ".onnx_data", ".gguf", ".npz"),
@@ -35,7 +37,13 @@ def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) ->
         )
         for name in sorted(files):
             file = Path(parent, name)
-            if name.startswith(".") or is_weights(name) or not file.is_file() or file.resolve() in left_out:
+            if (
+                name.startswith(".")
+                or name == ADAPTER_CONFIG
+                or is_weights(name)
+                or not file.is_file()
+                or file.resolve() in left_out
+            ):
                 continue
             target = destination / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from easytorch.bridge.report import ConversionReport
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource
+from easytorch.bridge.unconverted import refuse_adapter_beside
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.writing import digest, write_files
 
@@ -37,6 +38,7 @@ class Conversion:
         source: Path,
         destination: Path,
     ) -> None:
+        refuse_adapter_beside(source)
         self._checkpoint = checkpoint
         self._target = target
         self._dtype = dtype

@@ -20,6 +20,7 @@ from easytorch.bridge.formats.t5x_folder import T5xFolder
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_dcp import TorchDcp
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
+from easytorch.bridge.unconverted import refuse_adapter
 
 # Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
 Kind = Literal["torch", "gguf", "tree"]
@@ -109,11 +110,14 @@ def find(path: Path, *, prefer: Kind | None = None) -> tuple[Format, Path]:
     """
     if not path.exists():
         raise CheckpointError("does not exist; give a checkpoint folder or a weight file", file=path)
+    if path.is_file():
+        refuse_adapter(path)
     found: dict[Kind, tuple[Format, Path]] = {}
     for form in _FORMATS.values():
         if (file := form.detect(path)) is not None:
             found.setdefault(kind_of(form), (form, file))
     if not found:
+        refuse_adapter(path)
         raise CheckpointError(f"no weights found; read here: {', '.join(_FORMATS)}", file=path)
     if prefer in found:
         return found[prefer]

@@ -76,6 +76,7 @@ def transform_fn(
 
     Weights that are `DTensor`s (FSDP, tensor parallel) are gathered one by one, so every process calls it.
     """
+    _refuse_adapters(model)
     config = _plain(model.config)
     architecture = _architecture(type(model), config, model.state_dict())
     rules = _rules(architecture, config, scheme)
@@ -153,6 +154,7 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
 
     It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
     """
+    _refuse_adapters(model)
     config = _plain(model.config)
     weights = model.state_dict(keep_vars=True)
     if copy_weights:
@@ -168,6 +170,17 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
         loaded.generation_config = copies.deepcopy(model.generation_config)
     loaded.train(model.training)
     return loaded
+
+
+def _refuse_adapters(model: Any) -> None:
+    """`TypeError` for what is no model of transformers, or one that an adapter is plugged into."""
+    if hasattr(model, "merge_and_unload") or getattr(model, "_hf_peft_config_loaded", False):
+        raise TypeError(
+            f"{type(model).__name__} has an adapter (PEFT), which has no place in the tree; pass what "
+            "`PeftModel.merge_and_unload()` returns"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{type(model).__name__} is no model of transformers; pass a PreTrainedModel")
 
 
 def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,94 @@
+"""Adapters and quantized weights are refused by name, wherever they stand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from easytorch.bridge.convert import convert
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.inspect import inspect
+from easytorch.bridge.load_tree import load_tree
+from easytorch.protocol import flax_trees
+
+SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.save_pretrained(tmp_path / "model")
+    return model
+
+
+def write_adapter(folder):
+    folder.mkdir(exist_ok=True)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.ones(2, 8)}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+
+
+@pytest.mark.parametrize("to", ["torch", "flax", "dcp"])
+def test_an_adapter_beside_its_model(llama, tmp_path, to):
+    write_adapter(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"holds an adapter.*adapter_config\.json.*merge_and_unload"):
+        convert(tmp_path / "model", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path / "model/model.safetensors", tmp_path / "alone", to=to)
+    assert not list((tmp_path / "alone").rglob("adapter*"))
+    assert (tmp_path / "alone/config.json").is_file()
+
+
+def test_an_adapter_alone(tmp_path):
+    write_adapter(tmp_path / "adapter")
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "adapter/adapter_model.safetensors").rename(tmp_path / "moved/adapter_model.safetensors")
+    places = (tmp_path / "adapter", tmp_path / "moved/adapter_model.safetensors")
+    for place in places:
+        for call in (lambda p: convert(p, tmp_path / "out", to="flax"), inspect, load_tree):
+            with pytest.raises(CheckpointError, match="is an adapter"):
+                call(place)
+
+
+def test_models_with_adapters(llama):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.get_peft_model(llama, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    for call in (flax_trees.to_flax, flax_trees.transform_fn, flax_trees.to_torch):
+        for model in (adapted, adapted.base_model):
+            with pytest.raises(TypeError, match=r"has an adapter.*merge_and_unload"):
+                call(model)
+    flax_trees.to_flax(adapted.merge_and_unload())
+    with pytest.raises(TypeError, match="Linear is no model of transformers"):
+        flax_trees.to_flax(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq", "awq"])
+def test_quantized_weights(llama, tmp_path, method):
+    config = tmp_path / "model/config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(CheckpointError, match=rf"config\.json.*`quantization_config`.*\({method}\).*dequantize"):
+        convert(tmp_path / "model", tmp_path / "out", to="flax")
+    convert(tmp_path / "model", tmp_path / "same-names", to="dcp")
+
+
+@pytest.mark.parametrize("end", ["weight.absmax", "qweight", "weight_scale_inv", "SCB", "weight_packed"])
+def test_parts_of_quantized_weights_without_a_word_in_the_config(llama, tmp_path, end):
+    file = tmp_path / "model/model.safetensors"
+    extra = {f"model.layers.0.mlp.up_proj.{end}": torch.ones(3)}
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"quantized weights.*`quantization_config`"):
+        convert(tmp_path / "model", tmp_path / "out", to="flax")
+
+
+def test_fp8_without_scales_is_said(llama, tmp_path):
+    file = tmp_path / "model/model.safetensors"
+    state = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(file).items()}
+    save_file(state, file, metadata={"format": "pt"})
+    report = convert(tmp_path / "model", tmp_path / "out", to="flax", verify=True)
+    assert any("float8_e4m3fn" in note and "quantization_config" in note for note in report.notes)
