@@ -48,6 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.contract import window_of
 from easytorch.operations.decode import ONE_QUERY
 
 Preferences = tuple[tuple[str, str], ...]
@@ -106,7 +107,7 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
             return SKIPPING_FIRST if rows >= DOCUMENT_ROWS else ATEN_ONLY
         window = get("sliding_window")
         if window is not None and get("causal") and rows >= WINDOW_ROWS:
-            left = window if isinstance(window, int) else window[0]
+            left = window_of(window)[0]
             return SKIPPING_FIRST if left is not None and 0 <= left <= keys // 2 else ATEN_ONLY
     return ATEN_ONLY
 
@@ -121,7 +122,7 @@ def _by_blocks(query: Tensor, keys: int, get: Callable[[str], Any]) -> bool:
     if get("sinks") is not None or query.dtype != torch.float32:
         return False
     window = get("sliding_window")
-    left = window[0] if isinstance(window, tuple) else window
-    if not get("causal") or left is None or rows < BLOCK_WINDOW_ROWS:
+    if not get("causal") or window is None or rows < BLOCK_WINDOW_ROWS:
         return False
-    return 0 <= left <= keys // WINDOW_SHARE
+    left = window_of(window)[0]
+    return left is not None and 0 <= left <= keys // WINDOW_SHARE

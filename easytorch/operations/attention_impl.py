@@ -7,9 +7,12 @@ from typing import Any, TypedDict, Unpack, cast
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.metadata import OperationMetadata
+
+_INFINITY = float("inf")
 
 
 class AttentionFeatures(TypedDict, total=False):
@@ -41,6 +44,23 @@ class AttentionImpl(OperationImpl):
             given.runtime_dtype is given.runtime_softmax_dtype is given.softmax_scale is None
             and given.dropout_prob == 0.0
         )
+
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # written out: it is a tenth of the dispatch of a small call
+        if len(args) != 3 or not (
+            isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and isinstance(args[2], Tensor)
+        ):
+            super().check_call(args, kwargs)
+        if kwargs:
+            get = kwargs.get
+            scale, dropout_prob, seed = get("softmax_scale"), get("dropout_prob", 0.0), get("seed")
+            if (
+                seed is not None
+                or type(dropout_prob) is not float
+                or dropout_prob != 0.0
+                or not (scale is None or (type(scale) is float and -_INFINITY < scale < _INFINITY))
+            ):
+                check_settings(scale, dropout_prob, seed)
 
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
@@ -95,5 +115,5 @@ class AttentionImpl(OperationImpl):
 
 def without_float64(features: Any) -> Any:
     """The features with a float64 bias or sinks in float32, in which XLA computes scores: jax has no wider type."""
-    wide = {name: x for name in ("bias", "sinks") if (x := features.get(name)) is not None and x.dtype == torch.float64}
-    return {**features, **{name: x.to(torch.float32) for name, x in wide.items()}} if wide else features
+    wide = [name for name in ("bias", "sinks") if getattr(features.get(name), "dtype", None) == torch.float64]
+    return {**features, **{name: features[name].to(torch.float32) for name in wide}} if wide else features

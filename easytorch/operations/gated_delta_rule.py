@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.gated_delta_rule import aten, native
+from easytorch.kernels.interop.arguments import check_scale
 from easytorch.operations.base import backend
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
@@ -43,8 +44,15 @@ class GatedDeltaRule(StateSpaceImpl):
 
         return triton_gated_delta_rule.supports(key, value, self.metadata.runtime_dtype)
 
-    def forward_native(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        return self.scaled(native.gated_delta_rule, *args, **kwargs)
+    def forward_native(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, softmax_scale: float | None = None,
+        initial_state: Tensor | None = None, use_qk_l2norm: bool = False, segment_ids: Tensor | None = None,
+        *, scale: float | None = None,
+    ) -> StateSpaceOutput:  # fmt: skip
+        return self.scaled(
+            native.gated_delta_rule, query, key, value, g, beta, softmax_scale, initial_state, use_qk_l2norm,
+            segment_ids, scale=scale,
+        )  # fmt: skip
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
@@ -70,6 +78,8 @@ class GatedDeltaRule(StateSpaceImpl):
         """The result of a path's function, its softmax_scale settled."""
         if scale is not None and softmax_scale is not None:
             raise ValueError("gated_delta_rule: scale and softmax_scale are two names of one argument; give one")
+        check_scale("gated_delta_rule", "softmax_scale", softmax_scale)
+        check_scale("gated_delta_rule", "scale", scale)
         given = (softmax_scale, scale, self.metadata.softmax_scale)
         settled = next((value for value in given if value is not None), None)
         return self.run(function, query, key, value, g, beta, settled, initial_state, use_qk_l2norm, segment_ids)

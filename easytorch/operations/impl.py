@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from easytorch.kernels.interop.arguments import described
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.base import BaseOperation
 from easytorch.operations.check import compare_with_definition
@@ -48,11 +52,14 @@ class OperationImpl(BaseOperation):
 
     falls_back = True  # to the definition; False where the name itself promises a library
     _by_path: ClassVar[bool]  # the free choice is the path of the platform: the class has no order of its own
+    _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
+    _positional: ClassVar[tuple[str, ...] | None]  # what may be given without its name; None: anything
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = (cls.choose_on, cls.choose_freely)
         cls._by_path = own == (OperationImpl.choose_on, OperationImpl.choose_freely)
+        cls._tensors, cls._positional = _signature_of(cls.forward_native)
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
@@ -102,6 +109,7 @@ class OperationImpl(BaseOperation):
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_call(args, kwargs)
         if self._free and untouched():
             run = self.shortcut(platform_of(args, kwargs), args, kwargs)
             if run is not None:
@@ -110,6 +118,28 @@ class OperationImpl(BaseOperation):
         if checking() and not torch.compiler.is_compiling():
             return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.method)(*args, **kwargs)
+
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`TypeError` for too many positional arguments and for what must be a tensor and is not.
+
+        It is asked before anything looks at a tensor; all else is for the contracts of the kernels to check.
+        """
+        given, most = len(args), self._positional
+        if most is not None and given > len(most):
+            raise TypeError(
+                f"{self.primary_name()} takes {len(most)} positional arguments ({', '.join(most)}), got {given}; give "
+                f"the others by name"
+            )
+        for place, name, optional in self._tensors:
+            if place < given:
+                value = args[place]
+            elif optional and name not in kwargs:
+                continue
+            else:
+                value = kwargs.get(name, _ABSENT)
+            if not (isinstance(value, torch.Tensor) or (optional and value is None)):
+                what = "is missing" if value is _ABSENT else f"must be a torch.Tensor, got {described(value)}"
+                raise TypeError(f"{self.primary_name()}: {name} {what}")
 
     def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """The method that `choose_freely` would choose, where nothing has to be said about it; None: ask that one.
@@ -134,6 +164,7 @@ class OperationImpl(BaseOperation):
 
     def choose(self, *args: Any, **kwargs: Any) -> Choice:
         """What this call would run and why, without running it. Raises `UnsupportedOperationError` when nothing can."""
+        self.check_call(args, kwargs)
         return self.choose_on(platform_of(args, kwargs), args, kwargs)
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
@@ -215,6 +246,9 @@ class OperationImpl(BaseOperation):
             return k, v
         return k.repeat_interleave(num_reps, dim=2), v.repeat_interleave(num_reps, dim=2)
 
+    # the name that older code knows it by
+    repeat_kv = repeat_kv_heads
+
     def create_stable_sharding(
         self,
         state_ps: PartitionSpec | None = None,
@@ -227,30 +261,55 @@ class OperationImpl(BaseOperation):
 
         state_ps: the spec to start from. preserved_indices: the dimensions that stay partitioned; the others become
         None (replicated); None keeps `state_ps` as it is. clone_ps: where the names of the kept dimensions are read
-        instead of `state_ps`. dep: None returns None. tensor: dimensions the mesh cannot divide evenly become None.
+        instead of `state_ps`, which it may stand in for. dep: a flag or a spec; without one (None, False) there is no
+        spec. tensor: the spec is fitted to it: cut to its dimensions, or filled up with None, and None where the mesh
+        lacks an axis or cannot divide the dimension evenly; () where nothing stays partitioned.
         """
-        if dep is None or state_ps is None:
+        if dep is None or dep is False:
             return None
         spec = state_ps
         if preserved_indices is not None:
             source = state_ps if clone_ps is None else clone_ps
-            length = min(len(state_ps), len(source))
-            outside = [index for index in preserved_indices if not -length <= index < length]
+            if source is None:
+                return None
+            length = len(source) if state_ps is None else len(state_ps)
+            shared = min(length, len(source))
+            outside = [index for index in preserved_indices if not -shared <= index < shared]
             if outside:
-                raise ValueError(f"preserved_indices {outside} lie outside the {length} dimensions of {source}")
-            kept = {index % len(state_ps) for index in preserved_indices}
-            spec = tuple(source[index] if index in kept else None for index in range(len(state_ps)))
-        return spec if tensor is None else self._divisible(spec, tensor)
+                raise ValueError(f"preserved_indices {outside} lie outside the {shared} dimensions of {source}")
+            kept = {index % length for index in preserved_indices}
+            spec = tuple(source[index] if index in kept else None for index in range(length))
+        return spec if tensor is None or spec is None else self._fitted(spec, tensor)
 
-    def _divisible(self, spec: PartitionSpec, tensor: torch.Tensor) -> PartitionSpec:
+    def _fitted(self, spec: PartitionSpec, tensor: torch.Tensor) -> PartitionSpec:
         sizes = mesh_axis_sizes(self.metadata.mesh)
-        fitted: list[str | tuple[str, ...] | None] = []
-        for length, axes in zip(tensor.shape, spec, strict=False):
-            parts = 1
-            for axis in (axes,) if isinstance(axes, str) else axes or ():
-                parts *= sizes.get(axis, 1)
-            fitted.append(axes if length % parts == 0 else None)
-        return tuple(fitted) + (None,) * (tensor.dim() - len(fitted))
+        fitted: list[str | tuple[str, ...] | None] = [None] * tensor.dim()
+        for dimension, (length, axes) in enumerate(zip(tensor.shape, spec, strict=False)):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            # without a mesh nothing is known of its axes
+            if not sizes or (all(name in sizes for name in names) and length % math.prod(map(sizes.get, names)) == 0):
+                fitted[dimension] = axes
+        return tuple(fitted) if any(axes is not None for axes in fitted) else ()
+
+
+_ABSENT = object()
+_TENSOR = re.compile(r"(torch\.)?Tensor|Optional|<class 'torch.Tensor'>")  # multi_latent.py's Optional is one or None
+
+
+def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str, bool], ...], tuple[str, ...] | None]:
+    """Off a method's signature: the place and name of each tensor, and whether it may be None; the names of all
+    positional arguments, None where it takes any number of them.
+    """
+    parameters = list(inspect.signature(definition).parameters.values())[1:]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return (), None
+    places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    tensors = tuple(
+        (place, p.name, p.default is None)
+        for place, p in enumerate(places)
+        if _TENSOR.fullmatch(str(p.annotation).removesuffix(" | None"))
+    )
+    return tensors, tuple(p.name for p in places)
 
 
 def mesh_axis_sizes(mesh: Any) -> dict[str, int]:

@@ -56,7 +56,9 @@ class Linear(OperationImpl):
 
     @backend("aten")
     def forward_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(*self._cast(x, weight, bias))
+        x, weight, bias = self._cast(x, weight, bias)
+        native.check_tensors(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     @backend("aten")
     def forward_tpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

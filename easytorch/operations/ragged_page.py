@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from easytorch.kernels.interop.arguments import check_scale
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.ragged_page import grouped, native, opaque
@@ -51,6 +52,10 @@ class PagedImpl(OperationImpl):
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
         return super().choose_on(platform, args, kwargs)
+
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().check_call(args, kwargs)
+        check_scale(self.primary_name(), "softmax_scale", kwargs.get("softmax_scale"))
 
     def refuse(self, features: Any) -> None:
         """`UnsupportedOperationError` for a feature that an operation over pages does not have."""

@@ -126,6 +126,7 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         **features: Any,
     ) -> AttentionOutput:
         """The output of `kernel`, whose arguments are those of the operation."""
+        latent_pages = paged.checked_pages(latent_pages)
         output = kernel(
             *self._cast_all(query, query_rope, latent_pages), context_lens, block_tables, query_start_loc, num_seqs,
             *self._cast_all(up_key, up_value), **self.settle(features),

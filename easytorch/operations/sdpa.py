@@ -26,6 +26,9 @@ class SdpaAttention(AttentionImpl):
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
+        get = features.get
+        if get("softcap") is get("sinks") is get("bias") is get("seed") is None:
+            return None  # as of most calls, and sooner than by handing on every keyword
         return aten.supports(query, key, value, **features)
 
     def forward_native(

@@ -31,7 +31,7 @@ def supports(
         return "ATen has no sinks"
     if seed is not None and dropout_prob > 0.0:
         return "ATen draws its own dropout mask and takes no seed"
-    if bias is not None and bias.dtype != query.dtype and query.device.type == "cuda":
+    if bias is not None and not query.is_cpu and bias.dtype != query.dtype and query.device.type == "cuda":
         return f"ATen's CUDA kernels take a bias in the query's dtype {query.dtype}, not {bias.dtype}"
     return None
 

@@ -25,6 +25,17 @@ import functools
 
 import torch
 
+from easytorch.kernels.interop import arguments
+from easytorch.kernels.interop.arguments import (
+    FLOATS,
+    check_integer,
+    check_number,
+    check_scale,
+    described,
+    floating,
+    is_integer,
+    together,
+)
 from easytorch.kernels.interop.torch_func import eager
 
 Window = tuple[int | None, int | None]
@@ -32,12 +43,15 @@ Window = tuple[int | None, int | None]
 # Numbers up to which a band is kept for the next call: 64 bands take 4 MB at most. To form one takes 30 us, twice the
 # time of a small attention.
 KEPT = 2**16
+_FARTHEST = 2**30
 
 
 def check_tensors(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[int, int, int, int, int, int, int]:
-    """(B, T, S, H, K, D, Dv) of a call, or a `ValueError` that names the tensor that does not fit."""
+    """(B, T, S, H, K, D, Dv) of a call, or an error that names the tensor that does not fit."""
+    if not (together(query, key) and together(query, value)):
+        arguments.check_tensors("attention", query=query, key=key, value=value)
     q, k, v = query.shape, key.shape, value.shape
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
         raise ValueError(f"attention takes (batch, seq, heads, head_dim) tensors, got {_shapes(query, key, value)}")
@@ -48,12 +62,15 @@ def check_tensors(
             f"attention: batch, key length, key/value heads or head_dim differ: {_shapes(query, key, value)}; expected "
             f"query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv)"
         )
-    if kv_heads == 0 or heads % kv_heads:
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise ValueError(f"attention: the {heads} query heads are not a multiple of the {kv_heads} key/value heads")
-    if query.dtype != key.dtype or query.dtype != value.dtype:
+    dtype = query.dtype
+    if dtype != key.dtype or dtype != value.dtype or dtype not in FLOATS:
         raise ValueError(
-            f"attention: query, key, value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+            f"attention: query, key, value must be floating, of one dtype, got {dtype}, {key.dtype}, {value.dtype}"
         )
+    if dim == 0:
+        raise ValueError(f"attention: head_dim must be at least 1, got {_shapes(query, key, value)}")
     return batch, length, keys, heads, kv_heads, dim, value_dim
 
 
@@ -68,16 +85,25 @@ def check_features(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dropout_prob: float = 0.0,
+    keys: int | None = None,
 ) -> None:
-    """`ValueError` where a mask, bias, segment ids, sinks, softcap or dropout probability does not fit the call."""
+    """An error where a mask, bias, segment ids, sinks, softcap or dropout probability does not fit the call.
+
+    keys: how many there are, where `key` holds a part of them.
+    """
     batch, length, heads = query.shape[:3]
-    keys = key.shape[1]
+    keys = key.shape[1] if keys is None else keys
+    if not (mask is bias is query_segment_ids is key_segment_ids is sinks is None):
+        arguments.check_tensors(
+            "attention", query=query, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
+            key_segment_ids=key_segment_ids, sinks=sinks,
+        )  # fmt: skip
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"attention: mask must be boolean (True attends), got {mask.dtype}; pass scores as bias")
         _check_broadcast("mask", mask, (batch, heads, length, keys))
     if bias is not None:
-        if not bias.is_floating_point():
+        if not floating(bias):
             raise ValueError(f"attention: bias must be floating, got {bias.dtype}; pass booleans as mask")
         _check_broadcast("bias", bias, (batch, heads, length, keys))
     if (query_segment_ids is None) != (key_segment_ids is None):
@@ -85,26 +111,69 @@ def check_features(
     if query_segment_ids is not None and key_segment_ids is not None:
         _check_shape("query_segment_ids", query_segment_ids, (batch, length))
         _check_shape("key_segment_ids", key_segment_ids, (batch, keys))
+        for name, ids in (("query_segment_ids", query_segment_ids), ("key_segment_ids", key_segment_ids)):
+            if ids.is_floating_point() or ids.is_complex():
+                raise ValueError(f"attention: {name} must be integers, got {ids.dtype}")
     if sinks is not None:
         _check_shape("sinks", sinks, (heads,))
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"attention: softcap must be positive, got {softcap}; None means no cap")
-    if not 0.0 <= dropout_prob < 1.0:
+        if not floating(sinks):
+            raise ValueError(f"attention: sinks must be floating, got {sinks.dtype}")
+    check_softcap("attention", softcap)
+    check_dropout(dropout_prob)
+
+
+def check_softcap(operation: str, softcap: float | None) -> None:
+    """An error for a softcap that is not a positive number; None is none."""
+    if softcap is None:
+        return
+    check_number(operation, "softcap", softcap)
+    if not 0 < softcap < float("inf"):
+        raise ValueError(f"{operation}: softcap must be positive and finite, got {softcap}; None means no cap")
+
+
+def check_dropout(dropout_prob: float) -> None:
+    """An error for a probability outside [0, 1)."""
+    if type(dropout_prob) is not float:
+        check_number("attention", "dropout_prob", 2.0 if dropout_prob is None else dropout_prob)
+    if dropout_prob is None or not 0.0 <= dropout_prob < 1.0:
         raise ValueError(f"attention: dropout_prob must be in [0, 1), got {dropout_prob}")
+
+
+def check_settings(softmax_scale: float | None, dropout_prob: float, seed: int | torch.Tensor | None) -> None:
+    """An error for a scale, a dropout probability or a seed that no attention takes, whatever its tensors."""
+    check_scale("attention", "softmax_scale", softmax_scale)
+    check_dropout(dropout_prob)
+    if not isinstance(seed, torch.Tensor):
+        check_integer("attention", "seed", seed)
+    elif seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
+        raise ValueError(f"attention: seed must hold one integer, got {seed.dtype} {tuple(seed.shape)}")
+    elif seed.device.type == "meta":
+        raise ValueError("attention: seed is on meta, which holds no number; move it to the CPU")
 
 
 def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Window:
     """(left, right), None meaning unbounded on that side. -1 is accepted for None, as in flash-attn."""
     if sliding_window is None:
         return None, None
-    if isinstance(sliding_window, int):
+    if is_integer(sliding_window):
         if sliding_window < 1:
             raise ValueError(f"attention: sliding_window must be at least 1, got {sliding_window}")
-        return sliding_window - 1, sliding_window - 1
-    left, right = (None if side is None or side == -1 else int(side) for side in sliding_window)
+        return _bounded(sliding_window - 1), _bounded(sliding_window - 1)
+    pair = isinstance(sliding_window, tuple | list) and len(sliding_window) == 2
+    if not pair or not all(side is None or is_integer(side) for side in sliding_window):
+        raise TypeError(
+            f"attention: sliding_window must be an integer, or a pair (left, right) of integers or None, got "
+            f"{described(sliding_window)}"
+        )
+    left, right = (None if side is None or side == -1 else side for side in sliding_window)
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"attention: sliding_window sides must be None, -1 or at least 0, got {sliding_window}")
-    return left, right
+    return _bounded(left), _bounded(right)
+
+
+def _bounded(side: int | None) -> int | None:
+    """A side beyond any sequence is None: the kernels hold positions in 32 bits."""
+    return None if isinstance(side, int) and side >= _FARTHEST else side
 
 
 def band_of(causal: bool, sliding_window: int | tuple[int | None, int | None] | None) -> Window:

@@ -24,6 +24,7 @@ from torch import Tensor
 from easytorch.kernels.attention import blocked
 from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.kernels.interop.arguments import check_integer, check_tensors
 
 Attend = Callable[..., Tensor]
 
@@ -185,20 +186,29 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None,
     max_seqlen_k: int | None, features: dict[str, Any],
 ) -> tuple[list[int], list[int]] | None:  # fmt: skip
-    """The lengths of queries and keys where they are known to the host; `ValueError` for what does not fit."""
+    """The lengths of queries and keys where they are known to the host; an error for what does not fit."""
+    check_tensors("attention", query=query, key=key, value=value)
     for name in ("mask", "bias", "query_segment_ids", "key_segment_ids"):
         if features.pop(name, None) is not None:
             raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_k already say who sees whom: {name} must be None")
     if any(x.dim() != 4 or x.shape[0] != 1 for x in (query, key, value)):
         raise ValueError(
             f"attention: with cu_seqlens the tokens are packed in one row, (1, tokens, heads, head_dim) or (tokens, "
-            f"heads, head_dim); got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            f"heads, head_dim); got query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         )
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(ends, Tensor) or ends.dim() != 1 or ends.is_floating_point() or ends.shape[0] < 2:
+        check_tensors("attention", **{name: ends})
+        if ends is None or ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64) or ends.shape[0] < 2:
+            given = ends if ends is None else f"{tuple(ends.shape)} of {ends.dtype}"
             raise ValueError(
-                f"attention: {name} must be an integer tensor (sequences + 1,) of at least one sequence, got {ends!r}"
+                f"attention: {name} must be an integer tensor (sequences + 1,) of at least one sequence, got {given}"
             )
+        if ends.device.type == "meta" and query.device.type != "meta":
+            raise ValueError(f"attention: {name} is on meta, which holds no numbers; move it to {query.device}")
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        check_integer("attention", name, longest)
+        if isinstance(longest, int) and longest < 0:
+            raise ValueError(f"attention: {name} must not be negative, got {longest}")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"attention: cu_seqlens_q has {cu_seqlens_q.shape[0] - 1} sequences, cu_seqlens_k "

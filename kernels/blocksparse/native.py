@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from easytorch.kernels.attention import contract as attention_contract
 from easytorch.kernels.attention import native
+from easytorch.kernels.interop.arguments import bounds, check_integer, check_tensors
 
 
 def attention(
@@ -31,8 +33,8 @@ def attention(
 
     `features` are the other arguments of kernels/attention/native.py.
     """
+    length, keys = attention_contract.check_tensors(query, key, value)[1:3]
     check_structure(query, chunk_size, prefix_length)
-    length, keys = query.shape[1], key.shape[1]
     column = torch.arange(keys, device=query.device)
     own = torch.arange(length, device=query.device)[:, None] + keys - length
     parts = [] if mask is None else [mask]
@@ -49,14 +51,22 @@ def attention(
 
 
 def check_structure(query: torch.Tensor, chunk_size: int | None, prefix_length: int | torch.Tensor | None) -> None:
-    """`ValueError` where `chunk_size` or `prefix_length` does not fit the call."""
+    """An error where `chunk_size` or `prefix_length` does not fit the call."""
+    check_integer("attention", "chunk_size", chunk_size)
+    if not isinstance(prefix_length, torch.Tensor):
+        check_integer("attention", "prefix_length", prefix_length)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"attention: chunk_size must be at least 1, got {chunk_size}; None means no chunks")
     if isinstance(prefix_length, torch.Tensor):
-        if prefix_length.is_floating_point() or prefix_length.shape not in ((), (query.shape[0],)):
+        check_tensors("attention", query=query, prefix_length=prefix_length)
+        integers = prefix_length.dtype in (torch.int32, torch.int64)
+        if not integers or prefix_length.shape not in ((), (query.shape[0],)):
             raise ValueError(
                 f"attention: prefix_length must be an int or integers ({query.shape[0]},), got "
                 f"{prefix_length.dtype} {tuple(prefix_length.shape)}"
             )
+        limits = bounds(prefix_length)
+        if limits is not None and limits[0] < 0:
+            raise ValueError(f"attention: prefix_length must not be negative, got {prefix_length.tolist()}")
     elif prefix_length is not None and prefix_length < 0:
         raise ValueError(f"attention: prefix_length must be at least 0, got {prefix_length}; None means no prefix")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from easytorch.kernels.interop.arguments import check_tensors
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.recurrence.arguments import check_segments, check_sequence, check_shapes, wide_dtype
 
@@ -69,13 +70,17 @@ def check_arguments(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, initial_state: torch.Tensor | None,
     activation: str | None, segment_ids: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """`ValueError` for shapes that do not fit the definition, and for an unknown activation."""
+    """An error for tensors that do not fit the definition, and for an unknown activation."""
+    check_tensors("causal_conv1d", x=x, weight=weight, bias=bias, initial_state=initial_state, segment_ids=segment_ids)
     check_sequence("causal_conv1d", "x", x, "B, T, C")
     batch, length, channels = x.shape
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] == 0:
         raise ValueError(f"causal_conv1d: weight must be ({channels}, W), got {tuple(weight.shape)}")
     state = (batch, channels, weight.shape[1] - 1)
-    check_shapes("causal_conv1d", bias=(bias, (channels,)), initial_state=(initial_state, state))
+    check_shapes(
+        "causal_conv1d", weight=(weight, tuple(weight.shape)), bias=(bias, (channels,)),
+        initial_state=(initial_state, state),
+    )  # fmt: skip
     check_segments("causal_conv1d", segment_ids, (batch, length))
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation must be None, 'silu' or 'swish', got {activation!r}")

@@ -13,7 +13,7 @@ from easytorch.kernels.interop.torch_func import eager
 _WIDE = (torch.float32, torch.float64)
 
 
-def supports(softcap: float | None, z_loss: float) -> str | None:
+def supports(softcap: float | None, z_loss: float | None) -> str | None:
     """None when ATen has what the call asks for, else the reason why not."""
     if softcap is not None:
         return "ATen has no softcap"
@@ -34,11 +34,11 @@ def cross_entropy(
 
     Raises `ValueError` for what `supports` refuses, and for arguments that do not fit.
     """
-    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction)
+    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)
     reason = supports(softcap, z_loss)
     if reason is not None:
         raise ValueError(f"cross_entropy: {reason}")
-    check_logits(logits)
+    check_logits(logits, labels)
     wide = logits if logits.dtype in _WIDE else logits.to(torch.float32)
     if labels.dim() != 1:
         wide = wide.reshape(-1, logits.shape[-1])

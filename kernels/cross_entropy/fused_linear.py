@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from easytorch.kernels.cross_entropy import aten, chunk
 from easytorch.kernels.cross_entropy.native import check_arguments, check_linear, counted, cross_entropy
+from easytorch.kernels.interop.arguments import check_integer
 from easytorch.kernels.interop.torch_func import eager, transforming
 
 # Logits of one chunk: 128 MiB in float32, and still 256 rows of a vocabulary of 128k, enough to keep a matmul busy.
@@ -45,9 +46,11 @@ def fused_linear_cross_entropy(
     "triton", which computes the losses and gradients of a chunk's logits. Not differentiable twice. Raises `ValueError`
     for what does not fit. Few logits are formed whole, unless there is a chunk_size, and all under `torch.func`.
     """
-    check_linear(hidden, weight, bias)
+    check_linear(hidden, weight, bias, labels)
     vocabulary = weight.shape[0]
-    check_arguments((*hidden.shape[:-1], vocabulary), labels, label_smoothing, softcap, z_loss, reduction)
+    shape = (*hidden.shape[:-1], vocabulary)
+    check_arguments(shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)
+    check_integer("fused_linear_cross_entropy", "chunk_size", chunk_size)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None to choose, got {chunk_size}")
     if transforming() or (chunk_size is None and _is_small(hidden, labels.numel() * vocabulary)):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from easytorch.kernels.interop.arguments import bounds, check_integer, check_number, check_tensors, described, floating
+
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -27,11 +29,10 @@ def cross_entropy(
     With z = softcap * tanh(logits / softcap) and lse = logsumexp(z), a row loses
     lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z) + z_loss * lse^2, computed in the loss's dtype.
     Rows labelled `ignore_index` lose nothing. reduction: "mean" over the other rows (0 where there is none), "sum", or
-    "none", the shape of the labels. Raises `ValueError` for what `check_arguments` refuses, and torch's own error for a
-    label outside [0, V).
+    "none", the shape of the labels. Raises an error for what `check_arguments` refuses.
     """
-    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction)
-    check_logits(logits)
+    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)
+    check_logits(logits, labels)
     z = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -68,7 +69,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """hidden (..., D), weight (V, D), bias (V,), labels (...): `cross_entropy` of hidden @ weight.T + bias."""
-    check_linear(hidden, weight, bias)
+    check_linear(hidden, weight, bias, labels)
     return cross_entropy(
         F.linear(hidden, weight, bias), labels, ignore_index=ignore_index, label_smoothing=label_smoothing,
         softcap=softcap, z_loss=z_loss, reduction=reduction,
@@ -87,13 +88,16 @@ def counted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return (labels != ignore_index).sum().clamp(min=1)
 
 
-def check_logits(logits: torch.Tensor) -> None:
-    if not logits.is_floating_point():
+def check_logits(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """An error for logits that are not floating, or elsewhere than the labels."""
+    check_tensors("cross_entropy", logits=logits, labels=labels)
+    if not floating(logits):
         raise ValueError(f"cross_entropy takes floating logits, got {logits.dtype}")
 
 
-def check_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """`ValueError` unless hidden (..., D), weight (V, D) and bias (V,) fit and are floating, of one dtype."""
+def check_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> None:
+    """An error unless hidden (..., D), weight (V, D) and bias (V,) fit and are floating, of one dtype."""
+    check_tensors("fused_linear_cross_entropy", hidden=hidden, weight=weight, bias=bias, labels=labels)
     fits = weight.dim() == 2 and hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[1]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         given = "no bias" if bias is None else f"bias {tuple(bias.shape)}"
@@ -102,7 +106,7 @@ def check_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
             f"{tuple(hidden.shape)}, weight {tuple(weight.shape)} and {given}"
         )
     dtypes = {tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}
-    if len(dtypes) > 1 or not hidden.is_floating_point():
+    if len(dtypes) > 1 or not floating(hidden):
         raise ValueError(
             f"fused_linear_cross_entropy: hidden, weight and bias must be floating, of one dtype, got "
             f"{', '.join(sorted(map(str, dtypes)))}; cast them, or call it under autocast"
@@ -111,9 +115,13 @@ def check_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def check_arguments(
     shape: torch.Size | tuple[int, ...], labels: torch.Tensor, label_smoothing: float, softcap: float | None,
-    z_loss: float, reduction: str,
+    z_loss: float, reduction: str, ignore_index: int,
 ) -> None:  # fmt: skip
-    """`ValueError` for what does not fit logits of `shape` (..., V), or is out of its range."""
+    """An error for what does not fit logits of `shape` (..., V), or is out of its range.
+
+    That a label is in 0..V-1, or `ignore_index`, is checked where labels are at hand (`interop/arguments.py`).
+    """
+    check_tensors("cross_entropy", labels=labels)
     if (
         len(shape) == 0
         or shape[-1] == 0
@@ -124,11 +132,24 @@ def check_arguments(
             f"cross_entropy takes logits (..., V), V at least 1, and labels (...) of int32 or int64, got logits "
             f"{tuple(shape)} and labels {tuple(labels.shape)} of {labels.dtype}"
         )
+    for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
+        if number is None and name != "softcap":
+            raise TypeError(f"cross_entropy: {name} must be a number, got None")
+        check_number("cross_entropy", name, number)
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
-    if not z_loss >= 0.0:
-        raise ValueError(f"z_loss must not be negative, got {z_loss}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        raise ValueError(f"cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        raise ValueError(f"cross_entropy: softcap must be positive and finite, or None for no cap, got {softcap}")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"cross_entropy: z_loss must not be negative, nor infinite, got {z_loss}")
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {described(reduction)}")
+    check_integer("cross_entropy", "ignore_index", 0.0 if ignore_index is None else ignore_index)
+    limits = bounds(labels)
+    if limits is not None and not 0 <= limits[0] <= limits[1] < shape[-1]:
+        limits = bounds(labels[labels != ignore_index])
+        if limits is not None and not 0 <= limits[0] <= limits[1] < shape[-1]:
+            raise ValueError(
+                f"cross_entropy: labels must be in 0..{shape[-1] - 1} or ignore_index = {ignore_index}, got "
+                f"{limits[0]} to {limits[1]}"
+            )

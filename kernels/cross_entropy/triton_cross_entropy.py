@@ -33,8 +33,8 @@ def cross_entropy(
     A label outside [0, V) that is not `ignore_index` gives NaN. Not differentiable twice. Raises `ValueError` for what
     `supports` refuses, and for arguments that do not fit.
     """
-    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction)
-    check_logits(logits)
+    check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)
+    check_logits(logits, labels)
     reason = supports(logits)
     if reason is not None:
         raise ValueError(f"triton cross_entropy: {reason}")

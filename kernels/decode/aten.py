@@ -101,7 +101,7 @@ def decode(
     """
     batch, keys, *_ = check_decode(
         query, key, value, lengths, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks,
+        key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
     )  # fmt: skip
     if (reason := supports(query, key, value, dropout_prob=dropout_prob)) is not None:
         raise NotImplementedError(reason)
@@ -124,8 +124,6 @@ def decode(
     if lengths is None and at_once:
         return _attend(query, key, value, keys, features, free)
     ends = [keys] * batch if lengths is None else lengths.tolist()
-    if not all(0 <= end <= keys for end in ends):
-        raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {ends}")
     if at_once and len(set(ends)) <= 1:
         return _attend(query, key, value, ends[0] if ends else keys, features, free)
     # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores

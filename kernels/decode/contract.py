@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import check_features, check_tensors
+from easytorch.kernels.interop.arguments import bounds
+from easytorch.kernels.interop.arguments import check_tensors as check_devices
 
 
 def not_one_query(query: Tensor) -> str | None:
@@ -25,15 +27,23 @@ def not_one_query(query: Tensor) -> str | None:
 def check_decode(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, **features: Any
 ) -> tuple[int, int, int, int, int, int]:
-    """(B, S, H, K, D, Dv) of a call, or a `ValueError` that names what does not fit. features: of `check_features`."""
+    """(B, S, H, K, D, Dv) of a call, or an error that names what does not fit. features: of `check_features`.
+
+    What `lengths` holds is checked where it is at hand (`interop/arguments.py`): kernels on other devices take a length
+    beyond 0..S for the nearest of them.
+    """
     batch, _, keys, heads, kv_heads, dim, value_dim = check_tensors(query, key, value)
     if (reason := not_one_query(query)) is not None:
         raise ValueError(reason)
     if features:
         check_features(query, key, **features)
     if lengths is not None:
+        check_devices("decode", query=query, lengths=lengths)
         if lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"decode: lengths must be int32 or int64, got {lengths.dtype}")
         if lengths.shape != (batch,):
             raise ValueError(f"decode: lengths must be {(batch,)}, one a sequence, got {tuple(lengths.shape)}")
+        limits = bounds(lengths)
+        if limits is not None and not 0 <= limits[0] <= limits[1] <= keys:
+            raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {lengths.tolist()}")
     return batch, keys, heads, kv_heads, dim, value_dim

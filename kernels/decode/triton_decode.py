@@ -65,7 +65,7 @@ def decode(
     """
     dim = check_decode(
         query, key, value, lengths, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks,
+        key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
     )[4]  # fmt: skip
     if (reason := supports(query, key, value, bias=bias, sinks=sinks, dropout_prob=dropout_prob)) is not None:
         raise ValueError(f"triton decode: {reason}")

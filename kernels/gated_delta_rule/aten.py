@@ -48,12 +48,12 @@ def _step(
     """One token, T = 1: (B, H, heads of a key, ...)."""
     batch, _, heads, key_width, value_heads, value_width = sizes
     grouped = (batch, heads, value_heads // heads)
-    state = g.exp().view(*grouped, 1, 1) * state.view(*grouped, key_width, value_width)
-    read = key.view(batch, heads, 1, 1, key_width) @ state
-    change = beta.view(*grouped, 1, 1) * (value.reshape(*grouped, 1, value_width) - read)
-    state = torch.addcmul(state, key.view(batch, heads, 1, key_width, 1), change)
-    outputs = query.view(batch, heads, 1, 1, key_width) @ state
-    return outputs.view(value.shape), state.view(batch, value_heads, key_width, value_width)
+    state = g.exp().reshape(*grouped, 1, 1) * state.reshape(*grouped, key_width, value_width)
+    read = key.reshape(batch, heads, 1, 1, key_width) @ state
+    change = beta.reshape(*grouped, 1, 1) * (value.reshape(*grouped, 1, value_width) - read)
+    state = torch.addcmul(state, key.reshape(batch, heads, 1, key_width, 1), change)
+    outputs = query.reshape(batch, heads, 1, 1, key_width) @ state
+    return outputs.reshape(value.shape), state.reshape(batch, value_heads, key_width, value_width)
 
 
 def chunks(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_tensors
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.recurrence.arguments import check_segments, check_sequence, check_shapes, wide_dtype
 
@@ -86,7 +87,11 @@ def check_arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor | None, segment_ids: torch.Tensor | None,
 ) -> Sizes:  # fmt: skip
-    """The sizes of a call; `ValueError` for shapes that do not fit the definition."""
+    """The sizes of a call; an error for tensors that do not fit the definition."""
+    check_tensors(
+        "gated_delta_rule", value=value, query=query, key=key, g=g, beta=beta, initial_state=initial_state,
+        segment_ids=segment_ids,
+    )  # fmt: skip
     check_sequence("gated_delta_rule", "query", query, "B, T, H, Dk")
     check_sequence("gated_delta_rule", "value", value, "B, T, Hv, Dv")
     batch, length, heads, key_width = query.shape

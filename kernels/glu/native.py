@@ -6,6 +6,9 @@ import math
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_tensors as check_devices
+from easytorch.kernels.interop.arguments import floating, together
+
 APPROXIMATIONS = ("none", "tanh")
 
 
@@ -35,8 +38,10 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
 
 
 def check_tensors(name: str, gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> None:
-    """`ValueError` for tensors that are not floating (..., N) of one shape and dtype, and an unknown approximation."""
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() == 0 or not gate.is_floating_point():
+    """An error for tensors that are not floating (..., N) of one shape and dtype, and an unknown approximation."""
+    if not together(gate, up):
+        check_devices(name, gate=gate, up=up)
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() == 0 or not floating(gate):
         raise ValueError(
             f"{name} takes two floating tensors (..., N) of one shape and dtype, got {tuple(gate.shape)} of "
             f"{gate.dtype} and {tuple(up.shape)} of {up.dtype}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from easytorch.kernels.interop.arguments import bounds, check_tensors, floating
+
 
 def grouped_matmul(
     x: torch.Tensor,
@@ -40,7 +42,11 @@ def grouped_matmul(
 def check_arguments(
     x: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> None:
-    """`ValueError` unless the shapes fit, x, weight and bias are floating of one dtype and the sizes are integers."""
+    """An error unless all shapes fit, x, weight and bias are floating of one dtype and the sizes are integers.
+
+    Sizes that are negative or sum to more than M are an error too, where they are at hand (`interop/arguments.py`).
+    """
+    check_tensors("grouped_matmul", x=x, weight=weight, group_sizes=group_sizes, bias=bias)
     stored = "(E, N, K)" if transposed else "(E, K, N)"
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2 if transposed else 1]
     experts, width = (weight.shape[0], weight.shape[1 if transposed else 2]) if fits else (0, 0)
@@ -48,13 +54,20 @@ def check_arguments(
         given = "no bias" if bias is None else f"bias {tuple(bias.shape)}"
         raise ValueError(
             f"grouped_matmul takes x (M, K), weight {stored}, group_sizes (E,) and bias (E, N), got x {tuple(x.shape)},"
-            f" weight {tuple(weight.shape)}, group_sizes {tuple(group_sizes.shape)} and {given}"
+            f" weight {tuple(weight.shape)}, group_sizes {tuple(group_sizes.shape)}, {given} "
+            f"and transposed={bool(transposed)}"
         )
     if group_sizes.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"grouped_matmul: group_sizes must be int32 or int64, got {group_sizes.dtype}")
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    if len(dtypes) > 1 or not x.is_floating_point():
+    if len(dtypes) > 1 or not floating(x):
         raise ValueError(
             f"grouped_matmul: x, weight and bias must be floating, of one dtype, got "
             f"{', '.join(sorted(map(str, dtypes)))}; cast them, or call it under autocast"
+        )
+    limits = bounds(group_sizes)
+    if limits is not None and (limits[0] < 0 or int(group_sizes.sum()) > x.shape[0]):
+        raise ValueError(
+            f"grouped_matmul: group_sizes must not be negative nor sum to more than the {x.shape[0]} rows of x, got "
+            f"{group_sizes.tolist()}"
         )

@@ -24,7 +24,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     On the CPU ATen sums the gradients of a 16-bit call's weight and bias in 16 bits, whatever their own dtype: 0.5% off
     at 4096 rows of float16, 5% of bfloat16 (torch 2.13). Here they are summed in float32.
     """
-    check_tensors(x, weight, bias)
+    check_tensors(x, weight, bias, eps)
     shape = x.shape[-1:]
     same = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
     if same and (x.dtype.itemsize > 2 or not recording(weight, bias) or x.numel() <= FEW_ROWS * shape[0]):

@@ -21,7 +21,7 @@ def layer_norm(
 
     Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
     """
-    check_tensors(x, weight, bias)
+    check_tensors(x, weight, bias, eps)
     reason = supports(x, weight, bias)
     if reason is not None:
         raise ValueError(f"triton layer_norm: {reason}")

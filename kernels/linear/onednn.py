@@ -64,6 +64,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() == 0 or weight.numel() == 0:  # oneDNN gives what it finds in memory for K = 0
         return F.linear(x, weight, bias)
+    if bias is not None:
+        bias = bias.contiguous()  # it reads N numbers in a row, whatever the stride says
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

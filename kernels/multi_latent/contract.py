@@ -28,6 +28,9 @@ from typing import NamedTuple
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_tensors as check_devices
+from easytorch.kernels.interop.arguments import floating
+
 
 class Sizes(NamedTuple):
     heads: int
@@ -45,7 +48,16 @@ def check_widths(
     up_key: torch.Tensor | None,
     up_value: torch.Tensor | None,
 ) -> Sizes:
-    """The widths, equal for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or a `ValueError`."""
+    """The widths, equal for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or an error."""
+    check_devices(
+        "multi_latent", query=query, query_rope=query_rope, latent=latent, key_rope=key_rope, up_key=up_key,
+        up_value=up_value,
+    )  # fmt: skip
+    if query.dim() < 2 or query_rope.dim() < 2 or latent.dim() < 2 or key_rope.dim() < 2:
+        raise ValueError(
+            f"multi_latent: expected query (..., H, Dn), query_rope (..., H, R), latent (..., L), key_rope (..., R), "
+            f"got {_shape(query)}, {_shape(query_rope)}, {_shape(latent)} and {_shape(key_rope)}"
+        )
     heads, dim = query.shape[-2:]
     rope, width = query_rope.shape[-1], latent.shape[-1]
     given = [x for x in (query, query_rope, latent, key_rope, up_key, up_value) if x is not None]
@@ -62,8 +74,10 @@ def check_widths(
         problem = f"up_key must be (H, Dn, L) = ({heads}, {dim}, {width})"
     elif up_value is not None and (up_value.dim() != 3 or (up_value.shape[0], up_value.shape[2]) != (heads, width)):
         problem = f"up_value must be (H, Dv, L) = ({heads}, Dv, {width})"
-    elif any(x.dtype != query.dtype for x in given):
-        problem = f"all tensors must have one dtype, got {', '.join(str(x.dtype) for x in given)}"
+    elif any(x.dtype != query.dtype for x in given) or not floating(query):
+        problem = f"all tensors must be floating, of one dtype, got {', '.join(str(x.dtype) for x in given)}"
+    elif dim + rope == 0 or heads == 0:
+        problem = "there must be a head, and a number in it"
     if problem is not None:
         raise ValueError(
             f"multi_latent: {problem}: query {tuple(query.shape)}, query_rope {tuple(query_rope.shape)}, latent "
@@ -81,7 +95,8 @@ def check_tensors(
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
 ) -> Sizes:
-    """The widths of a dense call, or a `ValueError` that names what does not fit."""
+    """The widths of a dense call, or an error that names what does not fit."""
+    check_devices("multi_latent", query=query, latent=latent)
     if query.dim() != 4 or latent.dim() != 3 or query.shape[0] != latent.shape[0]:
         raise ValueError(
             f"multi_latent: expected query (B, T, H, Dn) and latent (B, S, L), got {tuple(query.shape)} and "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.interop.arguments import check_tensors, described
 from easytorch.kernels.multi_latent import absorbed, native
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_widths, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, expand, project
@@ -25,8 +26,21 @@ from easytorch.kernels.ragged_page.contract import Window, read_sequences
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+def checked_pages(latent_pages: Any) -> Pages:
+    """The pages, or a `TypeError` for what is neither a tensor nor a pair of them."""
+    if isinstance(latent_pages, torch.Tensor):
+        return latent_pages
+    pair = isinstance(latent_pages, tuple | list) and len(latent_pages) == 2
+    if not pair or not all(isinstance(pool, torch.Tensor) for pool in latent_pages):
+        raise TypeError(
+            f"ragged_page_multi_latent: latent_pages must be a tensor or a pair of them, got {described(latent_pages)}"
+        )
+    return latent_pages[0], latent_pages[1]
+
+
 def split_pages(latent_pages: Pages, rope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(P, page_size, L), (P, page_size, R): views of one pool, or the two that were given."""
+    latent_pages = checked_pages(latent_pages)
     if not isinstance(latent_pages, torch.Tensor):
         return latent_pages
     width = latent_pages.shape[-1] - rope_dim
@@ -42,7 +56,8 @@ def check_call(
     query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
     up_key: torch.Tensor | None, up_value: torch.Tensor | None, tables: tuple[Any, ...], features: dict[str, Any],
 ) -> Sizes:  # fmt: skip
-    """The widths, or a `ValueError` for shapes and dtypes that do not fit; reads no tensor's values."""
+    """The widths, or an error for shapes, dtypes and devices that do not fit; reads no tensor's values."""
+    check_tensors("ragged_page_multi_latent", query=query, context_lens=tables[0], sinks=features.get("sinks"))
     if query.dim() != 3 or latent.dim() != 3:
         raise ValueError(
             f"ragged_page_multi_latent: expected query (N, H, Dn) and pages (P, page_size, L), got "

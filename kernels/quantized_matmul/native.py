@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from easytorch.kernels.interop.arguments import check_tensors, floating
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 
@@ -22,7 +23,10 @@ def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 def check_arguments(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     """`TypeError` unless the weight is a `QuantizedWeight`, `ValueError` unless all shapes, dtypes and devices fit."""
     if not isinstance(weight, QuantizedWeight):
-        raise TypeError(f"quantized_matmul takes a QuantizedWeight, made by quantize(), got {type(weight).__name__}")
+        raise TypeError(
+            f"quantized_matmul: weight must be a QuantizedWeight, made by quantize(), got {type(weight).__name__}"
+        )
+    check_tensors("quantized_matmul", x=x, weight=weight.data, bias=bias)
     rows, columns = weight.shape
     if x.dim() == 0 or x.shape[-1] != columns or (bias is not None and tuple(bias.shape) != (rows,)):
         given = "no bias" if bias is None else f"bias {tuple(bias.shape)}"
@@ -30,7 +34,6 @@ def check_arguments(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor
             f"quantized_matmul takes x (..., K), weight (N, K) and bias (N,), got x {tuple(x.shape)}, weight "
             f"{tuple(weight.shape)} and {given}"
         )
-    if not x.is_floating_point() or (bias is not None and not bias.is_floating_point()):
-        raise ValueError(f"quantized_matmul takes floating x and bias, got {x.dtype}")
-    if x.device != weight.data.device:
-        raise ValueError(f"quantized_matmul: x is on {x.device}, the weight on {weight.data.device}; use weight.to()")
+    if not floating(x) or (bias is not None and not floating(bias)):
+        given = x.dtype if bias is None else f"{x.dtype} and {bias.dtype}"
+        raise ValueError(f"quantized_matmul takes floating x and bias, got {given}")

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.contract import band_of, check_softcap
+from easytorch.kernels.interop.arguments import check_integer, check_tensors, floating
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -60,7 +61,11 @@ def check_call(
     sinks: torch.Tensor | None = None,
     sliding_window: Window = None,
 ) -> None:
-    """`ValueError` where shapes or dtypes do not fit; reads no tensor's values."""
+    """An error where shapes, dtypes or devices do not fit; reads no tensor's values."""
+    check_tensors(
+        "ragged_page", query=query, key_pages=key_pages, value_pages=value_pages, context_lens=context_lens,
+        block_tables=block_tables, query_start_loc=query_start_loc, sinks=sinks,
+    )  # fmt: skip
     if query.dim() != 3 or key_pages.dim() != 4 or value_pages.dim() != 4:
         raise ValueError(
             f"ragged_page: expected query (tokens, H, D), key_pages (P, page_size, K, D) and value_pages "
@@ -76,11 +81,13 @@ def check_call(
         raise ValueError("ragged_page: page_size must be at least 1")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"ragged_page: the {heads} query heads are not a multiple of the {kv_heads} key/value heads")
-    if not query.dtype == key_pages.dtype == value_pages.dtype:
+    if not query.dtype == key_pages.dtype == value_pages.dtype or not floating(query):
         raise ValueError(
-            f"ragged_page: query, key_pages and value_pages must have one dtype, got {query.dtype}, {key_pages.dtype}, "
-            f"{value_pages.dtype}"
+            f"ragged_page: query, key_pages and value_pages must be floating, of one dtype, got {query.dtype}, "
+            f"{key_pages.dtype}, {value_pages.dtype}"
         )
+    if query.shape[2] == 0:
+        raise ValueError(f"ragged_page: head_dim must be at least 1, got query {tuple(query.shape)}")
     check_tables(context_lens, block_tables, query_start_loc, num_seqs)
     check_features(heads, softcap=softcap, sinks=sinks, sliding_window=sliding_window)
 
@@ -89,8 +96,9 @@ def check_features(heads: int, *, softcap: float | None, sinks: torch.Tensor | N
     """The part of `check_call` about the features."""
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"ragged_page: softcap must be positive, got {softcap}; None means no cap")
+    if sinks is not None and not floating(sinks):
+        raise ValueError(f"ragged_page: sinks must be floating, got {sinks.dtype}")
+    check_softcap("ragged_page", softcap)
     band_of(True, sliding_window)  # raises for a window of no width
 
 
@@ -101,6 +109,13 @@ def check_tables(
     num_seqs: int | torch.Tensor | None,
 ) -> None:
     """The part of `check_call` about the integer tensors."""
+    given = num_seqs if isinstance(num_seqs, torch.Tensor) else None
+    check_tensors(
+        "ragged_page", context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc,
+        num_seqs=given,
+    )  # fmt: skip
+    if given is None:
+        check_integer("ragged_page", "num_seqs", num_seqs)
     batch = context_lens.shape[0] if context_lens.dim() == 1 else -1
     if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch or query_start_loc.shape != (batch + 1,):
         raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_tensors, floating
+
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype an operation computes in and keeps its state in: float32, or float64 for float64."""
@@ -11,21 +13,25 @@ def wide_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def check_sequence(operation: str, name: str, x: torch.Tensor, layout: str) -> None:
-    """`ValueError` unless x is floating, has the dimensions `layout` ("B, T, C") names and at least one token."""
-    if x.dim() != layout.count(",") + 1 or not x.is_floating_point():
+    """An error unless x is floating, has the dimensions `layout` ("B, T, C") names and at least one token."""
+    check_tensors(operation, **{name: x})
+    if x.dim() != layout.count(",") + 1 or not floating(x):
         raise ValueError(f"{operation} takes a floating {name} ({layout}), got shape {tuple(x.shape)} of {x.dtype}")
     if x.shape[1] == 0:
         raise ValueError(f"{operation} takes at least one token, got {name} {tuple(x.shape)}")
 
 
 def check_shapes(operation: str, **expected: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """`ValueError` for a tensor whose shape is not the expected one, or that is not floating; None is absent."""
+    """`ValueError` for a tensor whose shape is not the expected one, or that is not floating; None is absent.
+
+    All lie on one device, which the caller has asked `check_tensors` about.
+    """
     for name, (tensor, shape) in expected.items():
         if tensor is None:
             continue
         if tensor.shape != shape:
             raise ValueError(f"{operation}: {name} must be {shape}, got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
+        if not floating(tensor):
             raise ValueError(f"{operation}: {name} must be floating, got {tensor.dtype}")
 
 
@@ -33,7 +39,8 @@ def check_segments(operation: str, segment_ids: torch.Tensor | None, shape: tupl
     """`ValueError` unless segment_ids is absent, or integers of shape (B, T)."""
     if segment_ids is None:
         return
-    if segment_ids.shape != shape or segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
+    kind = segment_ids.dtype
+    if segment_ids.shape != shape or kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise ValueError(
             f"{operation}: segment_ids must be integers {shape}, got {tuple(segment_ids.shape)} of {segment_ids.dtype}"
         )

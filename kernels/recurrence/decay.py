@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+# Logarithms whose exponential is 0 in a dtype: one below counts as it, since minus infinity less itself is NaN.
+_NOTHING = {torch.float32: -110.0, torch.float64: -760.0}
+
 
 class Decay(NamedTuple):
     """between (..., L, L): from after token j to token i, 0 above the diagonal and 1 on it; before (..., L): from the
@@ -27,7 +30,7 @@ def of_chunk(log: torch.Tensor, number: torch.Tensor | None, wide: torch.dtype) 
     number (..., L), where there are documents: that of each token, 0 for the one the chunk's first state belongs to; a
     product across two of them is 0.
     """
-    total = log.to(torch.float64).cumsum(-1)
+    total = log.to(torch.float64).clamp(min=_NOTHING[wide]).cumsum(-1)
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     length = log.shape[-1]
     apart = torch.ones(length, length, dtype=torch.bool, device=log.device).triu(1)

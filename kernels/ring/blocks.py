@@ -62,7 +62,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, in the working dtype; equations as in triton_flash_backward_keys.py."""
     working = working_dtype(block.query)
-    heads, kv_heads = block.query.shape[2], block.key.shape[2]
+    kv_heads = block.key.shape[2]
     key_grad = torch.zeros_like(block.key, dtype=working)
     value_grad = torch.zeros_like(block.value, dtype=working)
     query_grads = []
@@ -84,7 +84,7 @@ def backward(
         if block.softcap is not None:
             score_grad = score_grad * (1.0 - (capped / block.softcap).square())
         by_group = _by_group(score_grad * block.scale, kv_heads)
-        query_grads.append(torch.einsum("bkgrc,bckd->brkgd", by_group, key).reshape(*part.query.shape[:2], heads, -1))
+        query_grads.append(torch.einsum("bkgrc,bckd->brkgd", by_group, key).reshape(part.query.shape))
         key_grad += torch.einsum("bkgrc,brkgd->bckd", by_group, query)
     return torch.cat(query_grads, dim=1), key_grad, value_grad
 
@@ -154,12 +154,12 @@ def _kept(block: Block, weights: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """(B, R, H, N) -> (B, R, K, H / K, N)"""
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3])
+    return x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3])
 
 
 def _by_group(weights: Tensor, kv_heads: int) -> Tensor:
     """(B, H, R, C) -> (B, K, H / K, R, C)"""
-    return weights.unflatten(1, (kv_heads, -1))
+    return weights.unflatten(1, (kv_heads, weights.shape[1] // kv_heads))
 
 
 def _weigh(weights: Tensor, value: Tensor) -> Tensor:

@@ -188,8 +188,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, size: int, layout: str, **
     length, keys = check_tensors(query, key, value)[1:3]
     ids = {name: features.pop(name) for name in ("query_segment_ids", "key_segment_ids")}
     check_features(query, key, **ids)
-    check_features(query, torch.empty((1, size * keys), device="meta"), **features)
-    if layout not in LAYOUTS:
+    check_features(query, key, keys=size * keys, **features)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"ring: the layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
     if layout == "zigzag" and size > 1 and (length % 2 or keys % 2):
         raise ValueError(

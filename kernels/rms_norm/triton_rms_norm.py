@@ -20,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1
 
     Not differentiable twice. Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
     """
-    check_tensors(x, weight)
+    check_tensors(x, weight, eps)
     reason = supports(x, weight)
     if reason is not None:
         raise ValueError(f"triton rms_norm: {reason}")

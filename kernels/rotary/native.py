@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+
+from easytorch.kernels.interop.arguments import bounds, check_integer, check_tensors, floating, together
 
 
 def rotary(
@@ -32,7 +35,9 @@ def tables(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     position_ids: torch.Tensor | None = None, offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """cos and sin (B or 1, T, 1, R) of the call's positions; `ValueError` where they or the heads do not fit."""
+    """cos and sin (B or 1, T, 1, R) of the call's positions; an error where they or the heads do not fit."""
+    if not (together(query, key) and together(query, cos) and together(query, sin)):
+        check_tensors("rotary", query=query, key=key, cos=cos, sin=sin)
     q, k, c = query.shape, key.shape, cos.shape
     all_positions = len(c) == 2
     fits = (
@@ -43,15 +48,20 @@ def tables(
         and (all_positions or (len(c) == 3 and c[0] in (1, q[0]) and c[1] == q[1]))
         and c[-1] <= q[3]
         and c[-1] % 2 == 0
+        and floating(query)
+        and floating(key)
+        and floating(cos)
+        and floating(sin)
     )
     if not fits:
         raise ValueError(
             f"rotary takes query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) or (L, R) with an even "
-            f"R <= D; got query {tuple(q)}, key {tuple(k)}, cos {tuple(c)}, sin {tuple(sin.shape)}"
+            f"R <= D, all floating; got query {tuple(q)}, key {tuple(k)}, cos {tuple(c)}, sin "
+            f"{tuple(sin.shape)} of {query.dtype}, {key.dtype}, {cos.dtype} and {sin.dtype}"
         )
     if all_positions:
         cos, sin = _rows(cos, sin, q[0], q[1], position_ids, offset)
-    elif position_ids is not None or offset:
+    elif position_ids is not None or (offset is not None and offset != 0):
         raise ValueError(f"rotary: position_ids and offset choose rows of tables (L, R), but cos is {tuple(c)}")
     return cos.unsqueeze(2), sin.unsqueeze(2)
 
@@ -60,19 +70,32 @@ def _rows(
     cos: torch.Tensor, sin: torch.Tensor, batch: int, length: int, position_ids: torch.Tensor | None, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(L, R) -> (B or 1, T, R)."""
+    check_integer("rotary", "offset", 0.0 if offset is None else offset)
+    check_tensors("rotary", cos=cos, position_ids=position_ids)
     if position_ids is None:
         if offset < 0 or offset + length > cos.shape[0]:
-            raise ValueError(f"rotary: tables of {cos.shape[0]} positions have no rows {offset} to {offset + length}")
+            raise ValueError(
+                f"rotary: tables of {cos.shape[0]} positions have no rows {offset} to {offset + length}, which offset "
+                f"{offset} asks for"
+            )
         return cos[None, offset : offset + length], sin[None, offset : offset + length]
     shape = position_ids.shape
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != length or position_ids.is_floating_point():
+    integers = position_ids.dtype in (torch.int32, torch.int64)
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != length or not integers:
         raise ValueError(
             f"rotary: position_ids must be integers (B or 1, T), here ({batch} or 1, {length}), got "
             f"{tuple(shape)} of {position_ids.dtype}"
         )
     if offset:
         raise ValueError("rotary: position_ids and offset exclude each other; add the offset to position_ids")
-    return cos[position_ids], sin[position_ids]
+    limits = bounds(position_ids)
+    if limits is not None and not 0 <= limits[0] <= limits[1] < cos.shape[0]:
+        raise ValueError(
+            f"rotary: position_ids must be in 0..{cos.shape[0] - 1}, the rows of the tables, got {limits[0]} to "
+            f"{limits[1]}"
+        )
+    # not cos[position_ids], which counts negative ones from the end
+    return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
 
 
 def _turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

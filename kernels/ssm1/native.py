@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from easytorch.kernels.interop.arguments import check_tensors
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.recurrence.arguments import check_segments, check_sequence, check_shapes, wide_dtype
 
@@ -75,7 +76,11 @@ def check_arguments(
     z: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
     segment_ids: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """`ValueError` for shapes that do not fit the definition."""
+    """An error for tensors that do not fit the definition."""
+    check_tensors(
+        "ssm1", x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
+        segment_ids=segment_ids,
+    )  # fmt: skip
     check_sequence("ssm1", "x", x, "B, T, C")
     batch, length, channels = x.shape
     if A.dim() != 2 or A.shape[0] != channels:

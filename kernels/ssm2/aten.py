@@ -56,12 +56,12 @@ def _step(
     """One token, T = 1."""
     batch, _, heads, width, groups, size = sizes
     grouped = (batch, groups, heads // groups)
-    given = (step.unsqueeze(3) * x).view(*grouped, width, 1)
-    factor = log.exp().view(*grouped, 1, 1)
-    rows = B.view(batch, groups, 1, 1, size)
-    state = torch.addcmul(factor * state.view(*grouped, width, size), given, rows)
-    outputs = state.reshape(batch, groups, heads // groups * width, size) @ C.view(batch, groups, size, 1)
-    return outputs.view(batch, 1, heads, width), state.view(batch, heads, width, size)
+    given = (step.unsqueeze(3) * x).reshape(*grouped, width, 1)
+    factor = log.exp().reshape(*grouped, 1, 1)
+    rows = B.reshape(batch, groups, 1, 1, size)
+    state = torch.addcmul(factor * state.reshape(*grouped, width, size), given, rows)
+    outputs = state.reshape(batch, groups, heads // groups * width, size) @ C.reshape(batch, groups, size, 1)
+    return outputs.reshape(batch, 1, heads, width), state.reshape(batch, heads, width, size)
 
 
 def chunks(
@@ -97,5 +97,5 @@ def _chunk(
     carried = (C @ state).transpose(1, 2).reshape(batch, length, heads, width)
     outputs = torch.addcmul(within, carried, factors.before.transpose(1, 2).unsqueeze(3))
     left = (given * factors.after.transpose(1, 2).unsqueeze(3)).unflatten(2, (groups, shared)).flatten(3)
-    kept = (state.unflatten(3, (shared, width)) * factors.whole.view(batch, groups, 1, shared, 1)).flatten(3)
+    kept = (state.unflatten(3, (shared, width)) * factors.whole.reshape(batch, groups, 1, shared, 1)).flatten(3)
     return outputs, kept + B.transpose(2, 3) @ left.transpose(1, 2)

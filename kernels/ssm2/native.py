@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_number, check_tensors, described
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.recurrence.arguments import check_segments, check_sequence, check_shapes, wide_dtype
 from easytorch.kernels.ssm1.native import finish
@@ -91,7 +92,11 @@ def check_arguments(
     z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_limit: tuple[float, float],
     initial_state: torch.Tensor | None, segment_ids: torch.Tensor | None,
 ) -> Sizes:  # fmt: skip
-    """The sizes of a call; `ValueError` for shapes that do not fit the definition."""
+    """The sizes of a call; an error for tensors and limits that do not fit the definition."""
+    check_tensors(
+        "ssm2", x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
+        segment_ids=segment_ids,
+    )  # fmt: skip
     check_sequence("ssm2", "x", x, "B, T, H, P")
     batch, length, heads, width = x.shape
     if B.dim() != 4 or B.shape[2] == 0 or heads % B.shape[2]:
@@ -105,6 +110,10 @@ def check_arguments(
         initial_state=(initial_state, (batch, heads, width, size)),
     )  # fmt: skip
     check_segments("ssm2", segment_ids, (batch, length))
-    if len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2 or None in dt_limit:
+        raise TypeError(f"ssm2: dt_limit must be (least, greatest), got {described(dt_limit)}")
+    for limit in dt_limit:
+        check_number("ssm2", "dt_limit", limit)
+    if not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"ssm2: dt_limit must be (least, greatest), got {dt_limit}")
     return Sizes(batch, length, heads, width, groups, size)

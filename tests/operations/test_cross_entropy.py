@@ -126,8 +126,10 @@ def test_a_batch_of_nothing_loses_nothing(forced: str | None) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_label_outside_of_the_vocabulary_is_an_error(name: str) -> None:
     call = [torch.randn(4, 8)] if name == "cross_entropy" else [torch.randn(4, 8), torch.randn(8, 8)]
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        loss(name)(*call, torch.tensor([0, 1, 8, 2]))
+    for label in (8, -1, -101):
+        with pytest.raises(ValueError, match=rf"labels must be in 0\.\.7 or ignore_index = -100, got .*{label}"):
+            loss(name)(*call, torch.tensor([0, -100, label, 2]))
+    assert loss(name)(*call, torch.tensor([0, 9, 9, 2]), ignore_index=9).isfinite()
 
 
 @pytest.mark.parametrize(

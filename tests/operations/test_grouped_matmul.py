@@ -203,7 +203,7 @@ def test_errors(forced: str) -> None:
 def test_sizes_that_are_no_sizes() -> None:
     x, weight, _ = operands(2, rows=3)
     for sizes in ([2, 2], [-1, 2]):
-        with pytest.raises(ValueError, match=r"nor sum to more than 3, got \["):
+        with pytest.raises(ValueError, match=r"nor sum to more than the 3 rows of x, got \["):
             grouped()(x, weight, torch.tensor(sizes))
 
 

@@ -70,6 +70,7 @@ def test_repeat_kv_heads() -> None:
     for head in range(6):
         assert torch.equal(repeated_k[:, :, head], k[:, :, head // 2])
     assert OperationImpl.repeat_kv_heads(k, v, 1)[0] is k
+    assert torch.equal(OperationImpl.repeat_kv(k, v, 2)[1], repeated_v)
     with pytest.raises(ValueError, match="at least 1"):
         OperationImpl.repeat_kv_heads(k, v, 0)
 
@@ -82,9 +83,28 @@ def test_create_stable_sharding() -> None:
     assert shard(spec, preserved_indices=[0]) == ("dp", None, None, None)
     assert shard(spec, preserved_indices=[-2]) == (None, None, "tp", None)
     assert shard(spec, preserved_indices=[0, 2], clone_ps=("tp", None, "dp", None)) == ("tp", None, "dp", None)
-    assert shard(spec, dep=None) is None
-    assert shard(None) is None
+    assert shard(spec, dep=None) is None and shard(spec, dep=False) is None
+    assert shard(spec, dep=("dp",)) == spec
+    assert shard(None) is None and shard(None, preserved_indices=[0]) is None
+    clone = ("tp", None, "dp")
+    assert shard(None, preserved_indices=[0], clone_ps=clone) == ("tp", None, None)
+    assert shard(None, preserved_indices=[-1], clone_ps=clone) == (None, None, "dp")
+    assert shard(None, clone_ps=clone) is None  # nothing is said to be preserved
     assert shard(spec, tensor=torch.empty(4, 7, 6, 8)) == ("dp", None, None, None)
     assert shard((("dp", "tp"),), tensor=torch.empty(16, 3)) == (("dp", "tp"), None)
     with pytest.raises(ValueError, match="outside"):
         shard(spec, preserved_indices=[4])
+
+
+def test_a_sharding_is_fitted_to_its_tensor() -> None:
+    mesh = SimpleNamespace(axis_names=("dp", "tp"), mesh_shape=(2, 4))
+    shard = Nothing(OperationMetadata(mesh=mesh)).create_stable_sharding
+    spec = ("dp", None, "tp", None)
+    assert shard(spec, tensor=torch.empty(4, 7)) == ("dp", None)
+    assert shard(spec, preserved_indices=[2], tensor=torch.empty(4, 7)) == ()
+    assert shard(spec, tensor=torch.empty(3)) == () and shard(spec, tensor=torch.empty(())) == ()
+    assert shard(spec, tensor=torch.empty(4, 7, 8, 8, 8)) == ("dp", None, "tp", None, None)
+    assert shard(("pp", "tp"), tensor=torch.empty(4, 4)) == (None, "tp")  # the mesh has no such axis
+    assert shard((("dp", "tp"), None), tensor=torch.empty(4, 4)) == ()
+    free = Nothing().create_stable_sharding
+    assert free(spec, tensor=torch.empty(3, 7, 5, 8)) == spec

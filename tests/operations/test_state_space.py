@@ -167,6 +167,36 @@ def test_decays_of_any_strength(name: str, decay: str, forced: str, strength: fl
     assert_matches_definition(name, forced, given, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("length", [1, 3, 150])
+@pytest.mark.parametrize("forced", FORCED)
+def test_a_decay_of_nothing(forced: str, length: int, dtype: torch.dtype) -> None:
+    """g = -inf forgets the state: not NaN, as minus infinity less itself would be. So does any g below -745."""
+    given = arguments("gated_delta_rule", length)
+    generator = torch.Generator().manual_seed(3)
+    for decay in (float("-inf"), -1e30, -800.0):
+        forgotten = torch.rand(given["g"].shape, generator=generator) < 0.3
+        given["g"] = torch.where(forgotten, decay, given["g"])
+        wide = {n: v.to(dtype) if floating(v) else v for n, v in given.items()}
+        expected = results(DEFINITION["gated_delta_rule"], wide, torch.float64, dtype)
+        for field, got in results(operation("gated_delta_rule", forced), wide, dtype, dtype).items():
+            assert got.isfinite().all(), field
+            assert relative_rms_error(got, expected[field]) <= (1e-5 if dtype == torch.float32 else 1e-10), field
+
+
+@pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.parametrize(("name", "decay"), [("ssm1", "A"), ("ssm2", "A")])
+@pytest.mark.parametrize("length", [1, 20, 150])
+def test_a_state_that_is_never_kept(name: str, decay: str, forced: str, length: int) -> None:
+    given = arguments(name, length)
+    given["dt"] = given["dt"].abs() + 0.1
+    given[decay] = torch.full_like(given[decay], float("-inf"))
+    got = operation(name, forced)(**given)
+    expected = DEFINITION[name](**{n: v.double() if floating(v) else v for n, v in given.items()})
+    for result, want in zip((got.outputs, got.final_state), expected, strict=True):
+        assert relative_rms_error(result, want) <= 1e-5
+
+
 @pytest.mark.parametrize("forced", FORCED)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_zeros(name: str, forced: str) -> None:

@@ -1,0 +1,115 @@
+"""What every operation asks of its arguments: which are tensors, where those lie, which are numbers.
+
+Cheap, since each call asks: nothing waits for a device. The numbers in a tensor are looked at only where they are at
+hand, on the CPU and in no graph; kernels elsewhere must not read outside their tensors whatever those hold.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.interop.torch_func import eager
+
+# What is computed in; float8 is a format of weights (quantized_matmul).
+FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+_REAL = (float, int, torch.SymFloat, torch.SymInt)
+
+
+def together(a: Any, b: Any) -> bool:
+    """True for two tensors on one device."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return (a.is_cpu and b.is_cpu) or a.device == b.device  # a device is an object made at each asking, a flag is not
+
+
+def floating(tensor: Tensor) -> bool:
+    """True for a dtype that operations compute in."""
+    return tensor.dtype in FLOATS
+
+
+def check_tensors(operation: str, **tensors: Any) -> None:
+    """`TypeError` for what is neither a tensor nor None, `ValueError` for a tensor not on the device of the first."""
+    first = device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operation}: {name} must be a torch.Tensor, got {described(tensor)}")
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(
+                f"{operation}: {name} is on {tensor.device} and {first} on {device}; move them to one device"
+            )
+
+
+def check_number(operation: str, name: str, value: Any, *, least: float | None = None) -> None:
+    """`TypeError` for what is not a number, `ValueError` for NaN and for one below `least`. None is a number absent."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, _REAL):
+        value = _unwrapped(operation, name, value)
+    # a number of a graph is compared when the graph runs, if at all
+    if isinstance(value, float | int) and (value != value or (least is not None and value < least)):
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{operation}: {name} must be a number{bound}, got {value}")
+
+
+def check_scale(operation: str, name: str, scale: float | None) -> None:
+    """An error for a factor that is not a finite number; None is the default one."""
+    check_number(operation, name, scale)
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"{operation}: {name} must be finite, got {scale}")
+
+
+def check_eps(operation: str, eps: float) -> None:
+    """An error unless eps is a finite number of at least 0."""
+    if type(eps) is float and 0.0 <= eps < math.inf:  # as it always is
+        return
+    check_number(operation, "eps", eps, least=0.0)
+    if eps is None or eps == math.inf:
+        raise ValueError(f"{operation}: eps must be a finite number of at least 0, got {eps}")
+
+
+def _unwrapped(operation: str, name: str, value: Any) -> Any:
+    """The number in one of NumPy's, which are not all Python's."""
+    if isinstance(value, bool | Tensor) or not (hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0):
+        raise TypeError(f"{operation}: {name} must be a number, got {described(value)}")
+    return value.item()
+
+
+def is_integer(value: Any) -> bool:
+    """True for int, NumPy's integers and those of a graph; not for bool."""
+    return not isinstance(value, bool) and (isinstance(value, int | torch.SymInt) or _is_numpy_integer(value))
+
+
+def _is_numpy_integer(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+
+
+def check_integer(operation: str, name: str, value: Any) -> None:
+    """`TypeError` for what is neither an integer nor None."""
+    if value is not None and not is_integer(value):
+        raise TypeError(f"{operation}: {name} must be an integer, got {described(value)}")
+
+
+def bounds(tensor: Tensor) -> tuple[int, int] | None:
+    """The least and the greatest of some integers; None where they are not at hand, or there are none."""
+    if not tensor.is_cpu or tensor.numel() == 0 or not eager() or torch.jit.is_tracing():
+        return None
+    if tensor.numel() <= 16:  # ATen takes 3 us more
+        numbers = tensor.reshape(-1).tolist()
+        return min(numbers), max(numbers)
+    least, greatest = tensor.aminmax()
+    return int(least), int(greatest)
+
+
+def described(value: Any) -> str:
+    """A wrong value in a message: a number or a string as it is, of anything else its type."""
+    plain = isinstance(value, bool | int | float | complex | str | tuple) and len(repr(value)) <= 60
+    return repr(value) if plain or value is None else type(value).__name__
