@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from easytorch.bridge.formats.blocks import byte_blocks
+from easytorch.bridge.formats.in_parts import InParts
+from easytorch.bridge.formats.mapped import Unread
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -20,7 +24,24 @@ def identical(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     if one.strides == other.strides and one.ctypes.data == other.ctypes.data:
         return True
-    left, right = byte_blocks(one), byte_blocks(other)
+    return _same_bytes(byte_blocks(one), byte_blocks(other))
+
+
+def identical_parts(one: InParts, other: InParts) -> bool:
+    """The same of elements that need not have been read: what stands in a file is gone through block by block."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if all(isinstance(part, Unread) for part in (*one.parts, *other.parts)) and one == other:
+        return True
+    return _same_bytes(_blocks(one), _blocks(other))
+
+
+def _blocks(data: InParts) -> Iterator[memoryview]:
+    for part in data.parts if data.dtype == data.stored else [data.whole()]:
+        yield from byte_blocks(part)
+
+
+def _same_bytes(left: Iterator[memoryview], right: Iterator[memoryview]) -> bool:
     mine = theirs = memoryview(b"")
     while True:
         mine, theirs = mine or next(left, mine), theirs or next(right, theirs)

@@ -24,10 +24,16 @@ def load_tree(
     """The weights at `path` (`bridge.locations`), in any format, as a nested dict of arrays of `framework`.
 
     The names are those of `scheme`; without it a tree keeps its own, and a torch checkpoint gets HF Flax's. `config`
-    is the config.json of a checkpoint that has none. numpy's arrays are read-only views of the mapped file where
-    layouts allow; jax's stand where `shardings` says (`bridge.memory`), each device being given its part alone.
+    is the config.json of a checkpoint that has none. numpy's arrays are views of a private map of the file where
+    layouts allow: changing them never reaches it. jax's stand where `shardings` says (`bridge.memory`), each device
+    being given its part alone.
     """
-    with local_source(path, prefer="tree") as local, open_checkpoint(local, prefer="tree", config=config) as checkpoint:
+    # numpy's arrays are kept, jax's are copies of them.
+    kept = framework == "numpy"
+    with (
+        local_source(path, prefer="tree") as local,
+        open_checkpoint(local, prefer="tree", config=config, writable=kept) as checkpoint,
+    ):
         wanted = scheme or ("flax" if checkpoint.scheme == TORCH else checkpoint.scheme)
         reader = checkpoint.renamed(wanted, strict=False).reader
         place = placing(framework, shardings)

@@ -7,7 +7,7 @@ from threading import Lock
 
 import numpy as np
 
-from easytorch.bridge.bits import identical
+from easytorch.bridge.bits import identical_parts
 from easytorch.bridge.closing import Closing
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
@@ -63,7 +63,7 @@ def same_data(reader: Reader) -> Same:
         first, second = one.targets[0], other.targets[0]
         if first.shape != second.shape or first.dtype != second.dtype:
             return False
-        arrays = (step.run([reader.read(name) for name in step.sources])[0] for step in (one, other))
-        return identical(*arrays)
+        made = (step.run_in_parts([read_in_parts(reader, name) for name in step.sources])[0] for step in (one, other))
+        return identical_parts(*made)
 
     return same

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.blocks import byte_blocks
-from easytorch.bridge.formats.mapped import map_file
+from easytorch.bridge.formats.mapped import map_file, stands_in_file
 
 # Smaller arrays stay where they are.
 _LEAST_BYTES = 1 << 16
@@ -31,7 +30,7 @@ class Spool:
 
         `CheckpointError` where the folder has no room.
         """
-        if array.nbytes < _LEAST_BYTES or _mapped(array):
+        if array.nbytes < _LEAST_BYTES or stands_in_file(array):
             return array
         folder = tempfile.gettempdir() if self.folder is None or "TMPDIR" in os.environ else self.folder
         try:
@@ -45,11 +44,3 @@ class Spool:
             message = f"no room to put {array.nbytes} bytes aside ({error.strerror}); set TMPDIR to a folder with more"
             raise CheckpointError(message, file=folder) from error
         return np.frombuffer(memory, array.dtype).reshape(array.shape)
-
-
-def _mapped(array: np.ndarray) -> bool:
-    """Whether the elements stand in a mapped file; tensorstore's arrays, for one, are no numpy memory either."""
-    base = array.base
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from easytorch.bridge.formats.mapped import give_back
+from easytorch.bridge.formats.mapped import Unread, give_back
 
 # What goes to a file in one call. From 2 MB on Linux looks for free memory in pieces as large, and compacts it to make
 # some: a half to a tenth of the speed (ext4, Linux 6.18).
@@ -78,15 +78,18 @@ class Copier:
     """Makes pieces contiguous in memory that it uses again and again; one for each thread."""
 
     def __init__(self) -> None:
-        # For a whole piece, for what is gathered of it, for that turned around, and for a piece that is cast.
+        # For a piece, for what is gathered of it, for that turned around, and for a piece that is cast.
         self._memory = [np.empty(0, np.uint8) for _ in range(4)]
 
-    def bytes_of(self, piece: np.ndarray, dtype: np.dtype | None = None) -> memoryview:
+    def bytes_of(self, piece: np.ndarray | Unread, dtype: np.dtype | None = None) -> memoryview:
         """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call.
 
         dtype: what its elements are cast to, as `astype` does.
         """
         given = piece.dtype
+        if isinstance(piece, Unread):
+            unread, piece = piece, self._array(0, given, piece.shape)
+            unread.read_into(piece)
         if not piece.flags.c_contiguous:
             piece = self._copied(_joined(_plain(piece)))
         flat = piece.reshape(-1)
@@ -160,12 +163,15 @@ def contiguous(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     return made
 
 
-def byte_blocks(array: np.ndarray) -> Iterator[memoryview]:
+def byte_blocks(array: np.ndarray | Unread) -> Iterator[memoryview]:
     """The bytes of `array` in C order; each block is good until the next is asked for.
 
     The pages of a mapped file are given back as they are passed.
     """
     copier = Copier()
+    if isinstance(array, Unread):
+        yield from map(copier.bytes_of, array.pieces(WRITE_BYTES))
+        return
     for piece in pieces(array):
         content = copier.bytes_of(piece)
         yield from (content[start : start + WRITE_BYTES] for start in range(0, len(content), WRITE_BYTES))

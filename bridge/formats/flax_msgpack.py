@@ -92,14 +92,14 @@ class MsgpackFile(Closing):
         return [node[str(number)] for number in range(len(node))]
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file; of a chunked array a copy, unless its chunks happen to be one."""
+        """The elements; a view of the file where it is mapped, unless they stand there in several chunks."""
         return self.read_in_parts(name).whole()
 
     def read_in_parts(self, name: str) -> InParts:
-        """Views of the mapped file, one for each chunk."""
+        """The same, one part for each chunk, not read yet where the file is not mapped."""
         if name in self._scalars:
             return InParts.of(self._scalars[name])
-        parts = [self._map.array(part.start, part.shape, part.dtype) for part in self._parts[name]]
+        parts = [self._map.elements(part.start, part.shape, part.dtype) for part in self._parts[name]]
         return InParts.joined(parts, self.tensors[name].shape)
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from easytorch.bridge.formats.gguf_blocks import (
 )
 from easytorch.bridge.formats.gguf_vocabulary import tokenizer_fields, write_tokenizer
 from easytorch.bridge.formats.gguf_walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
+from easytorch.bridge.formats.in_parts import InParts
 from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.sharding import shard_names, split
 
@@ -110,11 +111,16 @@ class GgufReader(Closing):
         return write_tokenizer(self.files[0], self.fields, folder)
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file; of packed elements, float32 ones unpacked."""
+        """The elements, packed ones unpacked to float32; a view of the file where it is mapped."""
+        return self.read_in_parts(name).whole()
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, not read yet where that can wait."""
         mapped, stored = self._home[name]
         if stored.kind in PLAIN:
-            return mapped.array(stored.start, stored.shape, PLAIN[stored.kind])
-        return unpack(mapped.array(stored.start, (stored.nbytes,), "uint8"), stored.kind, stored.shape)
+            return InParts.of(mapped.elements(stored.start, stored.shape, PLAIN[stored.kind]))
+        packed = mapped.array(stored.start, (stored.nbytes,), "uint8")
+        return InParts.of(unpack(packed, stored.kind, stored.shape))
 
     def close(self) -> None:
         """Lets go of the mapped files."""

@@ -10,11 +10,14 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from easytorch.bridge.formats.mapped import ReadFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -56,7 +59,7 @@ class Stored:
 class Header:
     """`fields`: metadata by key (numbers, text, bool, lists, and numpy arrays of numbers). `tensors`: in file order."""
 
-    def __init__(self, path: Path, data: mmap.mmap | bytes, size: int) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | ReadFile | bytes, size: int) -> None:
         self._path = path
         self._data = data
         self._size = size

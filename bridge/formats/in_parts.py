@@ -10,24 +10,27 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from easytorch.bridge.formats.blocks import contiguous
-from easytorch.bridge.formats.mapped import give_back
+from easytorch.bridge.formats.mapped import Unread, give_back
 
 
 @dataclass(frozen=True)
 class InParts:
-    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `astype` does."""
+    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `astype` does.
 
-    parts: tuple[np.ndarray, ...]
+    What nothing is done to but a cast need not have been read.
+    """
+
+    parts: tuple[np.ndarray | Unread, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @classmethod
-    def of(cls, array: np.ndarray) -> InParts:
+    def of(cls, array: np.ndarray | Unread) -> InParts:
         """One array as it is."""
         return cls((array,), array.shape, array.dtype)
 
     @classmethod
-    def joined(cls, parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> InParts:
+    def joined(cls, parts: Sequence[np.ndarray | Unread], shape: tuple[int, ...]) -> InParts:
         """Arrays of one dtype that make one of `shape`."""
         assert sum(part.size for part in parts) == math.prod(shape), f"{len(parts)} parts do not fill {shape}"
         return cls(tuple(parts), shape, parts[0].dtype)
@@ -47,19 +50,27 @@ class InParts:
     def whole(self) -> np.ndarray:
         """The array: a view where it is one part of that dtype."""
         if len(self.parts) == 1:
-            array = self.parts[0].reshape(self.shape)
+            array = _read(self.parts[0]).reshape(self.shape)
             return array if array.dtype == self.dtype else array.astype(self.dtype)
         made = np.empty(sum(part.size for part in self.parts), self.dtype)
         start = 0
         for part in self.parts:
             room = made[start : start + part.size].reshape(part.shape)
-            if self.dtype == self.stored:
-                contiguous(part, room)
-            else:
-                np.copyto(room, part, casting="unsafe")
-            give_back(part)
             start += part.size
+            if isinstance(part, Unread) and self.dtype == self.stored:
+                part.read_into(room)
+                continue
+            array = _read(part)
+            if self.dtype == self.stored:
+                contiguous(array, room)
+            else:
+                np.copyto(room, array, casting="unsafe")
+            give_back(array)
         return made.reshape(self.shape)
+
+
+def _read(part: np.ndarray | Unread) -> np.ndarray:
+    return part.read() if isinstance(part, Unread) else part
 
 
 @runtime_checkable

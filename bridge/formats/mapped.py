@@ -1,8 +1,22 @@
-"""A file mapped into memory, and its byte ranges as numpy arrays without a copy."""
+"""A checkpoint's file: read by position, or mapped for those who keep its arrays.
+
+What converts, compares and inspects reads (`pread`). A map is faster to set up and no faster to go through, and a file
+that somebody truncates meanwhile ends the process (SIGBUS) at the next touch of a page that is gone; no look at the
+size beforehand helps, for it may shrink right after. A read comes up short instead, which is an error like others.
+Every read also holds the file against what it was when it was opened, before and after: other bytes under the old
+header would be a checkpoint that never was. Copying to the reader's own memory costs what a map's page faults do.
+
+`writable` arrays, which models keep, are a private map: they must not cost memory of their own.
+"""
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +29,42 @@ from easytorch.bridge.formats.base import TensorInfo
 if TYPE_CHECKING:
     from easytorch.bridge.formats.in_parts import InParts
 
+# What is read ahead of someone who goes through a header bit by bit.
+_WINDOW_BYTES = 64 << 10
+# From here on memory is mapped and not malloc's.
+_LARGE_BYTES = 1 << 20
+
 
 class _ReadOnly(mmap.mmap):
     """A map of a file which knows where in memory it is."""
 
     address: int
+
+
+class _Anonymous(mmap.mmap):
+    """Memory of this process, and no file."""
+
+
+def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array for elements that are about to be read; a large one goes back to the system the moment it is let go.
+
+    What malloc is given back it keeps for the next time, in every thread: conversions would hold several tensors more.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return np.empty(shape, dtype)
+    memory = _Anonymous(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def stands_in_file(array: np.ndarray) -> bool:
+    """Whether the elements are a mapped file's; tensorstore's arrays, for one, are no numpy memory either."""
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap) and not isinstance(base.obj, _Anonymous)
 
 
 def map_file(descriptor: int, writable: bool = False) -> mmap.mmap:
@@ -31,11 +76,124 @@ def map_file(descriptor: int, writable: bool = False) -> mmap.mmap:
     return made
 
 
+class ReadFile:
+    """The bytes of a file as it was when this was made: `CheckpointError` where it has changed since, or is gone.
+
+    No descriptor is kept: checkpoints have more shards than a process may have files open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._opened() as descriptor:
+            self._state = _state(descriptor)
+        self.size = self._state[2]
+        # Where it starts and what it holds; replaced in one assignment, as threads share it.
+        self._window = 0, b""
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", file=self.path) from error
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fills `out`, bytes, with those from `start` on."""
+        with self._opened() as descriptor:
+            self._unchanged(descriptor)
+            while out:
+                count = os.preadv(descriptor, [out], start)
+                if not count:
+                    raise self._changed()
+                out, start = out[count:], start + count
+            self._unchanged(descriptor)
+
+    def strided(self, start: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...]) -> np.ndarray:
+        """Elements from byte `start` on, some at least, that lie `strides` bytes apart, none negative."""
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + dtype.itemsize
+        content = room((reach,), np.dtype(np.uint8))
+        self.read_into(start, content.data)
+        return np.ndarray(shape, dtype, content.data, 0, strides)
+
+    def __getitem__(self, span: slice) -> bytes:
+        """Bytes of the file; short at its end, as of `bytes`."""
+        start, end, _ = span.indices(self.size)
+        first, window = self._window
+        if not first <= start <= end <= first + len(window):
+            content = bytearray(min(max(end - start, _WINDOW_BYTES), self.size - start))
+            self.read_into(start, memoryview(content))
+            if end - start > _WINDOW_BYTES:
+                return bytes(memoryview(content)[: end - start])
+            first, window = self._window = start, bytes(content)
+        return window[start - first : end - first]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _unchanged(self, descriptor: int) -> None:
+        if _state(descriptor) != self._state:
+            raise self._changed()
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError("was changed while it was being read; start again when nobody writes it", file=self.path)
+
+
+def _state(descriptor: int) -> tuple[int, int, int, int]:
+    """What tells a file, and its content, from another."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Elements that stand in a file, in C order, and have not been read."""
+
+    file: ReadFile
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Fills `out`, contiguous and of as many elements of the dtype."""
+        if self.size:
+            self.file.read_into(self.start, out.reshape(-1).view(np.uint8).data)
+
+    def read(self) -> np.ndarray:
+        """The elements, in memory of their own."""
+        made = room(self.shape, self.dtype)
+        self.read_into(made)
+        return made
+
+    def pieces(self, nbytes: int) -> Iterator[Unread]:
+        """Consecutive runs of about `nbytes`."""
+        width = self.dtype.itemsize
+        step = max(1, nbytes // width)
+        for first in range(0, self.size, step):
+            yield Unread(self.file, self.start + first * width, (min(step, self.size - first),), self.dtype)
+
+
 class MappedFile:
-    """The bytes of a file, mapped. `writable` arrays belong to their owner: changing them never reaches the file."""
+    """A file whose byte ranges are arrays: read when asked for, or views of a map.
+
+    `writable` arrays are mapped and belong to their owner: changing them never reaches the file.
+    """
 
     def __init__(self, path: Path, writable: bool = False) -> None:
         self.path = path
+        self.bytes: mmap.mmap | ReadFile | bytes
+        if not writable:
+            self.bytes = ReadFile(path)
+            self.size = self.bytes.size
+            return
         try:
             with path.open("rb") as stream:
                 stream.seek(0, 2)
@@ -46,10 +204,24 @@ class MappedFile:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
 
     def array(self, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """A view of the elements from byte `start`; the caller has checked that they are inside the file."""
+        """The elements from byte `start`; the caller has checked that they are inside the file."""
+        found = self.elements(start, shape, dtype)
+        return found.read() if isinstance(found, Unread) else found
+
+    def elements(self, start: int, shape: tuple[int, ...], dtype: str) -> np.ndarray | Unread:
+        """The same, not read yet where they are not mapped."""
         element = numpy_dtype(dtype)
+        if isinstance(self.bytes, ReadFile):
+            return Unread(self.bytes, start, shape, element)
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self.bytes, element, count, start).reshape(shape) if count else np.empty(shape, element)
+
+    def strided(self, start: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> np.ndarray:
+        """Elements from byte `start` on that lie `strides` bytes apart, none negative."""
+        element = numpy_dtype(dtype)
+        if isinstance(self.bytes, ReadFile):
+            return self.bytes.strided(start, shape, element, strides)
+        return np.ndarray(shape, element, self.bytes, start, strides)
 
     def close(self) -> None:
         """Lets go of the map; arrays made from it keep it alive until they are gone."""

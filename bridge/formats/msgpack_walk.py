@@ -11,11 +11,14 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK
+
+if TYPE_CHECKING:
+    from easytorch.bridge.formats.mapped import ReadFile
 
 # First byte -> what follows: a kind and the width of its length, a number's layout, the length of a fixed extension.
 _SIZED = {
@@ -59,7 +62,7 @@ Tree = dict[str, "Tree | Located | bool | int | float | complex | str | None"]
 class Walk:
     """One pass over the file at `path`, whose bytes are `data`."""
 
-    def __init__(self, path: Path, data: mmap.mmap | bytes, size: int) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | ReadFile | bytes, size: int) -> None:
         self._path = path
         self._data = data
         self._position = 0

@@ -134,13 +134,11 @@ class NpzFile(Closing):
             raise self._fail(f"cannot be inflated ({error})", name) from error
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file; a copy where the member is deflated or in another byte order."""
+        """The elements; a view of a mapped file where the member is neither deflated nor in another byte order."""
         header, member = self._headers[name], self._members[name]
         if member.compress_type == _STORED:
-            data, start = self._map.bytes, self._starts[name] + header.start
-        else:
-            data, start = self._inflated(name, member), header.start
-        return header.array(data, start)
+            return header.array(self._map.array(self._starts[name] + header.start, (header.nbytes,), "uint8"), 0)
+        return header.array(self._inflated(name, member), header.start)
 
     def _inflated(self, name: str, member: zipfile.ZipInfo) -> np.ndarray:
         content = np.empty(member.file_size, np.uint8)

@@ -20,10 +20,12 @@ import numpy as np
 from easytorch.bridge.formats.base import Source, TensorInfo
 from easytorch.bridge.formats.blocks import WRITE_BYTES, Copier, pieces
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
-from easytorch.bridge.formats.mapped import check_announced, give_back
+from easytorch.bridge.formats.mapped import Unread, check_announced, give_back
 
 # Writes to one file take turns in the kernel; more threads than this only hold memory.
 _MOST_THREADS = 4
+# What is read of a file at once: it should still be in the core's cache when it is written.
+_READ_BYTES = 1 << 20
 # Shorter writes are left to the sync: one disk request each would cost more than it saves.
 _HANDED_ON_BYTES = 1 << 20
 
@@ -55,11 +57,11 @@ def write_parts(path: Path, parts: Iterable[Part], source: Source) -> None:
 
 
 class _Whole:
-    """An array in pieces, and how many of them are not written yet."""
+    """An array in pieces, read or not, and how many of them are not written yet."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: np.ndarray | Unread) -> None:
         self.array = array
-        self.pieces = list(pieces(array))
+        self.pieces = list(array.pieces(_READ_BYTES) if isinstance(array, Unread) else pieces(array))
         self.waiting = len(self.pieces)
 
 
@@ -90,6 +92,10 @@ class _Tensor:
             run = content[: (end - start) * width]
             yield self._offset + start * width + self._before[place], run
             content, start = content[len(run) :], end
+
+
+# A piece with the number of its first element, the array it is of, and that one's tensor.
+_Task = tuple[_Tensor, _Whole, int, np.ndarray | Unread]
 
 
 class _Writing:
@@ -124,11 +130,13 @@ class _Writing:
                 for offset, content in tensor.runs(start, copier.bytes_of(piece, tensor.dtype)):
                     self._put(offset, content)
                 self._passed(tensor, whole, piece)
+                # Not to be held while the next tensor is read.
+                del task, tensor, whole, piece
         except BaseException:
             self._failed = True
             raise
 
-    def _handed_out(self, parts: Iterable[Part]) -> Iterator[tuple[_Tensor, _Whole, int, np.ndarray]]:
+    def _handed_out(self, parts: Iterable[Part]) -> Iterator[_Task]:
         """The pieces of every tensor, with the number of their first element; tensors are read one after the other."""
         offset = 0
         for part in parts:
@@ -136,29 +144,33 @@ class _Writing:
                 self._put(offset, part)
                 offset += len(part)
                 continue
-            data = read_in_parts(self._source, part.info.name)
-            check_announced(part.info, data)
-            tensor = _Tensor(part, offset, data)
+            yield from self._pieces_of(part, offset)
             offset += part.nbytes
-            for place, insert in tensor.inserts():
-                self._put(place, insert)
-            if not tensor.waiting:
-                self._source.wrote(tensor.info)
-            start = 0
-            for whole in tensor.parts:
-                for piece in whole.pieces:
-                    yield tensor, whole, start, piece
-                    start += piece.size
 
-    def _passed(self, tensor: _Tensor, whole: _Whole, piece: np.ndarray) -> None:
-        if whole.array.flags.c_contiguous:
+    def _pieces_of(self, part: Elements, offset: int) -> Iterator[_Task]:
+        data = read_in_parts(self._source, part.info.name)
+        check_announced(part.info, data)
+        tensor = _Tensor(part, offset, data)
+        for place, insert in tensor.inserts():
+            self._put(place, insert)
+        if not tensor.waiting:
+            self._source.wrote(tensor.info)
+        start = 0
+        for whole in tensor.parts:
+            for piece in whole.pieces:
+                yield tensor, whole, start, piece
+                start += piece.size
+
+    def _passed(self, tensor: _Tensor, whole: _Whole, piece: np.ndarray | Unread) -> None:
+        array = None if isinstance(whole.array, Unread) else whole.array
+        if array is not None and array.flags.c_contiguous and not isinstance(piece, Unread):
             give_back(piece)
         with self._counting:
             whole.waiting -= 1
             tensor.waiting -= 1
             ended, last = whole.waiting == 0, tensor.waiting == 0
-        if ended:
-            give_back(whole.array)
+        if ended and array is not None:
+            give_back(array)
         if last:
             self._source.wrote(tensor.info)
 

@@ -12,6 +12,7 @@ import tarfile
 import warnings
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts
+from easytorch.bridge.formats.mapped import ReadFile, Unread
 from easytorch.bridge.formats.pickle_check import check_pickle
 from easytorch.bridge.formats.sharding import find, open_files
 from easytorch.bridge.formats.training_state import model_in, own_names
@@ -39,10 +42,15 @@ _REPEATED_LIMIT = 64 << 20
 
 
 class PickleFile(Closing):
-    """One open pickle. Data stays in the file (mapped) where torch wrote a zip archive, as it does since 1.6."""
+    """One open pickle. Data stays in the file where torch wrote a zip archive, as it does since 1.6.
 
-    def __init__(self, path: Path) -> None:
+    `writable` tensors are a private map of it.
+    """
+
+    def __init__(self, path: Path, writable: bool = False) -> None:
         self.files = (path,)
+        self._file = ReadFile(path)
+        self._mapped = writable
         self.metadata: Mapping[str, str] = {}
         self._state, self.left_out = self._load(path)
         self.tensors: Mapping[str, TensorInfo] = {
@@ -62,7 +70,11 @@ class PickleFile(Closing):
             with warnings.catch_warnings():
                 # torch warns of a pickle protocol it may not know; what it does not know it refuses.
                 warnings.simplefilter("ignore", UserWarning)
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+                # On meta, torch reads no data and says where each storage stands, in whatever order its bytes are.
+                here = not zipped or self._mapped or _big_endian(path)
+                state = torch.load(
+                    path, map_location="cpu" if here else "meta", weights_only=True, mmap=zipped and here
+                )
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 "is not a pickle of plain tensors, and others are not loaded because they can run code; "
@@ -87,6 +99,9 @@ class PickleFile(Closing):
             if value.nbytes > max(size, _REPEATED_LIMIT):
                 message = f"takes {value.nbytes} bytes, the whole file has {size}: it is one value repeated; remove it"
                 raise CheckpointError(message, file=path, tensor=name)
+            if value.is_meta and _end(value) > size:
+                message = f"is truncated: the data of this tensor ends at byte {_end(value)} of {size}"
+                raise CheckpointError(f"{message}; download or save it again", file=path, tensor=name)
         return {own: state[name] for own, name in own_names(state, path).items()}, left_out
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> str:
@@ -96,12 +111,38 @@ class PickleFile(Closing):
         return dtype
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor's own memory, with its strides."""
-        return to_numpy(self._state[name])
+        """The elements, with the tensor's own strides; its own memory where the file is mapped."""
+        return self.read_in_parts(name).whole()
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, not read yet where they stand in the file one after the other."""
+        tensor, info = self._state[name], self.tensors[name]
+        if not tensor.is_meta:
+            return InParts.of(to_numpy(tensor))
+        dtype = numpy_dtype(info.dtype)
+        start = _start(tensor) + tensor.storage_offset() * dtype.itemsize
+        if tensor.is_contiguous() or 0 in info.shape:
+            return InParts.of(Unread(self._file, start, info.shape, dtype))
+        strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+        return InParts.of(self._file.strided(start, info.shape, dtype, strides))
 
     def close(self) -> None:
-        """Lets go of the tensors, and with them of the mapped file."""
+        """Lets go of the tensors, and with them of a mapped file."""
         self._state = {}
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """The byte of the archive where the storage of a tensor that was loaded on meta begins."""
+    return tensor.untyped_storage()._checkpoint_offset
+
+
+def _end(tensor: torch.Tensor) -> int:
+    return _start(tensor) + tensor.untyped_storage().nbytes()
+
+
+def _big_endian(archive: Path) -> bool:
+    with zipfile.ZipFile(archive) as opened:
+        return any(name.endswith("/byteorder") and opened.read(name) == b"big" for name in opened.namelist())
 
 
 def _begins_as_zip_or_is_empty(path: Path) -> bool:
@@ -120,5 +161,5 @@ class TorchBin:
         return find(path, "pytorch_model.bin", suffixes=(".bin", ".bin.index.json", ".pt", ".pth"))
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
-        """The checkpoint behind an index or a single file; its tensors are always their reader's own."""
-        return open_files(file, PickleFile)
+        """The checkpoint behind an index or a single file."""
+        return open_files(file, partial(PickleFile, writable=writable))

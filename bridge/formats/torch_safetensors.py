@@ -17,6 +17,7 @@ from easytorch.bridge.closing import Closing
 from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK, Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.in_parts import InParts
 from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.formats.sharding import find, open_files, read_index, shard_names, split, write_index
@@ -27,7 +28,7 @@ _BROKEN = "download or save the file again"
 
 
 class SafetensorsFile(Closing):
-    """One open safetensors file: the header is read and checked, data is mapped."""
+    """One open safetensors file: the header is read and checked, data stays where it is."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
         self._map = MappedFile(path, writable)
@@ -100,9 +101,13 @@ class SafetensorsFile(Closing):
             )
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file."""
+        """The elements; a view of the file where it is mapped."""
+        return self.read_in_parts(name).whole()
+
+    def read_in_parts(self, name: str) -> InParts:
+        """The same, not read yet where the file is not mapped."""
         info = self.tensors[name]
-        return self._map.array(self._start + self._offset[name], info.shape, info.dtype)
+        return InParts.of(self._map.elements(self._start + self._offset[name], info.shape, info.dtype))
 
     def close(self) -> None:
         """Lets go of the mapped file."""

@@ -64,7 +64,7 @@ class Stretch(io.RawIOBase):
         left = max(0, self._size - self._at)
         length = left if size is None or size < 0 else min(size, left)
         self._at += length
-        return bytes(self._mapped.bytes[self._start + self._at - length : self._start + self._at])
+        return self._mapped.bytes[self._start + self._at - length : self._start + self._at]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Layout:
 
 
 def read_saved(mapped: MappedFile, start: int, end: int, name: str) -> np.ndarray:
-    """The tensor saved in bytes `start` to `end`, as a view of the file; `CheckpointError` for anything else there."""
+    """The tensor in bytes `start` to `end`, a view of a mapped file; `CheckpointError` for anything else there."""
     try:
         with zipfile.ZipFile(Stretch(mapped, start, end)) as archive:
             entries = {entry.filename: entry for entry in archive.infolist()}
@@ -141,5 +141,4 @@ def _view(mapped: MappedFile, layout: _Layout, first: int, nbytes: int, end: int
     if (last + 1) * width > nbytes or math.prod(layout.shape) * width > nbytes:
         raise ValueError("a tensor larger than its storage")
     steps = tuple(stride * width for stride in layout.strides)
-    start = first + layout.offset * width
-    return np.ndarray(layout.shape, numpy_dtype(layout.dtype), mapped.bytes, start, steps)
+    return mapped.strided(first + layout.offset * width, layout.shape, layout.dtype, steps)

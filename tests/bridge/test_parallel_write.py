@@ -11,7 +11,7 @@ import pytest
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import blocks, parallel_write
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.mapped import MappedFile, give_back
+from easytorch.bridge.formats.mapped import MappedFile, give_back, map_file
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 
 RNG = np.random.default_rng(0)
@@ -107,8 +107,10 @@ def _mapped_pages(file: Path) -> int:
 def test_pages_of_a_mapped_file_are_given_back(tmp_path: Path) -> None:
     content = RNG.integers(0, 256, 3 << 20).astype(np.uint8)
     (tmp_path / "source").write_bytes(content.tobytes())
-    mapped = MappedFile(tmp_path / "source")
-    source = Arrays(whole=mapped.array(0, (1 << 20,), "uint8"), turned=mapped.array(1 << 20, (1024, 1024), "uint16").T)
+    with (tmp_path / "source").open("rb") as stream:
+        mapped = map_file(stream.fileno())
+    turned = np.frombuffer(mapped, np.uint16, 1 << 20, 1 << 20).reshape(1024, 1024).T
+    source = Arrays(whole=np.frombuffer(mapped, np.uint8, 1 << 20), turned=turned)
     write_parts(tmp_path / "file", map(Elements, source.infos.values()), source)
     assert _mapped_pages(tmp_path / "source") <= 128 << 10
     assert (tmp_path / "file").read_bytes() == source.arrays["whole"].tobytes() + source.arrays["turned"].tobytes()

@@ -44,7 +44,7 @@ def test_small_arrays_stay_where_they_are(tmp_path) -> None:
 
 def test_what_stands_in_a_file_stays_there(tmp_path, no_tmpdir) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
-    mapped = MappedFile(tmp_path / "file").array(0, (512, 512), "float32")
+    mapped = MappedFile(tmp_path / "file", writable=True).array(0, (512, 512), "float32")
     for view in (mapped, mapped.T[3:]):
         assert Spool(tmp_path / "not there").put_aside(view) is view
     assert Spool(tmp_path).put_aside(kept := Spool(tmp_path).put_aside(np.ones(1 << 16))) is kept
