@@ -14,11 +14,13 @@ import numpy as np
 
 from easytorch.bridge.architecture import Architecture, architecture_of, check
 from easytorch.bridge.closing import Closing
+from easytorch.bridge.completeness import refuse_missing
 from easytorch.bridge.convention import flax_rules
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config, find_config, read_config
+from easytorch.bridge.families import Config, find_config, given_config
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
+from easytorch.bridge.formats.renamed import without
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
@@ -62,14 +64,19 @@ class Checkpoint(Closing):
         *,
         weights: Reader | None = None,
         step: str | None = None,
+        dropped: Collection[str] = (),
     ) -> None:
-        """weights: the parameters of a tree that holds more. step: what to say of the step of a run that is read."""
+        """weights: what of `reader` is read as the model's. step: what to say of the step of a run that is read.
+
+        dropped: the names that the user left out of `weights`.
+        """
         self.form = form
         self.reader = reader
         self.scheme = scheme
         self.spool = Spool()
         self._weights = reader if weights is None else weights
         self._step = step
+        self._dropped = tuple(dropped)
         self._config = config
         self._side: SideFile | None = None
         self._torch = reader
@@ -114,7 +121,7 @@ class Checkpoint(Closing):
             return Renamed(weights, notes=self._left_out())
         refuse_quantized(self.needed_config.content, self.needed_config.file)
         if self.scheme == TORCH:
-            weights = by_hub_names(self.reader, self.architecture.names)
+            weights = by_hub_names(self._weights, self.architecture.names)
             notes = [*self._left_out(), *note_on_fp8(weights.tensors)]
             return self._from_torch(Renamed(weights, notes=notes), scheme, checked=not strict)
         torch = self._to_torch(strict)
@@ -133,9 +140,34 @@ class Checkpoint(Closing):
             notes.append(f"config.json says `tie_word_embeddings: false` now, as {names} is a weight of its own")
         return content
 
+    def by_rules(self, rules: Rules, scheme: str) -> Renamed:
+        """The weights of a model of the user's own, by a table of theirs, which names every one of them.
+
+        scheme: torch's, or any other for the names of the table's leaves. Tied weights are those of its rows.
+        """
+        table, tensors = compile_rules(rules), self._weights.tensors
+        if not tensors:
+            raise CheckpointError("holds no tensors", file=self.reader.files[0])
+        if (scheme == TORCH) == (self.scheme == TORCH):
+            raise CheckpointError(
+                "rules say how torch's names and a tree's are exchanged, and here both sides have "
+                f"{'torch' if scheme == TORCH else 'a tree'}'s",
+                file=self.reader.files[0],
+            )
+        same = same_data(self._weights)
+        if scheme == TORCH:
+            plan = plan_to_torch(tensors, table, tie=True, same=same)
+        else:
+            plan = plan_from_torch(tensors, table, tie=True, same=same)
+        refuse_missing(plan, table)
+        plan.notes += self._left_out()
+        self._torch = self._weights
+        return _renamed(PlannedReader(self._weights, plan, spool=self.spool), plan)
+
     def _left_out(self) -> list[str]:
-        """Notes on which step of a run and which tree of a training state are read, and on what stands beside it."""
+        """Notes on which step of a run and which tree of a training state are read, and on what is left out."""
         notes = [] if self._step is None else [self._step]
+        notes += [f"dropped: {', '.join(self._dropped)}"] if self._dropped else []
         if not isinstance(self._weights, PartialReader) or not self._weights.left_out:
             return notes
         names, tree = self._weights.left_out, self.tree
@@ -220,32 +252,38 @@ def open_checkpoint(
     writable: bool = False,
     step: int | None = None,
     params_key: str | None = None,
+    drop: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint at `path`, a folder or a weight file.
 
     step: which of a run's, the last one without. params_key: which tree of a training state (`bridge.unwrap`).
-
     scheme: whose names it carries, where they do not say it themselves. config: a config.json, the folder of one, or
-    what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`.
+    what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`. drop: names of
+    tensors that are not read, `*` in them standing for anything.
     """
     form, file = registry.find(path if step is None else at_step(path, step), prefer=prefer)
-    found = config if isinstance(config, Config) else find_config(path) if config is None else read_config(Path(config))
+    if isinstance(config, Config):
+        found: Config | None = config
+    else:
+        found = find_config(path) if config is None else given_config(Path(config))
     reader = form.open(file, writable=writable)
     try:
+        kept = without(reader, drop) if drop else reader
         if found is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
             found = Config(_folder(path) / "config.json", stated)
         said = step_read(path, file)
         if form.scheme is not None:
             if params_key is not None:
                 raise CheckpointError(f"is {form.name}, and `params_key` is for trees of arrays", file=file)
-            return Checkpoint(form, reader, _given(scheme, form, file), found, step=said)
-        unwrapped = UnwrappedReader(reader, params_key=params_key)
+            own = _given(scheme, form, file)
+            return Checkpoint(form, reader, own, found, weights=kept, step=said, dropped=drop)
+        unwrapped = UnwrappedReader(kept, params_key=params_key)
         weights = unwrapped.tensors
         usual = form.usual_scheme if isinstance(form, OwnNames) else None
         chosen = recognise(weights, found, usual) if scheme is None else scheme_called(scheme)
         if found is None and (content := chosen.infer_config(weights)) is not None:
             found = Config(_folder(path) / "config.json", content)
-        return Checkpoint(form, reader, chosen.name, found, weights=unwrapped, step=said)
+        return Checkpoint(form, reader, chosen.name, found, weights=unwrapped, step=said, dropped=drop)
     except BaseException:
         reader.close()
         raise

@@ -22,15 +22,16 @@ def is_weights(name: str) -> bool:
     return name.endswith(_WEIGHTS)
 
 
-def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[Path]:
-    """Copies every file of the folder `source` that is not weights, subfolders and all; links are followed to files.
+def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[str]:
+    """Copies every file of the folder `source` that is not weights, subfolders and all; notes on what is left out.
 
     weights: files and folders of the checkpoint itself. Hidden names are left out: they are caches and version control.
+    Links are followed to files in the folder alone: a checkpoint from elsewhere may hold one to any file of its reader.
     """
-    copied: list[Path] = []
+    notes: list[str] = []
     left_out = {path.resolve() for path in weights}
     if source.resolve() in left_out:
-        return copied
+        return notes
     for parent, folders, files in os.walk(source):
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and Path(parent, name).resolve() not in left_out
@@ -45,11 +46,23 @@ def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) ->
                 or file.resolve() in left_out
             ):
                 continue
+            if not stands_inside(file, source):
+                notes.append(f"{file} is left out: it is a link to a file outside of the folder; copy that there")
+                continue
             target = destination / file.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-            copied.append(target)
-    return copied
+    return notes
+
+
+def stands_inside(file: Path, folder: Path) -> bool:
+    """Whether `file`, links followed, is in `folder`, or in the store of the Hub's cache that its snapshots link to."""
+    real, inside = file.resolve(), folder.resolve()
+    if real.is_relative_to(inside):
+        return True
+    # models--org--name/snapshots/<revision>/..., whose files are links into models--org--name/blobs.
+    snapshots = next((parent for parent in (inside, *inside.parents) if parent.name == "snapshots"), None)
+    return snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
 
 
 def set_config_dtype(config: Path, dtype: str) -> None:

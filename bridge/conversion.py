@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ from easytorch.bridge.formats.registry import Target
 from easytorch.bridge.plan import cast_plan
 from easytorch.bridge.planned import PlannedReader
 from easytorch.bridge.report import ConversionReport
+from easytorch.bridge.rules import Rules
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource
 from easytorch.bridge.unconverted import refuse_adapter_beside
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.writing import digest, write_files
+
+# What files of one format are called, and no folder of another.
+_FILE_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".gguf", ".npz", ".easydel", ".h5", ".onnx", ".json")
+)
 
 
 class Conversion:
@@ -37,6 +44,8 @@ class Conversion:
         shard_size: int,
         source: Path,
         destination: Path,
+        rules: Rules | None = None,
+        drop: Collection[str] = (),
     ) -> None:
         refuse_adapter_beside(source)
         self._checkpoint = checkpoint
@@ -46,7 +55,12 @@ class Conversion:
         self._source = source
         self._destination = destination
         self._form, self._cast = stored_as(target.form, dtype)
-        self._renamed: Renamed = checkpoint.renamed(target.scheme)
+        self._rules = rules
+        self._drop = sorted(drop)
+        if rules is None:
+            self._renamed: Renamed = checkpoint.renamed(target.scheme)
+        else:
+            self._renamed = checkpoint.by_rules(rules, target.scheme)
         if self._cast is not None:
             self._renamed.reader = PlannedReader(
                 self._renamed.reader, cast_plan(self._renamed.reader.tensors, self._cast)
@@ -55,10 +69,19 @@ class Conversion:
         # The one file of the layout where the destination is a file, None where it is a folder.
         self._file = self._single_file()
         self._outputs = OutputCheck(None)
+        self._digest = digest(checkpoint)
         self._notes: list[str] = []
 
     def _single_file(self) -> str | None:
         suffix = self._form.suffix
+        if self._destination.suffix in _FILE_SUFFIXES - {suffix}:
+            own = "a folder" if suffix is None else f"a folder, or a file called *{suffix}"
+            raise CheckpointError(
+                f"is the name of a {self._destination.suffix} file, and {self._form.name} is {own}; give such a name",
+                file=self._destination,
+            )
+        if self._source.is_dir() and self._destination.absolute().resolve().is_relative_to(self._source.resolve()):
+            raise CheckpointError("stands inside the source; give a destination outside of it", file=self._destination)
         if suffix is None or self._destination.suffix != suffix:
             return None
         if len(self._layout) > 1:
@@ -77,12 +100,13 @@ class Conversion:
             write_files(
                 staging, self._form, self._layout, ReaderSource(reader, config, progress, self._checkpoint.reader)
             )
+            self._refuse_changed()
             if verify and (name := wrong_tensor(staging.folder, self._form, reader)) is not None:
                 raise CheckpointError("was not written as it was read; check the disk", tensor=name)
             if self._file is None:
                 self._write_beside(staging.folder)
                 # What a cast has rounded computes something else.
-                if verify and self._dtype is None:
+                if verify and self._dtype is None and self._rules is None:
                     self._outputs = compare_sides(self._checkpoint, self._source, staging.folder, self._target.scheme)
         self._notes += [*staging.notes, *filter(None, [self._outputs.note])]
 
@@ -94,13 +118,23 @@ class Conversion:
         self._notes += sweep(self._destination)
         self._notes.append(f"{self._destination}: stands there already, and every tensor of it is right")
 
+    def _refuse_changed(self) -> None:
+        """What was read of a source that somebody writes is neither the old checkpoint nor the new one."""
+        if digest(self._checkpoint) != self._digest:
+            raise CheckpointError(
+                "was changed while it was being converted; convert it again when nobody writes it",
+                file=self._checkpoint.reader.files[0],
+            )
+
     def _key(self) -> dict[str, Any]:
         """What must be the same for a run to go on from what another has left."""
         config = self._checkpoint.config
         return {
-            "source": digest(self._checkpoint),
+            "source": self._digest,
             "config": None if config is None else config.content,
             "options": [self._form.name, self._target.scheme, self._dtype, self._shard_size, self._file],
+            "drop": self._drop,
+            "rules": None if self._rules is None else repr([(row[0], row[1], str(row[2])) for row in self._rules]),
             "version": __version__,
         }
 
@@ -111,7 +145,7 @@ class Conversion:
             kept = {name: checkpoint.read_torch(given) for name, given in renamed.kept.items()}
             write_side_file(folder, kept, renamed.tied)
         source = self._source if self._source.is_dir() else self._source.parent
-        copy_companions(source, folder, checkpoint.reader.files)
+        self._notes += copy_companions(source, folder, checkpoint.reader.files)
         if isinstance(checkpoint.reader, TokenizedReader) and self._target.scheme != checkpoint.scheme:
             self._notes += filter(None, [checkpoint.reader.write_tokenizer(folder)])
         if checkpoint.config is None:

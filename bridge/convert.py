@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from os import PathLike
 
 from easytorch.bridge.atomic import refuse_existing
@@ -13,6 +14,8 @@ from easytorch.bridge.conversion import Conversion, stored_as
 from easytorch.bridge.formats import registry
 from easytorch.bridge.locations import is_remote, local_destination, local_source
 from easytorch.bridge.report import ConversionReport
+from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules_file import read_rules
 from easytorch.bridge.sizes import parse_size
 from easytorch.bridge.source import Progress
 
@@ -30,6 +33,8 @@ def convert(
     config: str | PathLike[str] | None = None,
     step: int | None = None,
     params_key: str | None = None,
+    rules: Rules | str | PathLike[str] | None = None,
+    drop: Collection[str] = (),
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Writes the checkpoint `src` as `dst` in the format `to` (`registry.TARGETS`).
@@ -40,12 +45,14 @@ def convert(
     both sides on the same inputs. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme`
     names the source's naming scheme where its names do not tell it, `config` is the config.json of a source that has
     none. `step` is which step of a run to read instead of its last, `params_key` which tree of a training state instead
-    of its parameters (`ema_params`). `resume` goes on from the files a killed run of this very conversion had finished;
-    an interrupted one keeps them.
+    of its parameters (`ema_params`). `rules` are the table of a model of your own, or the Python file that sets `RULES`
+    to it (`bridge.layouts`): it needs no config then. `drop` are names of tensors to leave out, with `*` for anything.
+    `resume` goes on from the files a killed run of this very conversion had finished; an interrupted one keeps them.
     Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
     thing; `dst` is not there then.
     """
     begun = time.perf_counter()
+    table = read_rules(rules) if isinstance(rules, str | PathLike) else rules
     target, shard_size = registry.target(to), parse_size(max_shard_size)
     stored_as(target.form, dtype)  # a dtype that is none is said before anything is fetched
     if resume and is_remote(dst):
@@ -55,10 +62,17 @@ def convert(
         if not resume:
             refuse_existing(destination)
         with open_checkpoint(
-            source, prefer=prefer, scheme=scheme, config=config, step=step, params_key=params_key
+            source, prefer=prefer, scheme=scheme, config=config, step=step, params_key=params_key, drop=drop
         ) as checkpoint:
             conversion = Conversion(
-                checkpoint, target, dtype=dtype, shard_size=shard_size, source=source, destination=destination
+                checkpoint,
+                target,
+                dtype=dtype,
+                shard_size=shard_size,
+                source=source,
+                destination=destination,
+                rules=table,
+                drop=drop,
             )
             if resume and os.path.lexists(destination):
                 conversion.accept_existing()

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from os import PathLike
 
+from easytorch.bridge.printable import printable
+
 # What a damaged file calls a tensor, and what it has for a shape, may be of any length.
 _LONGEST = 4000
 _LONGEST_NAME = 300
@@ -21,7 +23,7 @@ class CheckpointError(ValueError):
         self.file = None if file is None else str(file)
         self.tensor = tensor
         place = [part for part in (self.file, None if tensor is None else f"tensor {tensor!r}") if part]
-        text = ": ".join([*place, message]).replace("\n", " ")
+        text = printable(": ".join([*place, message]).replace("\n", " "))
         super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")
 
 

@@ -44,10 +44,18 @@ class Config:
         return listed[0].removeprefix("Flax")
 
 
+def given_config(path: Path) -> Config:
+    """The config a user names: a file, whatever it is called, or the folder of a config.json."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        what = "there is no config.json in this folder" if path.is_dir() else "there is no such config"
+        raise CheckpointError(f"{what}; give the path of the model's config.json, or of its folder", file=path)
+    return Config(file, read_json(file, limit=_CONFIG_LIMIT))
+
+
 def read_config(path: Path) -> Config:
-    """The config of a checkpoint folder, or of the folder of a weight file; a `.json` file is the config itself."""
-    own = path.suffix == ".json" and path.is_file()
-    file = path if own else (path if path.is_dir() else path.parent) / "config.json"
+    """The config of a checkpoint folder, or of the folder of a weight file."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         raise CheckpointError("there is no config.json beside the weights; copy the model's there", file=file.parent)
     return Config(file, read_json(file, limit=_CONFIG_LIMIT))

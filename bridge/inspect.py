@@ -28,8 +28,8 @@ class CheckpointInfo:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of all tensors in the files."""
+        return sum(tensor.stored_bytes for tensor in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -43,7 +43,8 @@ class CheckpointInfo:
             "metadata": dict(self.metadata),
             "total_bytes": self.total_bytes,
             "tensors": [
-                {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "bytes": info.nbytes}
+                {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "bytes": info.stored_bytes}
+                | ({"packed": info.packed} if info.packed else {})
                 for info in self.tensors
             ],
         }

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from easytorch.bridge.closing import Closing
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
@@ -73,7 +73,13 @@ def tensors_of(plan: Plan, tree: MemoryTree, *, copy: bool | None = None) -> dic
     """The targets of `plan`, which reads leaves of `tree`, as torch tensors on the CPU.
 
     A sharded leaf is copied shard by shard into the tensor; it is never assembled in its own layout first.
+    `CheckpointError` for an element type that torch only names: nothing can be done with such a tensor, not even print.
     """
+    for info in plan.targets.values():
+        if not torch_stores(info.dtype):
+            wider = "uint8" if info.dtype == "uint4" else "int8" if info.dtype == "int4" else "another dtype"
+            message = f"is {info.dtype}, with which torch cannot compute; cast it to {wider}"
+            raise CheckpointError(message, tensor=info.name)
     with ThreadPoolExecutor(_THREADS) as threads:
         made = threads.map(lambda step: _tensors(step, tree, copy), plan.steps)
         return {name: tensor for tensors in made for name, tensor in tensors.items()}

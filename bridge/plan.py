@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,9 @@ class Step:
         if self.transform is transform_called("identity"):
             return sources
         arrays = [source.whole() for source in sources]
+        if self.transform.leaves > 1:
+            change: Any = self.transform.to_torch if self.reverse else self.transform.to_flax
+            return [InParts.of(array) for array in change(arrays)]
         if self.reverse:
             return [InParts.of(array) for array in self.transform.to_torch(arrays[0])]
         if self.transform.to_flax_parts is not None:
@@ -229,6 +233,8 @@ class _FromTorch:
 
     def _step(self, rule: CompiledRule, bindings: Bindings, parts: Mapping[int, str]) -> Step:
         infos = {number: self._tensors[name] for number, name in parts.items()}
+        if rule.exchanged:
+            return _exchange(infos, rule, bindings, reverse=False)
         return _cut(infos[0], rule, rule.leaves, bindings) if rule.cut else _fused(infos, rule, bindings)
 
 
@@ -241,37 +247,63 @@ def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict
         if found is None:
             raise CheckpointError(table.unknown_flax(path), file=info.file or None, tensor=path)
         rule, part, bindings = found
-        if not rule.cut:
+        if not rule.cut and not rule.exchanged:
             steps[path] = _cut(info, rule, rule.torch, bindings)
             continue
         infos = pending.setdefault((rule.number, bindings), {})
         infos[part] = info
         if len(infos) == len(rule.leaves):
-            steps[path] = _fused(pending.pop((rule.number, bindings)), rule, bindings)
+            steps[path] = _of_several(pending.pop((rule.number, bindings)), rule, bindings)
     for infos in pending.values():
         rule, _, bindings = table.leaf_rule(next(iter(infos.values())).name)
-        _fused(infos, rule, bindings)
+        _of_several(infos, rule, bindings)
     return steps
+
+
+def _of_several(leaves: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings) -> Step:
+    """What leaves become that need each other."""
+    return _exchange(leaves, rule, bindings, reverse=True) if rule.exchanged else _fused(leaves, rule, bindings)
+
+
+def _exchange(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings, *, reverse: bool) -> Step:
+    """The several tensors that `infos`, by their place in the rule, are together; reverse: those of torch."""
+    given, made = (rule.leaves, rule.torch) if reverse else (rule.torch, rule.leaves)
+    listed = _all_of(infos, given, made[0], bindings)
+    shapes: Any = rule.transform.torch_shapes if reverse else rule.transform.flax_shape
+    targets = tuple(
+        TensorInfo(pattern.fill(bindings), tuple(shape), listed[0].dtype)
+        for pattern, shape in zip(made, shapes([info.shape for info in listed]), strict=True)
+    )
+    return Step(tuple(info.name for info in listed), targets, rule.transform, reverse)
 
 
 def _fused(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings) -> Step:
     """The one tensor that `infos`, by their place in the rule, are the parts of."""
     parts, whole = (rule.leaves, rule.torch[0]) if rule.cut else (rule.torch, rule.flax)
+    listed = _all_of(infos, parts, whole, bindings)
+    for info in listed:
+        _check_rank(info, rule.transform.torch_rank)
+    dtype = listed[0].dtype if rule.cut else rule.transform.flax_dtype or listed[0].dtype
+    target = TensorInfo(whole.fill(bindings), rule.transform.flax_shape([info.shape for info in listed]), dtype)
+    return Step(tuple(info.name for info in listed), (target,), rule.transform, False)
+
+
+def _all_of(
+    infos: Mapping[int, TensorInfo], parts: Sequence[Pattern], whole: Pattern, bindings: Bindings
+) -> list[TensorInfo]:
+    """`infos` in their order; `CheckpointError` where one of `parts` is missing or of another element type."""
     for number, pattern in enumerate(parts):
         if number not in infos:
             message = f"is missing, and {whole.fill(bindings)!r} is made of it and others"
             raise CheckpointError(message, tensor=pattern.fill(bindings))
     listed = [infos[number] for number in range(len(parts))]
     for info in listed:
-        _check_rank(info, rule.transform.torch_rank)
         if info.dtype != listed[0].dtype:
             message = (
                 f"is {info.dtype}, {listed[0].name!r} is {listed[0].dtype}, and they make one tensor; give a dtype"
             )
             raise CheckpointError(message, file=info.file or None, tensor=info.name)
-    dtype = listed[0].dtype if rule.cut else rule.transform.flax_dtype or listed[0].dtype
-    target = TensorInfo(whole.fill(bindings), rule.transform.flax_shape([info.shape for info in listed]), dtype)
-    return Step(tuple(info.name for info in listed), (target,), rule.transform, False)
+    return listed
 
 
 def _cut(info: TensorInfo, rule: CompiledRule, patterns: Sequence[Pattern], bindings: Bindings) -> Step:

@@ -10,6 +10,7 @@ import numpy as np
 from easytorch.bridge.bits import identical_parts
 from easytorch.bridge.closing import Closing
 from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.formats.casting import CastOverflow
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.plan import Plan, Same, Step
 from easytorch.bridge.spool import Spool
@@ -35,7 +36,10 @@ class PlannedReader(Closing):
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor: a view of the source's where the layout allows."""
-        return self.read_in_parts(name).whole()
+        try:
+            return self.read_in_parts(name).whole()
+        except CastOverflow as error:
+            raise error.of(name) from None
 
     def read_in_parts(self, name: str) -> InParts:
         """The same, before what is stacked is copied together and what is cast is cast."""

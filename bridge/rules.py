@@ -72,7 +72,12 @@ class CompiledRule:
     @property
     def cut(self) -> bool:
         """Whether one torch tensor is several leaves, so that the transform reads from those to torch."""
-        return len(self.leaves) > 1
+        return len(self.leaves) > 1 and len(self.torch) == 1
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether several torch tensors are several leaves, which need each other in both directions."""
+        return min(len(self.leaves), len(self.torch)) > 1
 
     def order(self, bindings: Bindings) -> tuple:
         """Sorts instances of the table: by rule, then by variable, numbers as numbers and choices as listed."""
@@ -249,7 +254,9 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
         )
     flax_patterns = (flax_side,) if isinstance(flax_side, str) else tuple(flax_side or ())
     side, many = ("Flax", flax_patterns) if len(flax_patterns) > 1 else ("torch", torch_patterns)
-    if len(many) != (1 if transform is None else transform.parts) or min(len(flax_patterns), len(torch_patterns)) > 1:
+    both = transform is not None and (len(torch_patterns), len(flax_patterns)) == (transform.parts, transform.leaves)
+    lone = min(len(flax_patterns), len(torch_patterns)) <= 1 and (transform is None or transform.leaves == 1)
+    if not (both or (lone and len(many) == (1 if transform is None else transform.parts))):
         raise ValueError(f"rule {number} {rule!r}: {kind!r} does not take {len(many)} {side} patterns")
     if (not flax_patterns) != (kind == BUFFER):
         raise ValueError(f"rule {number} {rule!r}: a rule without a Flax pattern is a {BUFFER!r}, and only that")

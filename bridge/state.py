@@ -11,6 +11,7 @@ import numpy as np
 
 from easytorch.bridge.bits import identical
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.completeness import refuse_missing
 from easytorch.bridge.dtensors import dtensors_of
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
@@ -43,11 +44,17 @@ def load_torch_state_dict(
 
 
 def tree_to_state_dict(
-    tree: Any, rules: Rules, *, tie_word_embeddings: bool = True, copy: bool | None = None
+    tree: Any, rules: Rules, *, tie_word_embeddings: bool = True, copy: bool | None = None, complete: bool = True
 ) -> dict[str, torch.Tensor]:
-    """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU."""
+    """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU.
+
+    complete: a weight that `rules` name and the tree has not is a `CheckpointError` (`bridge.completeness`).
+    """
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
-    plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=same_arrays(leaves.read))
+    table = compile_rules(rules)
+    plan = plan_to_torch(leaves.tensors, table, tie=tie_word_embeddings, same=same_arrays(leaves.read))
+    if complete:
+        refuse_missing(plan, table)
     return _apart(tensors_of(plan, leaves, copy=copy))
 
 
@@ -70,16 +77,20 @@ def state_dict_to_tree(
     shardings: Shardings = None,
     copy: bool | None = None,
     like: Any = None,
+    complete: bool = True,
 ) -> Tree:
     """torch tensors as a tree of arrays named as `rules` say; buffers are left out.
 
     fill: torch names that torch may leave out as repeats and the tree must have. like: an nnx module or its state, for
-    `nnx.update` (`bridge.memory.shaped_like`). The others: `bridge.memory.tree_of`.
+    `nnx.update` (`bridge.memory.shaped_like`). complete: as in `tree_to_state_dict`. The others:
+    `bridge.memory.tree_of`.
     """
     arrays = {name: to_numpy(tensor) for name, tensor in state_dict.items()}
     read = arrays.__getitem__
     table = compile_rules(rules)
     plan = plan_from_torch(infos_of(arrays), table, tie=tie_word_embeddings, same=same_arrays(read), fill=fill)
+    if complete:
+        refuse_missing(plan, table)
     tree = tree_of(plan, read, framework=framework, shardings=shardings, copy=copy)
     return tree if like is None else shaped_like(tree, like)
 

@@ -23,7 +23,9 @@ class Transform:
     The shape functions say the same of shapes, so that a file's header can be written before any data is read.
     `rank` is the number of dimensions on the Flax side and `torch_rank` that of each torch tensor, None for any; the
     functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, `torch_dtype` torch's
-    where it is not the leaf's. `to_flax_parts` gives the leaf as views that follow one another in C order, where
+    where it is not the leaf's. `leaves`: how many leaves `parts` tensors become together, where neither side is one
+    (the biases of recurrent cells): `to_flax` then returns so many arrays and `to_torch` is given them, and so do the
+    functions of shapes. `to_flax_parts` gives the leaf as views that follow one another in C order, where
     `to_flax` has to copy them together.
     """
 
@@ -35,6 +37,7 @@ class Transform:
     rank: int | None = None
     torch_rank: int | None = None
     parts: int = 1
+    leaves: int = 1
     flax_dtype: str | None = None
     torch_dtype: str | None = None
     to_flax_parts: Callable[[Arrays], Arrays] | None = None

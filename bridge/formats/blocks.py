@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from easytorch.bridge.formats.casting import cast_into
 from easytorch.bridge.formats.mapped import Unread, give_back
 
 # What goes to a file in one call. From 2 MB on Linux looks for free memory in pieces as large, and compacts it to make
@@ -84,7 +85,7 @@ class Copier:
     def bytes_of(self, piece: np.ndarray | Unread, dtype: np.dtype | None = None) -> memoryview:
         """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call.
 
-        dtype: what its elements are cast to, as `astype` does.
+        dtype: what its elements are cast to, as `formats.casting` does.
         """
         given = piece.dtype
         if isinstance(piece, Unread):
@@ -95,7 +96,7 @@ class Copier:
         flat = piece.reshape(-1)
         if dtype is not None and dtype != given:
             cast = self._array(3, dtype, flat.shape)
-            np.copyto(cast, flat.view(given), casting="unsafe")
+            cast_into(cast, flat.view(given))
             flat = cast
         return flat.view(np.uint8).data
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.formats.casting import CastOverflow, cast
 
 # ggml's types that are one number an element, and what they are called here.
 PLAIN = {
@@ -24,6 +25,8 @@ PLAIN = {
 }
 # What packed elements become.
 UNPACKED = "float32"
+# The largest scale of a block and the most steps of it, which are float16's and int8's.
+_MOST_SCALE, _MOST_STEPS = 65504.0, 127
 # Elements: unpacking takes several times its result in passing, which stays in a processor's cache so.
 _AT_ONCE = 1 << 18
 
@@ -70,19 +73,22 @@ def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray]:
     """The bytes of `array` (any floating type, perhaps strided) as elements of ggml's type `kind`, in pieces."""
     if kind in PLAIN:
         for piece in _pieces(array):
-            yield _bytes(_cast(piece, numpy_dtype(PLAIN[kind])))
+            yield _bytes(cast(piece, numpy_dtype(PLAIN[kind])))
         return
     from gguf import GGMLQuantizationType, quantize
 
     for piece in _pieces(array):
-        rows = _cast(piece, numpy_dtype(UNPACKED)).reshape(-1, array.shape[-1])
+        rows = cast(piece, numpy_dtype(UNPACKED)).reshape(-1, array.shape[-1])
+        largest = np.abs(rows, where=np.isfinite(rows), out=np.zeros_like(rows)).max(initial=0.0)
+        if largest > _MOST_SCALE * _MOST_STEPS:
+            raise CastOverflow(f"holds {largest:.4g}, and {kind} ends at {_MOST_SCALE * _MOST_STEPS:.4g}; give another")
         yield _bytes(quantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
 
 
 def rounded(array: np.ndarray, kind: str) -> np.ndarray:
     """What reading gives where `array` was stored as ggml's type `kind`."""
     if kind in PLAIN:
-        return _cast(array, numpy_dtype(PLAIN[kind]))
+        return cast(array, numpy_dtype(PLAIN[kind]))
     return unpack(np.concatenate(list(packed(array, kind))), kind, array.shape)
 
 
@@ -106,13 +112,6 @@ def block_length(kind: str) -> int:
 
 def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _cast(array: np.ndarray, element: np.dtype) -> np.ndarray:
-    if array.dtype == element:
-        return array
-    with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(element)
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:

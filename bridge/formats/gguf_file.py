@@ -8,7 +8,7 @@ Source: ggml's docs/gguf.md, the gguf package (`GGUFWriter` writes the headers),
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.casting import CastOverflow
 from easytorch.bridge.formats.gguf_blocks import (
     PLAIN,
     UNPACKED,
@@ -86,7 +87,8 @@ class GgufReader(Closing):
                 message = f"is packed as {stored.kind}, which the gguf package here does not unpack"
                 raise CheckpointError(f"{message}; upgrade it, or convert the file with llama.cpp", tensor=stored.name)
             dtype = PLAIN.get(stored.kind, UNPACKED)
-            self.tensors[stored.name] = TensorInfo(stored.name, stored.shape, dtype, str(file))
+            packed = ("", 0) if stored.kind in PLAIN else (stored.kind, stored.nbytes)
+            self.tensors[stored.name] = TensorInfo(stored.name, stored.shape, dtype, str(file), *packed)
             self._home[stored.name] = mapped, stored
 
     def _take_out_derived(self) -> None:
@@ -121,6 +123,11 @@ class GgufReader(Closing):
             return InParts.of(mapped.elements(stored.start, stored.shape, PLAIN[stored.kind]))
         packed = mapped.array(stored.start, (stored.nbytes,), "uint8")
         return InParts.of(unpack(packed, stored.kind, stored.shape))
+
+    def read_packed(self, name: str) -> np.ndarray:
+        """The bytes of a tensor as they stand in the file."""
+        mapped, stored = self._home[name]
+        return mapped.array(stored.start, (stored.nbytes,), "uint8")
 
     def close(self) -> None:
         """Lets go of the mapped files."""
@@ -172,11 +179,16 @@ class Gguf:
         return dict(zip(shard_names(self.file_name, len(groups)), groups, strict=True))
 
     def _stored(self, info: TensorInfo) -> str:
-        """ggml's type for the tensor; `CheckpointError` for what GGUF cannot hold."""
+        """ggml's type for the tensor: the one it has in GGUF already where no dtype is asked for.
+
+        `CheckpointError` for what GGUF cannot hold.
+        """
         if len(info.shape) > MAX_DIMENSIONS or len(info.name.encode()) >= 64:
             raise CheckpointError(
                 f"of shape {info.shape} is more than ggml's names and dimensions hold", tensor=info.name
             )
+        if info.packed and self._most is None:
+            return info.packed
         if info.dtype not in FLOATING:
             if info.dtype not in _KINDS:
                 raise CheckpointError(f"GGUF has no dtype {info.dtype}; cast it to one it has", tensor=info.name)
@@ -198,13 +210,15 @@ class Gguf:
         kinds = {info.name: self._stored(info) for info in tensors}
         entries = [(info.name, info.shape, kinds[info.name]) for info in tensors]
         entries += [(name, array.shape, "F32") for name, array in derived.items()]
-        carried = tokenizer_fields(source.origin.fields) if isinstance(source.origin, GgufReader) else {}
-        write_header(folder / file, entries, _config(source), self._file_type(kinds), *_place(file), carried)
+        fields = source.origin.fields if isinstance(source.origin, GgufReader) else {}
+        file_type = self._file_type(kinds)
+        if any(kind == info.packed for kind, info in zip(kinds.values(), tensors, strict=True)):
+            # A mixture of packed types, which only the file it comes from has a number for.
+            file_type = fields.get("general.file_type", file_type)
+        write_header(folder / file, entries, _config(source), file_type, *_place(file), tokenizer_fields(fields))
         with (folder / file).open("ab") as stream:
             for info in tensors:
-                array = source.read(info.name)
-                check_announced(info, array)
-                for piece in packed(array, kinds[info.name]):
+                for piece in _stored_elements(info, kinds[info.name], source):
                     stream.write(piece)
                 _pad(stream)
                 source.wrote(info)
@@ -228,8 +242,21 @@ class Gguf:
                 state_total(folder / file, total)
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """The array rounded to what it is stored as."""
-        return rounded(array, self._stored(info))
+        """The array rounded to what it is stored as; packed elements that were copied are what they were."""
+        return array if info.packed and self._most is None else rounded(array, self._stored(info))
+
+
+def _stored_elements(info: TensorInfo, kind: str, source: Source) -> Iterator[np.ndarray]:
+    """The bytes of a tensor as ggml's type `kind`, in pieces; of one that is stored so already, the same bytes."""
+    if kind == info.packed and isinstance(source.origin, GgufReader):
+        yield source.origin.read_packed(info.name)
+        return
+    array = source.read(info.name)
+    check_announced(info, array)
+    try:
+        yield from packed(array, kind)
+    except CastOverflow as error:
+        raise error.of(info.name) from None
 
 
 def _kind(dtype: str) -> str | None:

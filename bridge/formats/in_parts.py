@@ -10,12 +10,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from easytorch.bridge.formats.blocks import contiguous
+from easytorch.bridge.formats.casting import cast, cast_into
 from easytorch.bridge.formats.mapped import Unread, give_back
 
 
 @dataclass(frozen=True)
 class InParts:
-    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `astype` does.
+    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `formats.casting` does.
 
     What nothing is done to but a cast need not have been read.
     """
@@ -51,7 +52,7 @@ class InParts:
         """The array: a view where it is one part of that dtype."""
         if len(self.parts) == 1:
             array = _read(self.parts[0]).reshape(self.shape)
-            return array if array.dtype == self.dtype else array.astype(self.dtype)
+            return cast(array, self.dtype)
         made = np.empty(sum(part.size for part in self.parts), self.dtype)
         start = 0
         for part in self.parts:
@@ -64,7 +65,7 @@ class InParts:
             if self.dtype == self.stored:
                 contiguous(array, room)
             else:
-                np.copyto(room, array, casting="unsafe")
+                cast_into(room, array)
             give_back(array)
         return made.reshape(self.shape)
 

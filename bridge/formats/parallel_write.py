@@ -19,6 +19,7 @@ import numpy as np
 
 from easytorch.bridge.formats.base import Source, TensorInfo
 from easytorch.bridge.formats.blocks import WRITE_BYTES, Copier, pieces
+from easytorch.bridge.formats.casting import CastOverflow
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.formats.mapped import Unread, check_announced, give_back
 
@@ -127,7 +128,7 @@ class _Writing:
                 if task is None:
                     return
                 tensor, whole, start, piece = task
-                for offset, content in tensor.runs(start, copier.bytes_of(piece, tensor.dtype)):
+                for offset, content in tensor.runs(start, _bytes(copier, tensor, piece)):
                     self._put(offset, content)
                 self._passed(tensor, whole, piece)
                 # Not to be held while the next tensor is read.
@@ -182,6 +183,13 @@ class _Writing:
         if len(content) >= _HANDED_ON_BYTES and hasattr(os, "posix_fadvise"):
             # Linux starts to write what is dirty in the range and drops only what is on disk already.
             os.posix_fadvise(self._descriptor, offset, len(content), os.POSIX_FADV_DONTNEED)
+
+
+def _bytes(copier: Copier, tensor: _Tensor, piece: np.ndarray | Unread) -> memoryview:
+    try:
+        return copier.bytes_of(piece, tensor.dtype)
+    except CastOverflow as error:
+        raise error.of(tensor.info.name) from None
 
 
 def _processors() -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 
 from easytorch.bridge.closing import Closing
-from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
 from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 
@@ -36,6 +37,26 @@ class RenamedReader(Closing):
     def close(self) -> None:
         """Closes the reader behind it."""
         self._reader.close()
+
+
+class _Without(RenamedReader):
+    """What `without` leaves. `left_out` is what the reader behind it had left out already."""
+
+    def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
+        super().__init__(reader, names)
+        self.left_out: tuple[str, ...] = reader.left_out if isinstance(reader, PartialReader) else ()
+
+
+def without(reader: Reader, patterns: Iterable[str]) -> Reader:
+    """`reader` without the tensors that `patterns` name, with `*` for anything; one that fits none is an error."""
+    dropped: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in reader.tensors if fnmatchcase(name, pattern)}
+        if not found:
+            message = f"no tensor to drop is called so{nearest(pattern, reader.tensors)}"
+            raise CheckpointError(message, file=reader.files[0], tensor=pattern)
+        dropped |= found
+    return _Without(reader, {name: name for name in reader.tensors if name not in dropped})
 
 
 def by_paths(reader: Reader) -> RenamedReader:

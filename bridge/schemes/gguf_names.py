@@ -18,6 +18,7 @@ from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.formats.gguf_blocks import require_gguf
 from easytorch.bridge.rules import BUFFER, TIED, Rule, Rules
 from easytorch.bridge.schemes.gguf_config import arch_of, settings_of
 from easytorch.bridge.transforms import Arrays, Shape, Transform
@@ -49,6 +50,7 @@ class GgufNames:
 
 class _Table:
     def __init__(self, config: Config, architecture: Architecture) -> None:
+        require_gguf()
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         self._settings = settings_of(config)

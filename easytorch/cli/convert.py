@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from easytorch.bridge.formats.registry import target_names
+from easytorch.bridge.printable import printable
 from easytorch.bridge.schemes.registry import names as scheme_names
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ def command(
     params_key: Annotated[
         str | None, typer.Option(help="Which tree of a training state to read, as in ema_params.")
     ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Python file with the RULES of a model of your own (docs/bridge.md)."),
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave a tensor out; * stands for anything. Repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Convert a checkpoint: torch, JAX/Flax and the others, from any format to any.
@@ -56,6 +64,7 @@ def command(
       easytorch convert google/flan-t5-small ./flan --to flax --max-shard-size 500MB
       easytorch convert gs://bucket/orbax/1000 ./llama --to torch --config ./llama/config.json
       easytorch convert ./llama ./llama.gguf --to gguf --dtype q8_0
+      easytorch convert ./mine.msgpack ./mine --to torch --rules table.py --drop 'old_head/*'
       easytorch convert ./old/pytorch_model.bin ./new --to torch --json
     """
     from easytorch.bridge.convert import convert
@@ -65,7 +74,7 @@ def command(
         task = bar.add_task("reading", total=None)
 
         def show(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name[-40:], completed=done, total=total)
+            bar.update(task, description=printable(name)[-40:], completed=done, total=total)
 
         report = convert(
             source,
@@ -79,6 +88,8 @@ def command(
             config=config,
             step=step,
             params_key=params_key,
+            rules=rules,
+            drop=tuple(drop or ()),
             progress=show,
         )
     if as_json:
@@ -111,8 +122,8 @@ def _print(report: ConversionReport) -> None:
             f"torch and jax compute the same: outputs differ by {report.outputs_difference:.1g} of their size"
         )
     if report.kept:
-        console.print(f"kept beside the weights: {', '.join(report.kept)}")
+        console.print(printable(f"kept beside the weights: {', '.join(report.kept)}"))
     if report.tied:
-        console.print(f"left out as tied: {', '.join(report.tied)}")
+        console.print(printable(f"left out as tied: {', '.join(report.tied)}"))
     for note in report.notes:
-        console.print(f"note: {note}")
+        console.print(printable(f"note: {note}"))

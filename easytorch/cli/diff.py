@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from easytorch.bridge.printable import printable
 
 if TYPE_CHECKING:
     from easytorch.bridge.diff import Difference, TensorDifference
@@ -35,20 +37,29 @@ def command(
 
     found = diff(first, second, tolerance=tolerance, config=config)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        typer.echo(json.dumps(_without_infinities(found.to_dict()), indent=2, allow_nan=False))
     else:
         _print(found)
     if not found.same:
         raise typer.Exit(1)
 
 
+def _without_infinities(value: Any) -> Any:
+    """JSON has no number for them: "Infinity" as text."""
+    if isinstance(value, dict):
+        return {key: _without_infinities(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(one) for one in value]
+    return "Infinity" if value == float("inf") else value
+
+
 def _print(found: Difference) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for sign, names in (("-", found.only_first), ("+", found.only_second)):
         for name in names:
-            console.print(f"{sign} {name}")
+            console.print(f"{sign} {printable(name)}")
     for difference in found.differing:
-        console.print(f"~ {difference.name}  {_line(difference)}")
+        console.print(f"~ {printable(difference.name)}  {_line(difference)}")
     if found.same:
         console.print(f"the same: {found.compared} tensors")
     else:

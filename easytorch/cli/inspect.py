@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from easytorch.bridge.printable import printable
+
 if TYPE_CHECKING:
     from easytorch.bridge.formats.base import TensorInfo
     from easytorch.bridge.inspect import CheckpointInfo
@@ -41,7 +43,8 @@ def _title(info: CheckpointInfo) -> str:
     from easytorch.bridge.sizes import human_size
 
     family = f", {info.architecture or info.model_type}" if info.architecture or info.model_type else ""
-    return f"{info.path}: {info.format}{family}, {len(info.tensors)} tensors, {human_size(info.total_bytes)}"
+    size = human_size(info.total_bytes)
+    return printable(f"{info.path}: {info.format}{family}, {len(info.tensors)} tensors, {size}")
 
 
 def _tree(info: CheckpointInfo) -> Tree:
@@ -58,8 +61,8 @@ def _grow(branch: Tree, children: dict[str, TensorInfo | dict]) -> None:
 
     for name, child in children.items():
         if isinstance(child, dict):
-            _grow(branch.add(Text(name, style="cyan")), child)
+            _grow(branch.add(Text(printable(name), style="cyan")), child)
         else:
             shape = "x".join(map(str, child.shape)) or "scalar"
-            facts = ("  " + shape, "green"), f"  {child.dtype}  {human_size(child.nbytes)}"
-            branch.add(Text.assemble(name, *facts, no_wrap=True, overflow="ignore"))
+            facts = ("  " + shape, "green"), f"  {child.packed or child.dtype}  {human_size(child.stored_bytes)}"
+            branch.add(Text.assemble(printable(name), *facts, no_wrap=True, overflow="ignore"))

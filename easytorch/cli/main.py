@@ -93,5 +93,8 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    from easytorch.bridge.printable import printable
+
+    # Names of files, tensors and classes that a checkpoint brought stand in it.
+    text = printable(" ".join(str(error).split()))
     return text or type(error).__name__

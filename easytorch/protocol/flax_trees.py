@@ -94,6 +94,7 @@ def transform_fn(
             framework=framework,
             shardings=shardings,
             copy=copy,
+            complete=False,
         )
 
     return transform
@@ -108,7 +109,7 @@ def from_flax(
     `CheckpointError` when a weight is missing, left over or of another shape.
     """
     architecture, rules, leaves = _open(model_class, config, params)
-    weights = tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
+    weights = tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy, complete=False)
     weights = _as_loaded(model_class, weights)
     wants_info = kwargs.pop("output_loading_info", False)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
@@ -139,7 +140,7 @@ def state_dict_from_flax(
     """
     architecture, rules, leaves = _open(model_class, config, params)
     if mesh is None:
-        return tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy)
+        return tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy, complete=False)
     return tree_to_dtensors(leaves, rules, mesh, tie_word_embeddings=architecture.tie)
 
 

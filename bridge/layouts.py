@@ -1,0 +1,218 @@
+"""Layouts of Flax's layers for the table of a model of one's own: what stands in the third place of a row.
+
+By name: `identity`, `linear`, `conv1d`, `conv2d`, `conv3d` (`bridge.transforms`), and from here `conv_transpose1d`,
+`conv_transpose2d`, `conv_transpose3d` and the same with `_transposed` for `transpose_kernel=True`. The functions take
+the sizes that names and shapes do not tell. Those called after a layer return all of its rows:
+
+    RULES = (
+        ("embed.weight", "embed/embedding", "identity"),
+        *attention("attn", "attn", heads=8),
+        *lstm("rnn", "LSTMCell_0"),
+        ("head.weight", "head/kernel", dense_general(inputs=(8, 64), outputs=(512,))),
+    )
+
+linen and nnx hold the same leaves. torch's side is `torch.nn.Linear`, `MultiheadAttention`, `GRU`, `LSTM`,
+`ConvTranspose1d/2d/3d`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.head_layouts import heads_bias, heads_in, heads_out, joined, stacked
+from easytorch.bridge.rules import Rule, Rules
+from easytorch.bridge.transforms import Arrays, Shape, Transform, register_transform, transform_called
+
+__all__ = [
+    "attention",
+    "dense_general",
+    "einsum",
+    "gru",
+    "heads_bias",
+    "heads_in",
+    "heads_out",
+    "joined",
+    "lstm",
+    "reshaped",
+    "stacked",
+]
+
+
+def dense_general(*, inputs: Shape, outputs: Shape) -> Transform:
+    """torch (prod(outputs), prod(inputs)) <-> (*inputs, *outputs), the kernel of `DenseGeneral` and `LinearGeneral`."""
+    return _matrix("dense_general", inputs, outputs, tuple(range(len(inputs) + len(outputs))))
+
+
+def reshaped(shape: Shape) -> Transform:
+    """torch (prod(shape),) <-> `shape`: the bias of `DenseGeneral`, whose shape are its `outputs`."""
+    return Transform(
+        name=f"reshaped[{shape}]",
+        to_flax=lambda arrays: arrays[0].reshape(shape),
+        to_torch=lambda array: (array.reshape(-1),),
+        flax_shape=lambda shapes: _sized(shapes[0], (math.prod(shape),), shape),
+        torch_shapes=lambda given: (_sized(given, shape, (math.prod(shape),)),),
+        rank=len(shape),
+        torch_rank=1,
+    )
+
+
+def einsum(equation: str, shape: Shape) -> Transform:
+    """torch (outputs, inputs) <-> `shape`, the kernel of `Einsum(equation, shape)`.
+
+    Inputs are the kernel's letters that the layer's input has too, in that one's order, outputs those its output has.
+    Neither may have all: `ValueError` for an equation that is no linear map of the last dimensions.
+    """
+    operands, arrow, result = equation.replace(" ", "").replace("...", "").partition("->")
+    given, comma, kernel = operands.partition(",")
+    inputs, outputs = ([letter for letter in side if letter in kernel] for side in (given, result))
+    if not arrow or not comma or len(kernel) != len(shape) or sorted(inputs + outputs) != sorted(kernel):
+        raise ValueError(
+            f"{equation!r} with a kernel of {shape} is no matrix: each of the kernel's letters is either summed over "
+            "(in the input) or new (in the output), as in 'BTD,DNH->BTNH'"
+        )
+    order = tuple(kernel.index(letter) for letter in (*inputs, *outputs))
+    sizes = [shape[place] for place in order]
+    return _matrix("einsum", tuple(sizes[: len(inputs)]), tuple(sizes[len(inputs) :]), order)
+
+
+def _matrix(name: str, inputs: Shape, outputs: Shape, order: tuple[int, ...]) -> Transform:
+    """torch (outputs, inputs) <-> a leaf whose dimensions, taken in `order`, are `inputs` and then `outputs`."""
+    back = tuple(order.index(axis) for axis in range(len(order)))
+    apart = (*inputs, *outputs)
+    leaf, matrix = tuple(apart[axis] for axis in back), (math.prod(outputs), math.prod(inputs))
+    return Transform(
+        name=f"{name}[{inputs}, {outputs}, {order}]",
+        to_flax=lambda arrays: arrays[0].T.reshape(apart).transpose(back),
+        to_torch=lambda array: (array.transpose(order).reshape(matrix[::-1]).T,),
+        flax_shape=lambda shapes: _sized(shapes[0], matrix, leaf),
+        torch_shapes=lambda shape: (_sized(shape, leaf, matrix),),
+        rank=len(leaf),
+        torch_rank=2,
+    )
+
+
+def _sized(given: Shape, wanted: Shape, made: Shape) -> Shape:
+    if tuple(given) != tuple(wanted):
+        raise CheckpointError(f"has shape {tuple(given)}, and its row of the table says {tuple(wanted)}")
+    return made
+
+
+def _conv_transpose(dimensions: int, transposed: bool) -> Transform:
+    """torch (in, out, *window) <-> (*window, in, out), turned around in every dimension of the window.
+
+    torch's is the gradient of a convolution, jax's a convolution of the dilated input: one's kernel is the other's seen
+    from the end. With `transpose_kernel=True` Flax holds (*window, out, in), and turns it around itself.
+    """
+    window = tuple(range(dimensions))
+    to_flax = (*(2 + axis for axis in window), *((1, 0) if transposed else (0, 1)))
+    to_torch = tuple(to_flax.index(axis) for axis in range(len(to_flax)))
+
+    def turned(array: np.ndarray) -> np.ndarray:
+        return array if transposed else np.flip(array, window)
+
+    return Transform(
+        name=f"conv_transpose{dimensions}d{'_transposed' if transposed else ''}",
+        to_flax=lambda arrays: turned(arrays[0].transpose(to_flax)),
+        to_torch=lambda array: (turned(array).transpose(to_torch),),
+        flax_shape=lambda shapes: tuple(shapes[0][axis] for axis in to_flax),
+        torch_shapes=lambda shape: (tuple(shape[axis] for axis in to_torch),),
+        rank=len(to_flax),
+        torch_rank=len(to_flax),
+    )
+
+
+for _dimensions in (1, 2, 3):
+    for _transposed in (False, True):
+        register_transform(_conv_transpose(_dimensions, _transposed))
+
+
+def attention(torch: str, flax: str, *, heads: int, bias: bool = True) -> Rules:
+    """`torch.nn.MultiheadAttention`, queries, keys and values of one width <-> `MultiHeadDotProductAttention`."""
+    parts = tuple(f"{flax}/{part}" for part in ("query", "key", "value"))
+    rows: list[Rule] = [
+        (f"{torch}.in_proj_weight", tuple(f"{part}/kernel" for part in parts), joined(heads_out(heads), 3)),
+        (f"{torch}.out_proj.weight", f"{flax}/out/kernel", heads_in(heads)),
+    ]
+    if bias:
+        rows += [
+            (f"{torch}.in_proj_bias", tuple(f"{part}/bias" for part in parts), joined(heads_bias(heads), 3)),
+            (f"{torch}.out_proj.bias", f"{flax}/out/bias", "identity"),
+        ]
+    return tuple(rows)
+
+
+def gru(torch: str, flax: str, *, layer: str = "l0") -> Rules:
+    """One layer of `torch.nn.GRU` <-> `GRUCell`, whose reset and update gates have one bias where torch has two.
+
+    layer: the end of torch's names, `l0_reverse` for one. torch's two are added: Flax cannot tell them apart.
+    """
+    given, hidden = ([f"{flax}/{side}{gate}" for gate in "rzn"] for side in "ih")
+    leaves = (*(f"{path}/bias" for path in given), f"{hidden[2]}/bias")
+    return (
+        *_gates(torch, layer, given, hidden),
+        ((f"{torch}.bias_ih_{layer}", f"{torch}.bias_hh_{layer}"), leaves, _gru_biases),
+    )
+
+
+def lstm(torch: str, flax: str, *, layer: str = "l0") -> Rules:
+    """One layer of `torch.nn.LSTM` <-> `LSTMCell` or `OptimizedLSTMCell`, with one bias where torch adds two."""
+    given, hidden = ([f"{flax}/{side}{gate}" for gate in "ifgo"] for side in "ih")
+    leaves = tuple(f"{path}/bias" for path in hidden)
+    return (
+        *_gates(torch, layer, given, hidden),
+        ((f"{torch}.bias_ih_{layer}", f"{torch}.bias_hh_{layer}"), leaves, _lstm_biases),
+    )
+
+
+def _gates(torch: str, layer: str, given: Sequence[str], hidden: Sequence[str]) -> Rules:
+    matrices = joined(transform_called("linear"), len(given))
+    return (
+        (f"{torch}.weight_ih_{layer}", tuple(f"{path}/kernel" for path in given), matrices),
+        (f"{torch}.weight_hh_{layer}", tuple(f"{path}/kernel" for path in hidden), matrices),
+    )
+
+
+def _two_biases(name: str, gates: int, leaves: int) -> Transform:
+    """torch's two biases (gates * H,) <-> one for each of `gates`, and one more for the last gate's second if asked.
+
+    The one that Flax has is torch's first for a GRU and its second for an LSTM, as the modules place them; the other
+    is zero in torch, and what another torch model has there is added: only the sum is computed with.
+    """
+    own = leaves > gates  # A GRU's last gate multiplies its second bias, and keeps it.
+
+    def to_flax(arrays: Arrays) -> Arrays:
+        first, second = (np.split(array, gates) for array in arrays)
+        summed = [one + other for one, other in zip(first, second, strict=True)]
+        return [*summed[:-1], first[-1], second[-1]] if own else summed
+
+    def to_torch(arrays: Arrays) -> Arrays:
+        zero = np.zeros_like(arrays[0])
+        if own:
+            return [np.concatenate(arrays[:gates]), np.concatenate([*[zero] * (gates - 1), arrays[-1]])]
+        return [np.concatenate([zero] * gates), np.concatenate(arrays)]
+
+    def flax_shapes(shapes: Sequence[Shape]) -> Sequence[Shape]:
+        if len(set(shapes)) != 1 or len(shapes[0]) != 1 or shapes[0][0] % gates:
+            raise CheckpointError(f"biases of shapes {list(shapes)} are not those of {gates} gates")
+        return [(shapes[0][0] // gates,)] * leaves
+
+    def torch_shapes(shapes: Sequence[Shape]) -> Sequence[Shape]:
+        if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+            raise CheckpointError(f"biases of one cell have the shapes {list(shapes)}")
+        return [(shapes[0][0] * gates,)] * 2
+
+    both_ways: dict = {
+        "to_flax": to_flax,
+        "to_torch": to_torch,
+        "flax_shape": flax_shapes,
+        "torch_shapes": torch_shapes,
+    }
+    return Transform(name=name, parts=2, leaves=leaves, **both_ways)
+
+
+_gru_biases = _two_biases("gru_biases", 3, 4)
+_lstm_biases = _two_biases("lstm_biases", 4, 4)
