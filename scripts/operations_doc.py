@@ -8,6 +8,7 @@ Answers are those of a machine with every optional library: which are installed 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import os
 import sys
@@ -143,6 +144,8 @@ def operations() -> Iterator[OperationImpl]:
 def arguments(operation: OperationImpl) -> str:
     """The parameters of the definition; of an attention, what it takes beyond the contract of all of them."""
     method = operation.forward_native
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in inspect.signature(method).parameters.values()):
+        method = definition(operation)
     shown = []
     for parameter in inspect.signature(method).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -153,6 +156,12 @@ def arguments(operation: OperationImpl) -> str:
             default = parameter.default
             shown.append(f"{parameter.name}" + ("" if default is inspect.Parameter.empty else f"={default!r}"))
     return ", ".join(shown)
+
+
+def definition(operation: OperationImpl) -> Callable[..., Any]:
+    """The function that an operation passes its arguments on to: `easytorch.kernels.<name>.native.<name>`."""
+    name = operation.primary_name()
+    return getattr(importlib.import_module(f"easytorch.kernels.{name}.native"), name)
 
 
 def backends(operation: OperationImpl) -> dict[str, str]:

@@ -28,10 +28,17 @@ def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
     assert run(code, cwd=tmp_path, path=(ROOT,)) == "[]"
 
 
+def newer_names() -> set[str]:
+    """Auto classes that came after the lowest transformers we take, where that one is installed."""
+    import transformers
+
+    return {name for name in ("AutoModelForDecision",) if not hasattr(transformers, name)}
+
+
 def test_every_public_name_loads() -> None:
     import easytorch
 
-    for name in easytorch.__all__:
+    for name in [name for name in easytorch.__all__ if name not in newer_names()]:
         assert getattr(easytorch, name) is not None
         assert name in dir(easytorch)
 
@@ -62,7 +69,10 @@ def test_every_auto_class_of_transformers_is_there() -> None:
     from easytorch import auto
 
     theirs = {name for name in dir(transformers) if re.fullmatch(r"AutoModel(For\w+)?|AutoBackbone", name)}
-    assert set(auto.MODELS) == theirs
+    assert set(auto.MODELS) - newer_names() == theirs
+    for name in newer_names():
+        with pytest.raises(AttributeError, match=f"transformers .* has no {name!r}"):
+            getattr(auto, name)
     assert all(getattr(auto, name) is getattr(transformers, name) for name in auto.PASSED_ON)
 
 
@@ -71,7 +81,7 @@ def test_auto_classes_are_classes_like_others() -> None:
     import easytorch
     import easytorch.auto.classes as classes
 
-    for name in easytorch.auto.MODELS:
+    for name in set(easytorch.auto.MODELS) - newer_names():
         made = getattr(easytorch, name)
         assert made is getattr(easytorch.auto, name) is getattr(classes, name)
         assert pickle.loads(pickle.dumps(made)) is made
