@@ -199,6 +199,7 @@ class Checkpoint(Closing):
         plan.keep(kept.values())
         if strict:
             self._check(plan.targets, table)
+        _refuse_unused(plan, self._weights.tensors, table, kept)
         plan.notes += [*_cut_off(plan, self._weights.tensors), *self._left_out()]
         self._torch = PlannedReader(self._weights, plan, side, self.spool)
         return _renamed(self._torch, plan)
@@ -227,6 +228,11 @@ class Checkpoint(Closing):
             return ()
         usual = compile_rules(flax_rules(self.needed_config, replace(self.architecture, given=unknown)))
         return tuple((name, None, BUFFER) for name in unknown if usual.is_buffer(name))
+
+    @property
+    def torch_reader(self) -> Reader:
+        """The weights by torch's names, once `renamed` was called."""
+        return by_hub_names(self._weights, self.architecture.names) if self.scheme == TORCH else self._torch
 
     def read_torch(self, name: str) -> np.ndarray:
         """The data of a torch tensor that `Renamed.kept` names."""
@@ -309,6 +315,16 @@ def _cut_off(plan: Plan, tensors: Mapping[str, TensorInfo]) -> list[str]:
                 f"{first.name} is {first.shape}"
             )
     return notes
+
+
+def _refuse_unused(plan: Plan, tensors: Mapping[str, TensorInfo], table: RuleTable, kept: Collection[str]) -> None:
+    """Refuses to lose a leaf: each makes a torch tensor, repeats one, or is a name that something kept beside has."""
+    used = {name for step in plan.steps for name in step.sources}
+    for path in tensors:
+        found = table.leaf_rule(path)
+        made = () if found is None else [pattern.fill(found[2]) for pattern in found[0].torch]
+        if path not in used and not any(name in plan.tied or name in kept for name in made):
+            raise CheckpointError("would be lost: no torch tensor is made of it", tensor=path)
 
 
 def _renamed(reader: Reader, plan: Plan) -> Renamed:

@@ -24,6 +24,7 @@ from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource
 from easytorch.bridge.unconverted import refuse_adapter_beside
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
+from easytorch.bridge.way_back import lost_tensor
 from easytorch.bridge.writing import digest, write_files
 
 # What files of one format are called, and no folder of another.
@@ -105,10 +106,26 @@ class Conversion:
                 raise CheckpointError("was not written as it was read; check the disk", tensor=name)
             if self._file is None:
                 self._write_beside(staging.folder)
+            if verify and self._rules is None:
+                self._verify_source(staging.folder)
                 # What a cast has rounded computes something else.
-                if verify and self._dtype is None and self._rules is None:
+                if self._file is None and self._dtype is None:
                     self._outputs = compare_sides(self._checkpoint, self._source, staging.folder, self._target.scheme)
         self._notes += [*staging.notes, *filter(None, [self._outputs.note])]
+
+    def _verify_source(self, folder: Path) -> None:
+        """Looks for every tensor of the source in what was written."""
+        lost = lost_tensor(
+            self._checkpoint,
+            self._renamed,
+            folder if self._file is None else folder / self._file,
+            self._target.scheme,
+            cast=self._cast,
+            rounds=isinstance(self._form, RoundingFormat),
+            whole=self._file is None,
+        )
+        if lost is not None:
+            raise CheckpointError(f"{lost} from what was written", file=self._destination)
 
     def accept_existing(self) -> None:
         """Takes what stands at the destination for the result; `CheckpointError` where it is something else."""

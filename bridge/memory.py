@@ -152,8 +152,7 @@ def _filled_like(node: Mapping[Any, Any], path: str, leaves: dict[str, Any]) -> 
 
 def _boxed_leaves(tree: Any) -> dict[str, Any]:
     """Every array by its path, in flax's boxes; what nnx keeps for random numbers is no weight and left out."""
-    leaves = flat(_plain(tree))
-    return {path: leaf for path, leaf in leaves.items() if leaf is not None and not _is_kind(leaf, "RngState")}
+    return {path: leaf for path, leaf in flat(_plain(tree)).items() if not _is_kind(leaf, "RngState")}
 
 
 def _by_collection(boxed: Mapping[str, Any]) -> dict[str, Any]:

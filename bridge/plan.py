@@ -141,7 +141,7 @@ def _leave_out_unread(path: str, leaves: dict[str, Step], table: RuleTable, plan
     if not same(leaves[path], original):
         raise CheckpointError(
             f"differs from {tie[1]}, to which the config ties it, so that its program computes with that one; set "
-            "`tie_word_embeddings` to false in config.json where this is the model's, or take it out of the checkpoint",
+            "`tie_word_embeddings` to false in config.json where this is the model's, or drop it (`--drop`)",
             tensor=path,
         )
     del leaves[path]

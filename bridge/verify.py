@@ -75,7 +75,7 @@ _FORWARDS = {
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """`difference` is the largest of the last hidden states, relative to their largest; None where nothing was run."""
+    """`difference` is the largest of the logits, or hidden states, relative to their largest; None without a run."""
 
     difference: float | None
     note: str | None = None
@@ -123,8 +123,8 @@ def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCh
     with open_checkpoint(other, config=config) as checkpoint:
         if (reason := _unfit(checkpoint)) is not None:
             return OutputCheck(None, f"outputs were not compared: {reason}")
-        got = _jax_outputs(forward, checkpoint, settings, inputs)
-        expected = _torch_outputs(torch_folder, config, checkpoint.architecture.base, inputs)
+        got, with_head = _jax_outputs(forward, checkpoint, settings, inputs)
+        expected = _torch_outputs(torch_folder, config, checkpoint.architecture.base, inputs, with_head)
     if not np.isfinite(expected).all() and not np.isfinite(got).all():
         return OutputCheck(None, "outputs were not compared: they are not finite numbers")
     difference = float(np.abs(got - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny))
@@ -175,19 +175,31 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     return f"they need {human_size(needed)} of memory, {human_size(free)} are free" if needed > free else None
 
 
-def _torch_outputs(folder: Path, config: Config, prefix: str, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The base model's. Some heads hold it under another name than its own, and only they can read their weights."""
+def _torch_outputs(
+    folder: Path, config: Config, prefix: str, inputs: Mapping[str, np.ndarray], with_head: bool
+) -> np.ndarray:
+    """The logits of the whole model, else the last hidden states of the base model.
+
+    Some heads hold that under another name than its own, and only they can read their weights.
+    """
     import torch
     import transformers
 
     base: Any = transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[config.model_type]]
-    holder = base if base.base_model_prefix == prefix else getattr(transformers, config.architecture or "")
-    before = transformers.logging.get_verbosity()
+    headless = base.base_model_prefix == prefix and not with_head
+    holder = base if headless else getattr(transformers, config.architecture or "")
+    before, bar = transformers.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()  # that a base model leaves heads behind is no news here
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = holder.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     finally:
         transformers.logging.set_verbosity(before)
+        if bar:
+            transformers.utils.logging.enable_progress_bar()
+    if with_head:
+        with torch.no_grad():
+            return model(**{name: torch.from_numpy(array) for name, array in inputs.items()}).logits.numpy()
     with torch.no_grad():
         outputs = (model if holder is base else model.base_model)(
             **{name: torch.from_numpy(array) for name, array in inputs.items()}
@@ -197,13 +209,18 @@ def _torch_outputs(folder: Path, config: Config, prefix: str, inputs: Mapping[st
 
 def _jax_outputs(
     forward: _Forward, checkpoint: Checkpoint, settings: Any, inputs: Mapping[str, np.ndarray]
-) -> np.ndarray:
+) -> tuple[np.ndarray, bool]:
+    """The logits where the head of the architecture is in `bridge.forwards`, else the last hidden states; and which."""
     import jax
     import jax.numpy as jnp
+
+    from easytorch.bridge.forwards import heads
 
     function = getattr(importlib.import_module(f"easytorch.bridge.forwards.{forward.module}"), forward.function)
     with jax.default_device(jax.devices("cpu")[0]):
         reader = checkpoint.renamed("flax", strict=False).reader
         tree = nested({name: jnp.asarray(reader.read(name).astype(np.float32)) for name in reader.tensors})
-        tree = tree.get(checkpoint.architecture.base, tree)
-        return np.asarray(function(tree, settings.to_dict(), **{name: jnp.asarray(a) for name, a in inputs.items()}))
+        base, content = tree.get(checkpoint.architecture.base, tree), settings.to_dict()
+        states = function(base, content, **{name: jnp.asarray(array) for name, array in inputs.items()})
+        logits = heads.logits_of(checkpoint.architecture.name, tree, base, states, content)
+        return np.asarray(states if logits is None else logits), logits is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +19,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import read_config
 from easytorch.bridge.forwards import decoder, encoder_decoder, vision
 from easytorch.bridge.load_tree import load_tree
+from easytorch.bridge.state import load_torch_state_dict
 
 TINY = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 50}
 LLAMA = TINY | {"num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -122,3 +125,96 @@ def test_what_the_forward_does_not_carry_is_said(saved, name, change, reason):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     found = verify.compare_outputs(folder, folder, read_config(folder))
     assert found.difference is None and reason in (found.note or "")
+
+
+HEADED = {
+    "LlamaForCausalLM": transformers.LlamaConfig(**LLAMA),
+    "MistralForCausalLM": transformers.MistralConfig(**LLAMA, tie_word_embeddings=True),
+    "GemmaForCausalLM": transformers.GemmaConfig(**LLAMA, head_dim=8),
+    "GPT2LMHeadModel": transformers.GPT2Config(n_embd=24, n_layer=1, n_head=4, vocab_size=50),
+    "T5ForConditionalGeneration": transformers.T5Config(**T5),
+    "BertForMaskedLM": transformers.BertConfig(**TINY),
+    "BertForSequenceClassification": transformers.BertConfig(**TINY),
+    "BertForTokenClassification": transformers.BertConfig(**TINY),
+    "RobertaForMaskedLM": transformers.RobertaConfig(**TINY),
+    "ViTForImageClassification": transformers.ViTConfig(**TINY, image_size=16, patch_size=4),
+}
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_the_head_is_run(tmp_path, name):
+    """A head that is another on one side is seen by the outputs alone."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(HEADED[name])
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    model.save_pretrained(tmp_path / "torch")
+    report = convert(tmp_path / "torch", tmp_path / "flax", to="flax", verify=True)
+    assert report.outputs_difference is not None and report.outputs_difference < 1e-5
+    file = tmp_path / "torch/model.safetensors"
+    state = load_file(file)
+    names = ("lm_head.weight", "classifier.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")
+    output = model.get_output_embeddings()
+    head = next((one for one in names if one in state), names[0])
+    shape = state[head].shape if head in state else output.weight.shape
+    if name.endswith("MaskedLM"):
+        head = "cls.predictions.bias" if name.startswith("Bert") else "lm_head.bias"
+        shape = state[head].shape
+    other = torch.from_numpy(np.random.default_rng(1).normal(size=tuple(shape)).astype(np.float32))
+    save_file(state | {head: other}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="computes something else in torch and in jax"):
+        verify.compare_outputs(tmp_path / "torch", tmp_path / "flax", read_config(tmp_path / "torch"))
+
+
+@pytest.mark.parametrize(
+    ("to", "lost"),
+    [
+        ("flax", "lm_head.weight"),
+        ("maxtext", "lm_head.weight"),
+        ("gguf", "model.norm.weight"),
+        ("easydel-msgpack", "model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_what_a_plan_drops_is_noticed(tmp_path, monkeypatch, to, lost):
+    """Verifying looks for the source's tensors, not for what was meant to be written."""
+    model = transformers.LlamaForCausalLM(HEADED["LlamaForCausalLM"])
+    model.save_pretrained(tmp_path / "torch")
+    from easytorch.bridge import checkpoint as checkpoints
+
+    plan = checkpoints.plan_from_torch
+
+    def dropping(tensors, *args, **kwargs):
+        # As if the tensor next to it had been stored in its place.
+        made = plan(tensors, *args, **kwargs)
+        like = next(one for one, info in tensors.items() if info.shape == tensors[lost].shape and one != lost)
+        changed = [
+            replace(step, sources=tuple(like if name == lost else name for name in step.sources)) for step in made.steps
+        ]
+        made.steps[:] = changed
+        return made
+
+    monkeypatch.setattr(checkpoints, "plan_from_torch", dropping)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(tmp_path / "torch")
+    with pytest.raises(CheckpointError, match=rf"'{lost}' comes back with other values from what was written"):
+        convert(tmp_path / "torch", tmp_path / "out", to=to, verify=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_leaf_that_makes_no_tensor_is_an_error(tmp_path, monkeypatch):
+    model = transformers.LlamaForCausalLM(HEADED["LlamaForCausalLM"])
+    model.save_pretrained(tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "flax", to="flax")
+    from easytorch.bridge import checkpoint as checkpoints
+
+    plan = checkpoints.plan_to_torch
+
+    def dropping(*args, **kwargs):
+        made = plan(*args, **kwargs)
+        made.steps[:] = [step for step in made.steps if step.targets[0].name != "model.norm.weight"]
+        return made
+
+    monkeypatch.setattr(checkpoints, "plan_to_torch", dropping)
+    with pytest.raises(CheckpointError, match=r"model/norm/weight.*would be lost"):
+        load_torch_state_dict(tmp_path / "flax")

@@ -1,0 +1,107 @@
+"""`convert --verify`: every tensor of the source is looked for in what was written, under its torch name.
+
+What was written is opened as anybody would open it, and made torch's again: a tensor that the plan of the conversion
+has dropped is as absent there as one that the disk has lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from easytorch.bridge.bits import identical
+from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
+from easytorch.bridge.dtypes import FLOATING, numpy_dtype
+from easytorch.bridge.families import Config
+from easytorch.bridge.formats.base import Reader
+from easytorch.bridge.schemes.registry import TORCH
+
+# Of factors and offsets that some layouts compute with, and of formats that round (blocks of eight bits).
+_COMPUTED, _ROUNDED = 2.0**-21, 2.0**-5
+
+
+def lost_tensor(
+    checkpoint: Checkpoint, renamed: Renamed, written: Path, scheme: str, *, cast: str | None, rounds: bool, whole: bool
+) -> str | None:
+    """A tensor of `checkpoint` that the checkpoint `written` under `scheme` does not give back, and how it is lost.
+
+    cast: what floating point weights were cast to. rounds: the format stores another type than it is given. whole: the
+    tensors that the scheme has no place for were kept beside.
+    """
+    if checkpoint.scheme == scheme:
+        return None  # `verify.wrong_tensor` has compared the very same names
+    content = checkpoint.needed_config.content if renamed.config is None else renamed.config
+    config = Config(checkpoint.needed_config.file, content)
+    given = checkpoint.torch_reader
+    with open_checkpoint(written, scheme=None if scheme == TORCH else scheme, config=config) as back:
+        found = back.renamed(TORCH).reader
+        places = _places(checkpoint, given, found)
+        tolerance = _ROUNDED if rounds else _COMPUTED if cast is None else 4 * float(ml_dtypes.finfo(cast).eps)
+        for name in given.tensors:
+            if name in renamed.kept.values() and not whole:
+                continue
+            array = _cast(given.read(name), cast)
+            place = places.get(name)
+            if place is not None:
+                if not _same(array, found.read(place), tolerance, rounds):
+                    return f"{name!r} comes back with other values"
+            elif not _repeated(array, name, checkpoint, renamed, found, tolerance, rounds):
+                return f"{name!r} does not come back"
+    return None
+
+
+def _places(checkpoint: Checkpoint, given: Reader, found: Reader) -> dict[str, str]:
+    """The names of `given` -> those of `found`, which may be spelt newer or with the base model's name before them."""
+    architecture = checkpoint.architecture
+    base = f"{architecture.base}."
+    newer = architecture.names.aliases(given.tensors)
+    there = {name.removeprefix(base): name for name in found.tensors}
+    places = {}
+    for name in given.tensors:
+        tried = (name, newer.get(name, name), _modern(name))
+        place = next((there[one.removeprefix(base)] for one in tried if one.removeprefix(base) in there), None)
+        if place is not None:
+            places[name] = name if name in found.tensors else place
+    return places
+
+
+def _modern(name: str) -> str:
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _repeated(
+    array: np.ndarray,
+    name: str,
+    checkpoint: Checkpoint,
+    renamed: Renamed,
+    found: Reader,
+    tolerance: float,
+    rounds: bool,
+) -> bool:
+    """Whether a tied weight that is absent is there as one of the others."""
+    names = checkpoint.architecture.names
+    tied = {names.hub_name(one) for pair in names.model.all_tied_weights_keys.items() for one in pair}
+    if name not in tied and name not in renamed.tied:
+        return False
+    alike: Iterable[str] = (one for one, info in found.tensors.items() if info.shape == array.shape)
+    return any(_same(array, found.read(one), tolerance, rounds) for one in alike)
+
+
+def _cast(array: np.ndarray, dtype: str | None) -> np.ndarray:
+    return array if dtype is None or array.dtype.name not in FLOATING else array.astype(numpy_dtype(dtype))
+
+
+def _same(one: np.ndarray, other: np.ndarray, tolerance: float, rounds: bool) -> bool:
+    """Whether two arrays are the same bits, or, of floating point ones, as near as computing with them leaves them."""
+    if identical(one, other):
+        return True
+    floating = one.dtype.name in FLOATING and other.dtype.name in FLOATING
+    if one.shape != other.shape or not floating or (one.dtype != other.dtype and not rounds):
+        return False
+    first, second = one.astype(np.float64), other.astype(np.float64)
+    finite = np.abs(first[np.isfinite(first)])
+    limit = tolerance * max(1.0, finite.max(initial=0.0))
+    return bool(np.allclose(first, second, rtol=0.0, atol=limit, equal_nan=True))
