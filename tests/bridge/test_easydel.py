@@ -147,20 +147,21 @@ def test_norms_of_other_versions(llama_leaves, tmp_path):
 def test_a_tied_model_that_kept_its_head(llama_leaves, tmp_path):
     """EasyDeL's graph of a tied model holds an lm_head that nothing reads: which of the two is meant, is asked."""
     tied = transformers.LlamaConfig(**LLAMA.to_dict() | {"tie_word_embeddings": True})
-    tied.save_pretrained(tmp_path)
+    source = tmp_path / "easydel"
+    tied.save_pretrained(source)
     leaves = dict(llama_leaves)
-    write_stream(tmp_path / "model.easydel", leaves)
+    write_stream(source / "model.easydel", leaves)
     with pytest.raises(CheckpointError, match=r"lm_head/kernel.*differs from model/embed_tokens/embedding"):
-        convert(tmp_path, tmp_path / "torch", to="torch")
+        convert(source, tmp_path / "torch", to="torch")
     with pytest.raises(CheckpointError, match="lm_head/kernel"):
         flax_trees.from_flax(transformers.LlamaForCausalLM, tied, nested(leaves))
     LLAMA.save_pretrained(tmp_path / "untied")
-    convert(tmp_path, tmp_path / "own", to="torch", config=tmp_path / "untied")
+    convert(source, tmp_path / "own", to="torch", config=tmp_path / "untied")
     found = load_file(tmp_path / "own/model.safetensors")
     np.testing.assert_array_equal(found["lm_head.weight"], leaves["lm_head/kernel"].T)
     leaves["lm_head/kernel"] = leaves["model/embed_tokens/embedding"].T
-    write_stream(tmp_path / "model.easydel", leaves)
-    report = convert(tmp_path, tmp_path / "one", to="torch", verify=True)
+    write_stream(source / "model.easydel", leaves)
+    report = convert(source, tmp_path / "one", to="torch", verify=True)
     assert report.tied == ("lm_head.weight",)
     assert "lm_head.weight" not in load_file(tmp_path / "one/model.safetensors")
 
