@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from easytorch.bridge.inspect import CheckpointInfo
 
 
+_LONGEST_LINE = 10_000
+
+
 def command(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Folder, weight file, name on the Hub, or URL.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a tree.")] = False,
@@ -36,7 +39,8 @@ def command(
     else:
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(_title(info), style="bold")
-        console.print(_tree(info))
+        # rich cuts the lines of a tree to the console's width, and with them the sizes at their ends.
+        Console(highlight=False, markup=False, width=_LONGEST_LINE).print(_tree(info))
 
 
 def _title(info: CheckpointInfo) -> str:

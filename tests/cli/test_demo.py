@@ -139,3 +139,19 @@ def test_the_quick_demo_holds_every_comparison(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(check["holds"] for check in json.loads((output / "summary.json").read_text())["checks"])
     assert Path(output / "llama" / "loss.png").is_file()
+
+
+def test_the_last_stage_is_a_line_an_operation(tmp_path):
+    from easytorch.cli.demo.operations import table
+    from easytorch.operations.table import choices
+
+    rows = choices()
+    console = Console(width=100, file=(tmp_path / "out").open("w"))
+    console.print(table(rows))
+    console.file.close()
+    lines = (tmp_path / "out").read_text().splitlines()
+    names = {row.operation for row in rows}
+    assert len(lines) <= 45 and len(names) < len(lines)
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
+    attention = next(line for line in lines if line.split()[:1] == ["attention"])
+    assert "(triton)" in attention and "(aten)" in attention

@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "jax", "numpy", "matplotlib"}
 def run(*arguments, **variables):
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "COLUMNS": "100", **variables},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

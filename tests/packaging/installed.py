@@ -34,7 +34,7 @@ def main(tree: Path, kind: str) -> None:
         assert kernels.whose == "Hugging Face", f"our kernels/ hides the PyPI package: {kernels!r}"
 
     for command in (["easytorch", "--version"], ["easytorch", "--help"], [sys.executable, "-m", "easytorch", "--help"]):
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
     env = subprocess.run(["easytorch", "env", "--json"], check=True, capture_output=True, text=True, timeout=300)
     assert json.loads(env.stdout), env.stdout
     # A file a rank: both ranks write to the one standard output, where their lines can run together.

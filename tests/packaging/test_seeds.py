@@ -122,7 +122,7 @@ def test_another(own):
 def drawn(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
     """What the probe's tests drew, by the test, and the report."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *arguments]
-    text = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
+    text = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600).stdout
     return dict(re.findall(r"^drawn (\w) (.*)$", text, re.MULTILINE)), text
 
 

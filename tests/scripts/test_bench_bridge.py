@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_small_turn(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/bench_bridge.py"), "--only", "bert", "--size", "1MB"]
     command += ["--repeats", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "rows.json")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["direction"] for row in rows] == ["torch -> flax", "flax -> torch"]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def _run(*arguments: str, expect: int = 0) -> str:
     command = [sys.executable, str(ROOT / "scripts/bench_ops.py"), *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == expect, f"{run.stdout}\n{run.stderr}"
     return run.stdout
 

@@ -95,7 +95,7 @@ def test_a_test_that_hangs_has_noticed(project: Path, tmp_path: Path) -> None:
 def test_tests_that_fail_anyway_notice_nothing(project: Path) -> None:
     (project / "tests" / "test_code.py").write_text("def test_it():\n    assert False\n")
     with pytest.raises(ValueError, match="without a mutation"):
-        mutate.run_mutations([_mutation("x * 2", "x * 3", 1)], project, jobs=1, timeout=60)
+        mutate.run_mutations([_mutation("x * 2", "x * 3", 1)], project, jobs=1, timeout=600)
 
 
 def test_a_text_that_is_not_there_is_named() -> None:

@@ -9,6 +9,17 @@ from easytorch.training import interrupt
 from easytorch.training.interrupt import StopOnSignal
 
 
+@pytest.fixture(autouse=True)
+def dispositions():
+    """Those of a shell's foreground process, whatever this one was started with (nohup and `&` ignore SIGINT)."""
+    former = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for name, handler in former.items():
+        signal.signal(name, handler)
+
+
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_and_one_passed_on_at_once_is_the_same(name):
     before = signal.getsignal(name)
@@ -26,3 +37,11 @@ def test_a_later_one_interrupts(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_that_was_ignored_asks_too_and_is_ignored_again():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopOnSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
