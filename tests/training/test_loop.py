@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -144,3 +145,22 @@ def test_bad_settings_are_refused_before_anything_is_written(settings):
         with pytest.raises(ValueError, match="sees no GPU"):
             train(settings(device="cuda"))
     assert not Path(settings().output).exists()
+
+
+def test_a_forced_attention_is_the_models(settings):
+    from easytorch.training.prepare import make_model
+    from easytorch.training.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(["a text"], 257)
+    for name in ("vanilla", "flash"):
+        config = settings(attn_implementation=name)
+        assert make_model(config, tokenizer, None, torch.device("cpu")).config._attn_implementation == name
+
+
+def test_a_tokenizer_of_another_model_is_refused(settings):
+    small = settings("small", vocab_size=280, steps=1)
+    folder = train(small).checkpoint
+    large = settings("large", vocab_size=300, steps=1)
+    shutil.copy(train(large).checkpoint / "tokenizer.json", folder)
+    with pytest.raises(ValueError, match=r"has embeddings for 280: the tokenizer is another model's"):
+        train(settings("mixed", model=str(folder)))
