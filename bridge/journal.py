@@ -31,7 +31,8 @@ class Journal:
         # What a killed writer left unfinished, half a line at the end included, is left out.
         entries = [entry for entry in _entries(file)[1:] if state_of(folder / entry["file"]) == entry["state"]]
         self.finished = {entry["file"] for entry in entries}
-        folder.mkdir(exist_ok=True)
+        # With its parents: their names may have been lost with the power, and the journal's not.
+        folder.mkdir(parents=True, exist_ok=True)
         _keep_only(folder, self.finished)
         fresh = file.with_name(f"{file.name}.new")
         _append(fresh, [{"key": dict(key)}, *entries])

@@ -12,7 +12,8 @@ the sizes that names and shapes do not tell. Those called after a layer return a
     )
 
 linen and nnx hold the same leaves. torch's side is `torch.nn.Linear`, `MultiheadAttention`, `GRU`, `LSTM`,
-`ConvTranspose1d/2d/3d`.
+`ConvTranspose1d/2d/3d`. A layout of your own is a `Transform` (`bridge.transforms`), functions for both directions and
+for both sides' shapes.
 """
 
 from __future__ import annotations

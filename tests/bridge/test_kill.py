@@ -31,10 +31,11 @@ CONFIG = {
     "max_position_embeddings": 64,
     "dtype": "float32",
 }
-# Forks a child for each line: [signal, seconds until it is sent, arguments of `easytorch`]. It has converted both ways
-# itself before, so that a child imports nothing.
+# Forks a child for each line: [signal, at which of its calls it is sent, arguments of `easytorch`]. It has converted
+# both ways itself before, so that a child imports nothing. Calls and not seconds: no moment comes too early or too late
+# because a machine is busy. What signals do here is what they do by default, whatever the test's parent ignores.
 SERVER = """
-import json, os, signal, sys, time, traceback
+import itertools, json, os, signal, sys, traceback
 from easytorch.cli.main import main
 replies = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -45,26 +46,38 @@ for source, to in zip(sys.argv[2::2], sys.argv[3::2]):
         assert not end.code
 errors = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 for line in sys.stdin:
-    number, delay, *arguments = json.loads(line)
-    began = time.monotonic()
+    number, moment, *arguments = json.loads(line)
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for name in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(name, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        calls = itertools.count()
+        def counted(function):
+            def call(*given, **named):
+                if next(calls) == moment and number:
+                    os.kill(os.getpid(), number)
+                return function(*given, **named)
+            return call
+        for name in ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
+            setattr(os, name, counted(getattr(os, name)))
         os.ftruncate(errors, 0)
         os.dup2(errors, 2)
         try:
             main(arguments)
         except SystemExit as end:
+            with open(sys.argv[1] + ".calls", "w") as file:
+                file.write(str(next(calls)))
             os._exit(end.code or 0)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(99)
-    if number:
-        time.sleep(delay)
-        os.kill(child, number)
     status = os.waitpid(child, 0)[1]
-    print(json.dumps([os.waitstatus_to_exitcode(status), time.monotonic() - began]), file=replies, flush=True)
+    with open(sys.argv[1] + ".calls") as file:
+        made = int(file.read() or 0)
+    print(json.dumps([os.waitstatus_to_exitcode(status), made]), file=replies, flush=True)
 """
 
 
@@ -102,7 +115,7 @@ def models(memory):
 
 @pytest.fixture(scope="module")
 def easytorch(models, memory):
-    """`easytorch(*arguments, number=0, delay=0)` in a process of its own: its exit code and how long it took."""
+    """`easytorch(*arguments, number=0, moment=0)` in a process of its own: its exit code and the calls it made."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     stderr = memory / "stderr"
     warm_up = [str(part) for to, (source, _) in models.items() for part in (source, to)]
@@ -111,8 +124,8 @@ def easytorch(models, memory):
         command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
-    def run(*arguments, number=0, delay=0.0):
-        server.stdin.write(json.dumps([number, delay, *map(str, arguments)]) + "\n")
+    def run(*arguments, number=0, moment=0):
+        server.stdin.write(json.dumps([number, moment, *map(str, arguments)]) + "\n")
         server.stdin.flush()
         return json.loads(server.stdout.readline())
 
@@ -136,24 +149,28 @@ def partials(folder):
     return [file for file in folder.iterdir() if file.name.endswith(".partial")]
 
 
+def finished(partial):
+    """How many files the journal calls finished; none where the kill came before there was one."""
+    journal = partial / "journal"
+    return journal.read_text().count("\n") - 1 if journal.exists() else 0
+
+
 @pytest.mark.parametrize("to", ["flax", "torch"])
 def test_killed_at_any_moment(easytorch, models, place, to):
     source, expected = models[to]
     destination = place / "new"
     arguments = ("convert", source, destination, "--to", to, "--max-shard-size", "5MB", "--resume")
-    took = []
-    for _ in range(3):
-        code, seconds = easytorch(*arguments)
-        assert (code, easytorch.stderr()) == (0, "")
-        assert_same(destination, expected)
-        shutil.rmtree(destination)
-        took.append(seconds)
+    code, calls = easytorch(*arguments)
+    assert (code, easytorch.stderr()) == (0, "")
+    assert_same(destination, expected)
+    shutil.rmtree(destination)
+    assert calls > 100
     moments = random.Random(f"{SEED} {to}")
     killed = gone_on = 0
     for number in range(KILLS // 2):
-        delay = moments.uniform(0, min(took))
-        code, _ = easytorch(*arguments, number=signal.SIGKILL, delay=delay)
-        assert code in (0, -signal.SIGKILL), (number, delay, easytorch.stderr())
+        moment = moments.randrange(calls)
+        code, _ = easytorch(*arguments, number=signal.SIGKILL, moment=moment)
+        assert code in (0, -signal.SIGKILL), (SEED, number, moment, easytorch.stderr())
         killed += code != 0
         if not destination.exists():
             assert [file for file in place.iterdir() if file not in partials(place)] == []
@@ -161,7 +178,7 @@ def test_killed_at_any_moment(easytorch, models, place, to):
             if number % 2:
                 # The next one goes on from what two have left.
                 continue
-            gone_on += any((partial / "journal").read_text().count("\n") > 1 for partial in partials(place))
+            gone_on += any(finished(partial) for partial in partials(place))
             assert easytorch(*arguments)[0] == 0, easytorch.stderr()
         assert_same(destination, expected)
         assert easytorch(*arguments)[0] == 0, easytorch.stderr()
@@ -176,10 +193,10 @@ def test_killed_at_any_moment(easytorch, models, place, to):
 def test_ended_by_a_signal(easytorch, models, place, number, code):
     source, expected = models["flax"]
     arguments = ("convert", source, place / "not" / "new", "--to", "flax", "--max-shard-size", "5MB")
-    seconds = easytorch(*arguments)[1]
+    calls = easytorch(*arguments)[1]
     shutil.rmtree(place / "not")
-    for part in (0.5, 0.7, 0.9):
-        ended, _ = easytorch(*arguments, number=number, delay=part * seconds)
+    for part in (0.1, 0.5, 0.7, 0.9):
+        ended, _ = easytorch(*arguments, number=number, moment=int(part * calls))
         assert ended in (0, code)
         if (place / "not" / "new").exists():
             # The signal came too late, or in the very last moment.

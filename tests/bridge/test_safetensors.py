@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from easytorch.bridge.dtypes import SAFETENSORS_CODES, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
+from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, TorchSafetensors
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.source import ReaderSource
 
@@ -190,3 +190,12 @@ def test_several_formats_must_be_told_apart(tmp_path):
         registry.open_checkpoint(tmp_path / "nothing")
     with pytest.raises(ValueError, match="registered already"):
         registry.register(TorchSafetensors())
+
+
+def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path):
+    for length, message in ((100_000_001, "more than the format's 100000000"), (100_000_000, "not valid JSON")):
+        with (tmp_path / "x.safetensors").open("wb") as stream:
+            stream.write(length.to_bytes(8, "little"))
+            stream.truncate(length + 8)
+        with pytest.raises(CheckpointError, match=message):
+            SafetensorsFile(tmp_path / "x.safetensors")
