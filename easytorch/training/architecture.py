@@ -100,6 +100,8 @@ def _check_counts(settings: dict[str, Any]) -> None:
 
 def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTrainedConfig, where: str) -> None:
     """transformers keeps a key that it does not know as an attribute that nothing reads."""
+    from transformers import PreTrainedConfig
+
     known = {*vars(default), *config.attribute_map}
     for name, value in given.items():
         if name not in known and not hasattr(default, name) and name in vars(config):
@@ -107,7 +109,7 @@ def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTra
                 f"{where}: {config.model_type!r} knows no {name!r}{nearest(name, known)}; correct it or leave it out"
             )
         inner = getattr(config, name, None)
-        if isinstance(value, dict) and name in type(config).sub_configs and hasattr(inner, "model_type"):
+        if isinstance(value, dict) and isinstance(inner, PreTrainedConfig):
             _check_keys(inner, value, type(inner)(), f"{where}: {name}")
     _check_rope(given.get("rope_parameters", given.get("rope_scaling")), where)
 

@@ -162,7 +162,7 @@ class _Run:
                 loss.backward()
             total += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # The same two numbers in every process, so that all of them take the step or none.
         summed, norms = self.processes.sum(total, norm)
         mean, gradient_norm = summed / self.processes.world, norms / self.processes.world

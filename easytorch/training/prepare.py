@@ -109,7 +109,7 @@ def make_model(
 def check_model(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> None:
     """Run the model once, on a few tokens: `ValueError` for a text or sizes that it cannot take."""
     architecture.check_positions(model.config, config.block_size)
-    rows, largest = model.get_input_embeddings().weight.shape[0], blocks.largest_token()
+    rows, largest = len(cast("torch.Tensor", model.get_input_embeddings().weight)), blocks.largest_token()
     if largest >= rows:
         raise ValueError(
             f"{flag('model')}: its tokenizer gives the token {largest}, and it has embeddings for {rows}: "
