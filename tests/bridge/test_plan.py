@@ -6,6 +6,7 @@ import pytest
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.head_layouts import stacked
 from easytorch.bridge.plan import cast_plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules import compile_rules
 
@@ -138,3 +139,15 @@ def test_casts_are_of_floating_point_alone():
     tensors = infos("a") | {"n": TensorInfo("n", (2,), "int64", "x")}
     plan = cast_plan(tensors, "bfloat16")
     assert {info.name: info.dtype for info in plan.targets.values()} == {"a": "bfloat16", "n": "int64"}
+
+
+def test_parts_of_one_tensor_are_alike():
+    """Fused tensors have one dtype, and a stack has as many layers as the table says."""
+    table = compile_rules(((("a.weight", "b.weight"), "both/kernel", stacked("linear", 2, 0)),))
+    tensors = infos("a.weight") | {"b.weight": TensorInfo("b.weight", (2, 2), "bfloat16", "x")}
+    with pytest.raises(CheckpointError, match=r"b\.weight.*is bfloat16, 'a\.weight' is float32.*give a dtype"):
+        plan_from_torch(tensors, table, tie=False, same=same)
+    with pytest.raises(CheckpointError, match=r"\(3, 2, 2\) is no stack of 2"):
+        plan_to_torch(infos("both/kernel", shape=(3, 2, 2)), table, tie=False, same=same)
+    with pytest.raises(CheckpointError, match=r"b\.weight.*is missing"):
+        plan_from_torch(infos("a.weight"), table, tie=False, same=same)
