@@ -32,16 +32,19 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, extras: Extras, set
     """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv). Records no gradient."""
     n = sizes_of(query, key, value, settings, extras)
     output = query.new_zeros(*query.shape[:3], value.shape[3])
-    buffer = memory(n, extras)
+    buffer = memory(n, extras, n.wide)
+    narrow = buffer if n.dtype == n.wide else memory(n, extras, n.dtype)
     for chunk in chunks(n):
-        keys, values = key_rows(n, key, chunk), key_rows(n, value, chunk)
+        keys, values = key_rows(n, key, chunk, n.wide), key_rows(n, value, chunk, n.dtype)
         for block in blocks(n, settings, extras, chunk):
             columns = slice(block.start, block.stop)
             tile = tile_of(n, extras, buffer, chunk, block)
-            rows = query_rows(n, query, chunk, block)
+            rows = query_rows(n, query, chunk, block, n.wide)
             weights(n, settings, extras, chunk, block, tile, rows, keys[:, columns])
             if extras.seed is not None:
                 tile.scores.mul_(keep_factor(n, settings, extras.seed, chunk, block))
+            if narrow is not buffer:
+                tile = tile_of(n, extras, narrow, chunk, block).copy_(tile)
             put_query_rows(n, output, chunk, block, torch.bmm(tile.scores, values[:, columns]))
     return output
 
@@ -55,22 +58,26 @@ def flash_backward(
     """
     n = sizes_of(query, key, value, settings, extras)
     grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (query, key, value))
-    wide = torch.promote_types(n.dtype, torch.float32)  # many tiles are added up for a key
+    wide = n.wide  # many tiles are added up for a key
     grad_bias = None if extras.bias is None or not bias_grad else torch.zeros_like(extras.bias, dtype=wide)
     grad_sinks = None if extras.sinks is None else torch.zeros(n.kv_heads, n.group, dtype=wide)
-    buffers = [memory(n, extras) for _ in range(2)]
-    spare = None if settings.softcap is None else memory(n, extras._replace(sinks=None))
+    buffer, grad_buffer = (memory(n, extras, dtype) for dtype in (wide, n.dtype))
+    narrow = buffer if n.dtype == wide else memory(n, extras, n.dtype)
+    spare = None if settings.softcap is None else memory(n, extras._replace(sinks=None), wide)
     for chunk in chunks(n):
-        keys, values = key_rows(n, key, chunk), key_rows(n, value, chunk)
+        keys, values = key_rows(n, key, chunk, n.dtype), key_rows(n, value, chunk, n.dtype)
+        wide_keys = keys if n.dtype == wide else key_rows(n, key, chunk, wide)
         grad_keys, grad_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
         for block in blocks(n, settings, extras, chunk):
             columns = slice(block.start, block.stop)
-            tile, grad_tile = (tile_of(n, extras, buffer, chunk, block) for buffer in buffers)
+            tile, grad_tile = (tile_of(n, extras, x, chunk, block) for x in (buffer, grad_buffer))
             capped = None
             if spare is not None:
                 capped = tile_of(n, extras._replace(sinks=None), spare, chunk, block).scores
-            rows, grad_rows = (query_rows(n, x, chunk, block) for x in (query, grad))
-            weights(n, settings, extras, chunk, block, tile, rows, keys[:, columns], capped)
+            rows, grad_rows = (query_rows(n, x, chunk, block, n.dtype) for x in (query, grad))
+            weights(n, settings, extras, chunk, block, tile, rows.to(wide), wide_keys[:, columns], capped)
+            if narrow is not buffer:
+                tile = tile_of(n, extras, narrow, chunk, block).copy_(tile)
             if extras.sinks is not None:
                 grad_tile.whole.zero_()  # the sink's own weight meets no value
             torch.baddbmm(grad_tile.scores, grad_rows, values[:, columns].mT, beta=0, out=grad_tile.scores)

@@ -51,9 +51,14 @@ class Sizes(NamedTuple):
     group: int
     dim: int
     value_dim: int
-    dtype: torch.dtype  # of the products
+    dtype: torch.dtype  # of the products with values and with gradients
     rows: int  # query positions of a tile
     heads: int  # key/value heads of a tile
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of scores, and of the query and keys that they are products of."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def shift(self) -> int:
@@ -88,7 +93,7 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, settings: Settings, extr
     keys, kv_heads = key.shape[1:3]
     group = heads // kv_heads
     dtype = product_dtype(query.dtype, settings, extras)
-    row_bytes = max(1, group * keys * dtype.itemsize)
+    row_bytes = max(1, group * keys * max(dtype.itemsize, torch.float32.itemsize))
     threads = torch.get_num_threads()
     rows = min(ROWS, max(FEWEST_ROWS, TILE_BYTES // (row_bytes * threads)), max(length, 1))
     # at least one head a thread: the batched products are divided among the threads by heads
@@ -99,8 +104,8 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, settings: Settings, extr
 def product_dtype(dtype: torch.dtype, settings: Settings, extras: Extras) -> torch.dtype:
     """bfloat16 is multiplied as it is, float16 (slow on CPUs) as float32.
 
-    ATen rounds the scores of bfloat16 products to bfloat16, as it does in every model that computes attention eagerly.
-    What is done to scores before the softmax would round again each time, so then they are float32.
+    Not so the scores: ATen would round them to bfloat16, and exp makes of an error of 2**-9 in a score of 20 one of 4%
+    in its weight. With what is done to scores before the softmax, or to weights after it, all products are float32.
     """
     if dtype == torch.float64:
         return dtype
@@ -142,9 +147,9 @@ def _narrowed(start: int, seen: Tensor) -> tuple[int, int]:
     return (start + int(places[0]), start + int(places[-1]) + 1) if len(places) else (start, start)
 
 
-def query_rows(n: Sizes, x: Tensor, chunk: Chunk, block: Block) -> Tensor:
-    """The rows (N, R * G, X) of a tile out of (B, T, H, X), in the dtype of the products."""
-    return _grouped(n, x, chunk, block).to(n.dtype).reshape(chunk.heads, -1, x.shape[-1]).contiguous()
+def query_rows(n: Sizes, x: Tensor, chunk: Chunk, block: Block, dtype: torch.dtype) -> Tensor:
+    """The rows (N, R * G, X) of a tile out of (B, T, H, X), in that dtype."""
+    return _grouped(n, x, chunk, block).to(dtype).reshape(chunk.heads, -1, x.shape[-1]).contiguous()
 
 
 def put_query_rows(n: Sizes, x: Tensor, chunk: Chunk, block: Block, rows: Tensor) -> None:
@@ -159,10 +164,10 @@ def _grouped(n: Sizes, x: Tensor, chunk: Chunk, block: Block) -> Tensor:
     return x.unflatten(2, (-1, n.group)).transpose(1, 2)
 
 
-def key_rows(n: Sizes, x: Tensor, chunk: Chunk) -> Tensor:
-    """The keys (N, S, X) of a chunk out of (B, S, K, X), in the dtype of the products."""
+def key_rows(n: Sizes, x: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """The keys (N, S, X) of a chunk out of (B, S, K, X), in that dtype."""
     x = x[chunk.b0 : chunk.b1, :, chunk.k0 : chunk.k1].transpose(1, 2)
-    return x.to(n.dtype).reshape(chunk.heads, n.keys, x.shape[-1]).contiguous()
+    return x.to(dtype).reshape(chunk.heads, n.keys, x.shape[-1]).contiguous()
 
 
 def put_key_rows(x: Tensor, chunk: Chunk, rows: Tensor) -> None:
@@ -177,16 +182,21 @@ class Tile(NamedTuple):
     whole: Tensor
     scores: Tensor
 
+    def copy_(self, other: Tile) -> Tile:
+        """The numbers of another, rounded to the dtype of this one."""
+        self.whole.copy_(other.whole)
+        return self
+
     def split(self, n: Sizes, chunk: Chunk) -> Tensor:
         """The scores as (batches, heads, R, G, C)."""
         shape = (chunk.b1 - chunk.b0, chunk.k1 - chunk.k0, -1, n.group, self.whole.shape[-1])
         return self.whole.view(shape)[..., : self.scores.shape[-1]]
 
 
-def memory(n: Sizes, extras: Extras) -> Tensor:
+def memory(n: Sizes, extras: Extras, dtype: torch.dtype) -> Tensor:
     """Memory for the largest tile."""
     columns = n.keys + (0 if extras.sinks is None else SINK_COLUMNS)
-    return torch.empty(n.heads * n.rows * n.group * columns, dtype=n.dtype)
+    return torch.empty(n.heads * n.rows * n.group * columns, dtype=dtype)
 
 
 def tile_of(n: Sizes, extras: Extras, buffer: Tensor, chunk: Chunk, block: Block) -> Tile:
@@ -200,9 +210,10 @@ def weights(
     n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Block, tile: Tile, query: Tensor, key: Tensor,
     capped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """query (N, R * G, D), key (N, C, D): fills the tile with the softmax of scores, zeros in a row that sees nothing.
+    """Fills a tile of the wide dtype with the softmax of scores, zeros in a row that sees nothing.
 
-    capped: memory for tanh(scores / softcap), which backward needs.
+    query (N, R * G, D) and key (N, C, D) are of that dtype too. capped: memory for tanh(scores / softcap), which
+    backward needs.
     """
     scores = tile.scores
     factor = settings.scale if settings.softcap is None else settings.scale / settings.softcap
