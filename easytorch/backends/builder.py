@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from easytorch.backends.arguments import ints, text
 from easytorch.backends.composites import decompose, is_composite
-from easytorch.backends.dtypes import dtype_of
+from easytorch.backends.dtypes import array_of, dtype_of
 from easytorch.backends.elementwise_ops import ElementwiseOps
 from easytorch.backends.errors import BackendError, OpNotImplementedError
 from easytorch.backends.extended_ops import Closure, ExtendedOps
 from easytorch.backends.graph import Graph, Op
 from easytorch.backends.shapeinference import infer
-from easytorch.backends.shapes import Shape, ints
+from easytorch.backends.shapes import Shape, shape_of
 from easytorch.backends.structural_ops import StructuralOps
 from easytorch.backends.types import OpType
 
@@ -27,6 +28,7 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
     fit, and `OpNotImplementedError` for what the backend does not have."""
 
     def __init__(self, backend: Backend, name: str, num_devices: int = 1, parent: Builder | None = None) -> None:
+        text(name, "the name of a computation")
         self.backend = backend
         self.num_devices = num_devices
         self.graph: Graph = Graph(name, None if parent is None else parent.graph)
@@ -46,6 +48,7 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
     def parameter(self, name: str, shape: Shape) -> Op:
         """An input, fed in the order in which they are made."""
         self._refuse_closed("Parameter")
+        name, shape = text(name, "Parameter: the name"), shape_of(shape, "Parameter: the shape")
         if name in self._parameter_names:
             raise BackendError(f"Parameter: {self.name!r} has a parameter {name!r} already; choose another name")
         return self._parameter(name, shape)
@@ -55,13 +58,12 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
 
         The values are copied. Large arrays are better parameters.
         """
-        array = np.array(flat)
-        dimensions = ints(dims) if dims else array.shape
-        if array.size != int(np.prod(dimensions, dtype=np.int64)):
-            raise BackendError(f"Constant: {array.size} values do not fill the dimensions {dimensions}")
-        array = array.reshape(dimensions)
+        given = array_of(flat, "Constant")
+        shape = Shape(dtype_of(given.dtype), ints(dims, "Constant: the dimensions") if dims else given.shape)
+        if given.size != shape.size:
+            raise BackendError(f"Constant: {given.size} values do not fill the dimensions {shape.dimensions}")
+        array = np.array(given.reshape(shape.dimensions))
         array.setflags(write=False)
-        shape = Shape(dtype_of(array.dtype), dimensions)
         return self._record(OpType.CONSTANT, (), {"value": array}, (shape,))[0]
 
     def compile(self, *outputs: Op) -> Executable:
@@ -109,6 +111,8 @@ class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
         return op
 
     def _closure(self, function: Closure, shapes: Sequence[Shape], name: str) -> Graph:
+        if not callable(function):
+            raise BackendError(f"{name}: a closure is a function of a builder and operations, and {function!r} is none")
         inner = Builder(self.backend, f"{self.name}.{name}", self.num_devices, parent=self)
         result = function(inner, *(inner.parameter(f"x{number}", shape) for number, shape in enumerate(shapes)))
         outputs = result if isinstance(result, tuple | list) else (result,)

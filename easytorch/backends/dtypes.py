@@ -81,7 +81,8 @@ class DType(StrEnum):
 
 
 _NUMPY = {dtype: np.dtype(getattr(ml_dtypes, dtype.value, dtype.value)) for dtype in DType}
-_BY_NUMPY = {numpy: dtype for dtype, numpy in _NUMPY.items()}
+# By name: numpy has two types of 64 bits that differ only in the name C has for them (`np.ulonglong`).
+_BY_NAME = {dtype.value: dtype for dtype in DType}
 SIGNED = (DType.INT4, DType.INT8, DType.INT16, DType.INT32, DType.INT64)
 UNSIGNED = (DType.UINT4, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64)
 FLOATS = tuple(dtype for dtype in DType if "float" in dtype.value)
@@ -95,18 +96,36 @@ def dtype_of(given: Any) -> DType:
     """
     if isinstance(given, DType):
         return given
-    text = str(given).removeprefix("torch.")
-    try:
-        return DType(text)
-    except ValueError:
-        pass
-    try:
-        found = _BY_NUMPY.get(np.dtype(given))
-    except TypeError:
-        found = None
+    # Where numpy and torch are given nothing they take float64, and of an array its type: neither is named.
+    named = isinstance(given, str | type | np.dtype) or type(given).__module__ == "torch"
+    found = _BY_NAME.get(str(given).removeprefix("torch.")) if named else None
+    if found is None and named:
+        try:
+            found = _BY_NAME.get(np.dtype(given).name)
+        except (TypeError, ValueError, SyntaxError):
+            found = None
     if found is None:
         raise BackendError(f"{given!r} is no element type; known: {', '.join(DType)}")
     return found
+
+
+def array_of(given: Any, what: str) -> np.ndarray:
+    """Numbers as an array of exactly the numpy dtype that stands for their element type, over the same memory if it is.
+
+    `BackendError` for what is no array of numbers.
+    """
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BackendError(f"{what}: no array can be made of what was given: {error}") from None
+    try:
+        wanted = dtype_of(array.dtype).numpy
+    except BackendError as error:
+        raise BackendError(f"{what}: {error}") from None
+    if array.dtype is wanted:
+        return array
+    # Of another name in C, with the same bits; or of the other byte order.
+    return array.view(wanted) if array.dtype == wanted else array.astype(wanted)
 
 
 def lowest(dtype: DType) -> float | int | bool:

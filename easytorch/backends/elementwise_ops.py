@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from easytorch.backends.arguments import integer
 from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.types import OpType
 
@@ -118,6 +119,28 @@ class ElementwiseOps:
         """How many of the highest bits are zero, in x's own type."""
         return self._add_one(OpType.CLZ, x)
 
+    def tan(self, x: Op) -> Op:
+        """The tangent."""
+        return self._add_one(OpType.TAN, x)
+
+    def cbrt(self, x: Op) -> Op:
+        """The cube root: of a negative float the negative one, of complex numbers that of the least angle."""
+        return self._add_one(OpType.CBRT, x)
+
+    def round_nearest_afz(self, x: Op) -> Op:
+        """To the nearest integer, halves away from zero."""
+        return self._add_one(OpType.ROUND_NEAREST_AFZ, x)
+
+    def reduce_precision(self, x: Op, exponent_bits: int, mantissa_bits: int) -> Op:
+        """x rounded to a float of so many bits, halves to the even one: infinite where that overflows, and zero where
+        its normal numbers end. Bits beyond those of x's type change nothing."""
+        return self._add_one(
+            OpType.REDUCE_PRECISION,
+            x,
+            exponent_bits=integer(exponent_bits, "exponent_bits"),
+            mantissa_bits=integer(mantissa_bits, "mantissa_bits"),
+        )
+
     def is_nan(self, x: Op) -> Op:
         """bool: not a number."""
         return self._add_one(OpType.IS_NAN, x)
@@ -148,15 +171,16 @@ class ElementwiseOps:
         return self._add_one(OpType.POW, x0, x1)
 
     def max(self, x0: Op, x1: Op) -> Op:
-        """The larger; NaN if either is."""
+        """The larger; NaN if either is. Complex numbers go by the real part, then the imaginary one."""
         return self._add_one(OpType.MAX, x0, x1)
 
     def min(self, x0: Op, x1: Op) -> Op:
-        """The smaller; NaN if either is."""
+        """The smaller; NaN if either is. Complex numbers go by the real part, then the imaginary one."""
         return self._add_one(OpType.MIN, x0, x1)
 
     def atan2(self, x0: Op, x1: Op) -> Op:
-        """The angle of the point (x1, x0) from the first axis."""
+        """The angle of the point (x1, x0) from the first axis; of complex numbers
+        -i log((x1 + i x0) / sqrt(x1^2 + x0^2))."""
         return self._add_one(OpType.ATAN2, x0, x1)
 
     def bitwise_and(self, x0: Op, x1: Op) -> Op:
@@ -257,10 +281,11 @@ class ElementwiseOps:
         return self._add_one(OpType.WHERE, condition, on_true, on_false)
 
     def convert_dtype(self, x: Op, dtype: Any) -> Op:
-        """x as `dtype`: floats to integers towards zero and clamped, NaN to 0; anything but zero is true."""
+        """x as `dtype`: floats to integers towards zero and clamped, NaN to 0; anything but zero is true. Of complex
+        numbers the real part alone counts, for bool too."""
         return self._add_one(OpType.CONVERT_DTYPE, x, dtype=dtype_of(dtype))
 
     def bitcast(self, x: Op, target_dtype: Any) -> Op:
         """The bits of x read as another type, the lowest first: a wider type takes up the last axis, a narrower adds
-        one."""
+        one. A bool is one bit: eight of them are a byte."""
         return self._add_one(OpType.BITCAST, x, target_dtype=dtype_of(target_dtype))

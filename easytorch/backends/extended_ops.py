@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from easytorch.backends.shapes import Shape, ints
+from easytorch.backends.arguments import integer, integers, member, pairs, real, sequence, truth
+from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, ReduceOpType
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Closure = Callable[..., Any]
 
 
 class ExtendedOps:
-    """Replica groups are lists of device numbers; None is one group of all."""
+    """Replica groups are lists of device numbers, of one size but for `all_reduce`; None is one group of all."""
 
     def _add_one(self, op_type: OpType, *operands: Any, **attributes: Any) -> Op:
         raise NotImplementedError
@@ -57,19 +58,78 @@ class ExtendedOps:
         """
         scalars = [Shape(shape.dtype) for shape in self._shapes(inputs) for _ in range(2)]
         graph = self._closure(comparator, scalars, "comparator")
-        return self._add(OpType.SORT, *inputs, *graph.captures, comparator=graph, axis=axis, is_stable=bool(is_stable))
+        return self._add(
+            OpType.SORT,
+            *inputs,
+            *graph.captures,
+            comparator=graph,
+            axis=integer(axis, "axis"),
+            is_stable=truth(is_stable, "is_stable"),
+        )
+
+    def triangular_solve(
+        self, a: Op, b: Op, left_side: bool, lower: bool, unit_diagonal: bool = False, adjoint: bool = False
+    ) -> Op:
+        """x with a x = b, or x a = b if not `left_side`, of matrices in the last two axes, batch axes before them.
+
+        a (..., n, n): only its lower or upper triangle is read, and not its diagonal if that is all ones. adjoint: of
+        its conjugate transpose.
+        """
+        return self._add_one(
+            OpType.TRIANGULAR_SOLVE,
+            a,
+            b,
+            left_side=truth(left_side, "left_side"),
+            lower=truth(lower, "lower"),
+            unit_diagonal=truth(unit_diagonal, "unit_diagonal"),
+            adjoint=truth(adjoint, "adjoint"),
+        )
+
+    def select_and_scatter(
+        self,
+        operand: Op,
+        source: Op,
+        init_value: Op,
+        select: Closure,
+        scatter: Closure,
+        window_dimensions: Sequence[int],
+        window_strides: Sequence[int] | None = None,
+        paddings: Sequence[Sequence[int]] | None = None,
+    ) -> Op:
+        """Each element of `source` put, by `scatter(so far, element)`, at the place its window over `operand` selects.
+
+        What stands there first is the scalar `init_value`. A window's first element is selected, then each for which
+        `select(selected, element)` is false; padding never. Both closures are operations on elements of two scalars,
+        and capture nothing. In which order several go to one place is not defined.
+        """
+        shape = Shape(self._shapes([operand])[0].dtype)
+        window = integers(window_dimensions, "window_dimensions")
+        return self._add_one(
+            OpType.SELECT_AND_SCATTER,
+            operand,
+            source,
+            init_value,
+            select=self._closure(select, (shape, shape), "select"),
+            scatter=self._closure(scatter, (shape, shape), "scatter"),
+            window_dimensions=window,
+            window_strides=window if window_strides is None else integers(window_strides, "window_strides"),
+            paddings=((0, 0),) * len(window) if paddings is None else pairs(paddings, "paddings"),
+        )
 
     def all_reduce(
         self, x: Op, reduction_type: ReduceOpType, replica_groups: Sequence[Sequence[int]] | None = None
     ) -> Op:
         """x put together over the devices of each group; every one of them gets it."""
         return self._add_one(
-            OpType.ALL_REDUCE, x, reduction_type=ReduceOpType(reduction_type), replica_groups=_groups(replica_groups)
+            OpType.ALL_REDUCE,
+            x,
+            reduction_type=member(ReduceOpType, reduction_type, "reduction_type"),
+            replica_groups=_groups(replica_groups),
         )
 
     def all_gather(self, x: Op, axis: int, replica_groups: Sequence[Sequence[int]] | None = None) -> Op:
         """The x of all devices of a group, one after the other along `axis`."""
-        return self._add_one(OpType.ALL_GATHER, x, axis=axis, replica_groups=_groups(replica_groups))
+        return self._add_one(OpType.ALL_GATHER, x, axis=integer(axis, "axis"), replica_groups=_groups(replica_groups))
 
     def reduce_scatter(
         self, x: Op, reduction_type: ReduceOpType, axis: int, replica_groups: Sequence[Sequence[int]] | None = None
@@ -78,8 +138,8 @@ class ExtendedOps:
         return self._add_one(
             OpType.REDUCE_SCATTER,
             x,
-            reduction_type=ReduceOpType(reduction_type),
-            axis=axis,
+            reduction_type=member(ReduceOpType, reduction_type, "reduction_type"),
+            axis=integer(axis, "axis"),
             replica_groups=_groups(replica_groups),
         )
 
@@ -91,27 +151,29 @@ class ExtendedOps:
         return self._add_one(
             OpType.ALL_TO_ALL,
             x,
-            split_axis=split_axis,
-            concat_axis=concat_axis,
+            split_axis=integer(split_axis, "split_axis"),
+            concat_axis=integer(concat_axis, "concat_axis"),
             replica_groups=_groups(replica_groups),
         )
 
     def collective_permute(self, x: Op, source_target_pairs: Sequence[Sequence[int]]) -> Op:
         """The x of the device that sends to this one; zeros where none does."""
-        pairs = tuple(ints((tuple(pair),)) for pair in source_target_pairs)
+        pairs = _rows(source_target_pairs, "source_target_pairs")
         return self._add_one(OpType.COLLECTIVE_PERMUTE, x, source_target_pairs=pairs)
 
     def softmax(self, x: Op, axis: int) -> Op:
         """exp(x) divided by its sum along `axis`, computed without overflow."""
-        return self._add_one(OpType.SOFTMAX, x, axis=axis)
+        return self._add_one(OpType.SOFTMAX, x, axis=integer(axis, "axis"))
 
     def layer_norm(self, x: Op, scale: Op, offset: Op, axes: Sequence[int], epsilon: float) -> Op:
         """x minus its mean, divided by its deviation over `axes`, times scale plus offset, which have those axes."""
-        return self._add_one(OpType.LAYER_NORM, x, scale, offset, axes=ints((tuple(axes),)), epsilon=float(epsilon))
+        return self._add_one(
+            OpType.LAYER_NORM, x, scale, offset, axes=integers(axes, "axes"), epsilon=real(epsilon, "epsilon")
+        )
 
     def gelu(self, x: Op, approximate: bool = False) -> Op:
         """x times the normal distribution function of x, exactly by erf or approximately by tanh."""
-        return self._add_one(OpType.GELU, x, approximate=bool(approximate))
+        return self._add_one(OpType.GELU, x, approximate=truth(approximate, "approximate"))
 
     def scaled_dot_product_attention(
         self,
@@ -132,10 +194,14 @@ class ExtendedOps:
         return self._add_one(
             OpType.SCALED_DOT_PRODUCT_ATTENTION,
             *operands,
-            is_causal=bool(is_causal),
-            scale=None if scale is None else float(scale),
+            is_causal=truth(is_causal, "is_causal"),
+            scale=None if scale is None else real(scale, "scale"),
         )
 
 
 def _groups(groups: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
-    return None if groups is None else tuple(ints((tuple(group),)) for group in groups)
+    return None if groups is None else _rows(groups, "replica_groups")
+
+
+def _rows(rows: Sequence[Sequence[int]], what: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(integers(row, f"the rows of {what}") for row in sequence(rows, what))

@@ -125,6 +125,10 @@ class Program:
             return collective(node, function, self._num_devices)
         if node.op_type is OpType.SORT:
             return self._sort(node, function)
+        if node.op_type is OpType.SELECT_AND_SCATTER:
+            graphs = {name: attributes[name] for name in ("select", "scatter")}
+            bound = {name: BoundClosure(graph, self._closure(graph), (), 0) for name, graph in graphs.items()}
+            attributes = {**attributes, **bound}
         several = len(node.shapes) > 1
 
         def plain(devices: Devices, rows: Sequence[Row]) -> Sequence[Row]:

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from easytorch.backends import torch_views
+from easytorch.backends.arguments import text
 from easytorch.backends.builder import Builder
-from easytorch.backends.dtypes import DType, dtype_of
+from easytorch.backends.dtypes import DType, array_of, dtype_of
 from easytorch.backends.errors import BackendError
-from easytorch.backends.executable import CheckedExecutable
+from easytorch.backends.executable import TAKING, CheckedExecutable
+from easytorch.backends.flat import device_count, device_number, flat_source, flat_target, tensor_of, zeros
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Backend
-from easytorch.backends.interpreter import CONTROL, Program
+from easytorch.backends.interpreter import CONTROL, Program, Row
 from easytorch.backends.numpy_ops import FUNCTIONS
 from easytorch.backends.registry import register
 from easytorch.backends.shapeinference import accepted_dtypes
-from easytorch.backends.shapes import Shape
+from easytorch.backends.shapes import Shape, make_shape
 from easytorch.backends.types import Capabilities, DeviceNum
 
 if TYPE_CHECKING:
@@ -34,17 +36,18 @@ _CAPABILITIES = Capabilities(
 
 @dataclass(eq=False, slots=True)
 class NumpyBuffer:
-    """A contiguous array "on" a device; None once it is finalized or donated."""
+    """A contiguous array "on" a device; None once it is finalized or donated. shared: the caller has the memory too."""
 
     array: np.ndarray | None
     device: DeviceNum
+    shared: bool = False
 
 
 class NumpyBackend(Backend):
     """config: how many devices it simulates; 8 if empty."""
 
     def __init__(self, config: str = "") -> None:
-        if config and not (config.isdecimal() and int(config) > 0):
+        if text(config, "the configuration") and not (config.isdecimal() and int(config) > 0):
             raise BackendError(f"numpy:{config}: what follows the colon is the number of devices to simulate")
         self._num_devices = int(config or _DEVICES)
         self._finalized = False
@@ -71,9 +74,7 @@ class NumpyBackend(Backend):
     def builder(self, name: str, num_devices: int = 1) -> Builder:
         """A new computation."""
         self._check()
-        if not 1 <= num_devices <= self._num_devices:
-            raise BackendError(f"builder: {num_devices} devices are asked for, numpy simulates {self._num_devices}")
-        return Builder(self, name, num_devices)
+        return Builder(self, name, device_count(num_devices, self._num_devices, self.name))
 
     def compile_graph(self, graph: Graph, num_devices: int) -> NumpyExecutable:
         """The program that interprets the graph."""
@@ -90,8 +91,9 @@ class NumpyBackend(Backend):
 
     def buffer_finalize(self, buffer: NumpyBuffer) -> None:
         """Forgets the array."""
-        self._array(buffer)
-        buffer.array = None
+        with TAKING:
+            self._array(buffer)
+            buffer.array = None
 
     def buffer_shape(self, buffer: NumpyBuffer) -> Shape:
         """Its shape."""
@@ -106,22 +108,11 @@ class NumpyBackend(Backend):
     def buffer_to_flat_data(self, buffer: NumpyBuffer, flat: np.ndarray) -> None:
         """Copies the elements into `flat`."""
         array = self._array(buffer)
-        if flat.dtype != array.dtype or flat.shape != (array.size,):
-            raise BackendError(
-                f"BufferToFlatData: {self.buffer_shape(buffer)} needs a one-dimensional array of {array.size} "
-                f"{array.dtype}, and {flat.dtype}{list(flat.shape)} was given"
-            )
-        flat[:] = array.reshape(-1)
+        flat_target(flat, self.buffer_shape(buffer))[:] = array.reshape(-1)
 
     def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> NumpyBuffer:
         """A buffer with a copy of the elements."""
-        given = np.asarray(flat)
-        if given.dtype != shape.dtype.numpy or given.shape != (shape.size,):
-            raise BackendError(
-                f"BufferFromFlatData: {shape} needs a one-dimensional array of {shape.size} {shape.dtype}, and "
-                f"{given.dtype}{list(given.shape)} was given"
-            )
-        return NumpyBuffer(given.reshape(shape.dimensions).copy(), self._device(device_num))
+        return NumpyBuffer(flat_source(flat, shape).copy(), self._device(device_num))
 
     def has_shared_buffers(self) -> bool:
         """True."""
@@ -129,7 +120,7 @@ class NumpyBackend(Backend):
 
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[NumpyBuffer, np.ndarray]:
         """A buffer of zeros and its elements."""
-        buffer = NumpyBuffer(np.zeros(shape.dimensions, shape.dtype.numpy), self._device(device_num))
+        buffer = NumpyBuffer(zeros(shape), self._device(device_num), shared=True)
         return buffer, self.buffer_data(buffer)
 
     def buffer_data(self, buffer: NumpyBuffer) -> np.ndarray:
@@ -138,9 +129,9 @@ class NumpyBackend(Backend):
 
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> NumpyBuffer:
         """A buffer over the array's memory if it is contiguous, else of a copy."""
-        device = self._device(device_num)
-        dtype_of(array.dtype)
-        return NumpyBuffer(np.ascontiguousarray(array).reshape(array.shape), device)
+        device, given = self._device(device_num), array_of(array, "BufferFromNumpy")
+        make_shape(given.dtype, given.shape)
+        return NumpyBuffer(np.ascontiguousarray(given).reshape(given.shape), device)
 
     def buffer_to_numpy(self, buffer: NumpyBuffer) -> np.ndarray:
         """The array itself."""
@@ -148,7 +139,7 @@ class NumpyBackend(Backend):
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> NumpyBuffer:
         """A buffer over the tensor's memory if it is contiguous and the CPU's, else of a copy."""
-        return self.buffer_from_numpy(torch_views.to_numpy(tensor), device_num)
+        return self.buffer_from_numpy(torch_views.to_numpy(tensor_of(tensor)), device_num)
 
     def buffer_to_torch(self, buffer: NumpyBuffer) -> torch.Tensor:
         """A tensor over the array's memory if it may be written, else of a copy."""
@@ -160,17 +151,17 @@ class NumpyBackend(Backend):
 
     def _device(self, number: int) -> DeviceNum:
         self._check()
-        if not 0 <= number < self._num_devices:
-            raise BackendError(f"device {number} is none of the {self._num_devices} of the backend 'numpy'")
-        return DeviceNum(number)
+        return device_number(number, self._num_devices, self.name)
 
     def _array(self, buffer: NumpyBuffer) -> np.ndarray:
         self._check()
         if not isinstance(buffer, NumpyBuffer):
             raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'numpy'; use `buffer_from_numpy`")
-        if buffer.array is None:
+        # Read once: another thread may donate it meanwhile.
+        array = buffer.array
+        if array is None:
             raise BackendError("the buffer is finalized or was donated to an execution; make a new one")
-        return buffer.array
+        return array
 
 
 class NumpyExecutable(CheckedExecutable):
@@ -185,20 +176,34 @@ class NumpyExecutable(CheckedExecutable):
         super().finalize()
         self._program = None
 
-    def _run(self, inputs: Sequence[NumpyBuffer], donate: Sequence[bool]) -> list[NumpyBuffer]:
-        assert self._program is not None
-        count = len(self._names)
+    def _take(self, inputs: Sequence[NumpyBuffer], donate: Sequence[bool]) -> list[np.ndarray]:
+        for number, (buffer, donated) in enumerate(zip(inputs, donate, strict=True)):
+            if donated and buffer.shared:
+                self._refuse_shared(number)
         arrays = [buffer.array for buffer in inputs]
-        devices = tuple(range(self._num_devices))
-        # A parameter's values on all devices stand `count` apart.
-        rows = self._program.run(devices, [arrays[number :: count or 1] for number in range(count)])
         for buffer, donated in zip(inputs, donate, strict=True):
             if donated:
                 buffer.array = None
+        return arrays  # type: ignore[return-value]
+
+    def _run(self, taken: list[np.ndarray]) -> list[NumpyBuffer]:
+        program = self._program
+        if program is None:
+            raise BackendError(f"{self._name!r} is finalized; compile it again")
+        count = len(self._names)
+        devices = tuple(range(self._num_devices))
+        try:
+            # A parameter's values on all devices stand `count` apart.
+            rows = program.run(devices, [taken[number :: count or 1] for number in range(count)])
+            return self._outputs(taken, rows)
+        except MemoryError as error:
+            raise BackendError(f"{self._name!r}: there is no memory to run it: {error}") from None
+
+    def _outputs(self, arrays: Sequence[np.ndarray], rows: Sequence[Row]) -> list[NumpyBuffer]:
         # Outputs may be written by the caller: each owns its memory, shared with no input, constant or other output.
         seen = {id(array) for array in arrays}
         outputs = []
-        for device in devices:
+        for device in range(self._num_devices):
             for row in rows:
                 array = row[device]
                 if not array.flags.owndata or not array.flags.writeable or id(array) in seen:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 from easytorch import backends
+from easytorch.backends.arguments import text
 from easytorch.backends.errors import BackendError
 from easytorch.backends.interface import Backend
 
@@ -29,7 +30,9 @@ _CONSTRUCTORS: dict[str, Constructor] = {}
 
 def register(name: str, constructor: Constructor) -> None:
     """Makes a backend known; of a name that is taken the last one counts, as in GoMLX."""
-    _CONSTRUCTORS[name] = constructor
+    if not callable(constructor):
+        raise BackendError(f"register: a constructor is a function of the configuration, and {constructor!r} is none")
+    _CONSTRUCTORS[text(name, "register: the name")] = constructor
 
 
 def list() -> builtins.list[str]:
@@ -57,7 +60,7 @@ def new(config: str | None = None) -> Backend:
 
 def new_with_config(config: str) -> Backend:
     """The backend that `config` names; an empty name is an error."""
-    name, _, rest = config.partition(":")
+    name, _, rest = text(config, "the configuration").partition(":")
     home = {**_OURS, **_BASES}.get(name)
     if name not in _CONSTRUCTORS and home is not None:
         importlib.import_module(home)

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from easytorch.backends import torch_views
+from easytorch.backends.arguments import text
 from easytorch.backends.builder import Builder
-from easytorch.backends.dtypes import DType, dtype_of
+from easytorch.backends.dtypes import DType, array_of, dtype_of
 from easytorch.backends.errors import BackendError
-from easytorch.backends.executable import CheckedExecutable
+from easytorch.backends.executable import TAKING, CheckedExecutable
+from easytorch.backends.flat import device_count, device_number, flat_source, flat_target, tensor_of, zeros
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Backend
 from easytorch.backends.registry import register
 from easytorch.backends.shapeinference import accepted_dtypes
-from easytorch.backends.shapes import Shape
+from easytorch.backends.shapes import Shape, make_shape
 from easytorch.backends.types import Capabilities, DeviceNum
 
 try:
@@ -45,13 +47,16 @@ _SIMULATED = 8
 class TorchBuffer:
     """A contiguous tensor on a device; None once it is finalized or donated.
 
-    owned: the memory is the buffer's alone, so that an execution it is donated to may write there.
+    owned: the memory is the buffer's alone, so that an execution it is donated to may write there. shared: the caller
+    reads and writes it too. readers: executions that are reading it now.
     """
 
     tensor: torch.Tensor | None
     shape: Shape
     device: DeviceNum
     owned: bool
+    shared: bool = False
+    readers: int = 0
 
 
 class TorchBackend(Backend):
@@ -85,9 +90,7 @@ class TorchBackend(Backend):
     def builder(self, name: str, num_devices: int = 1) -> Builder:
         """A new computation."""
         self._check()
-        if not 1 <= num_devices <= _SIMULATED:
-            raise BackendError(f"builder: {num_devices} devices are asked for, torch simulates {_SIMULATED}")
-        return Builder(self, name, num_devices)
+        return Builder(self, name, device_count(num_devices, _SIMULATED, self.name))
 
     def compile_graph(self, graph: Graph, num_devices: int) -> TorchExecutable:
         """The function of the graph; for several devices an interpreter that runs them in lockstep."""
@@ -104,8 +107,9 @@ class TorchBackend(Backend):
 
     def buffer_finalize(self, buffer: TorchBuffer) -> None:
         """Forgets the tensor."""
-        self._tensor(buffer)
-        buffer.tensor = None
+        with TAKING:
+            self._tensor(buffer)
+            buffer.tensor = None
 
     def buffer_shape(self, buffer: TorchBuffer) -> Shape:
         """Its shape."""
@@ -120,23 +124,11 @@ class TorchBackend(Backend):
     def buffer_to_flat_data(self, buffer: TorchBuffer, flat: np.ndarray) -> None:
         """Copies the elements into `flat`."""
         tensor = self._tensor(buffer)
-        wanted = buffer.shape.dtype.numpy
-        if flat.dtype != wanted or flat.shape != (buffer.shape.size,):
-            raise BackendError(
-                f"BufferToFlatData: {buffer.shape} needs a one-dimensional array of {buffer.shape.size} {wanted}, and "
-                f"{flat.dtype}{list(flat.shape)} was given"
-            )
-        flat[:] = torch_views.to_numpy(tensor).reshape(-1)
+        flat_target(flat, buffer.shape)[:] = torch_views.to_numpy(tensor).reshape(-1)
 
     def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> TorchBuffer:
         """A buffer with a copy of the elements."""
-        given = np.asarray(flat)
-        if given.dtype != shape.dtype.numpy or given.shape != (shape.size,):
-            raise BackendError(
-                f"BufferFromFlatData: {shape} needs a one-dimensional array of {shape.size} {shape.dtype}, and "
-                f"{given.dtype}{list(given.shape)} was given"
-            )
-        return self._buffer(torch_views.to_torch(given.reshape(shape.dimensions).copy()), device_num, owned=True)
+        return self._buffer(torch_views.to_torch(flat_source(flat, shape).copy()), device_num, owned=True)
 
     def has_shared_buffers(self) -> bool:
         """Whether it runs on the CPU."""
@@ -145,8 +137,10 @@ class TorchBackend(Backend):
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[TorchBuffer, np.ndarray]:
         """A buffer of zeros and its elements."""
         self._require_shared("NewSharedBuffer")
-        array = np.zeros(shape.dimensions, shape.dtype.numpy)
-        return self._buffer(torch_views.to_torch(array), device_num, owned=False), array.reshape(-1)
+        array = zeros(shape)
+        buffer = self._buffer(torch_views.to_torch(array), device_num, owned=False)
+        buffer.shared = True
+        return buffer, array.reshape(-1)
 
     def buffer_data(self, buffer: TorchBuffer) -> np.ndarray:
         """The elements, over the same memory."""
@@ -156,28 +150,32 @@ class TorchBackend(Backend):
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> TorchBuffer:
         """A buffer over the array's memory on the CPU, if it is contiguous and may be written, else of a copy."""
         self._device(device_num)
-        whole = np.ascontiguousarray(array).reshape(array.shape)
-        shared = self.has_shared_buffers() and whole.flags.writeable and np.may_share_memory(whole, array)
+        given = array_of(array, "BufferFromNumpy")
+        make_shape(given.dtype, given.shape)
+        whole = np.ascontiguousarray(given).reshape(given.shape)
+        shared = self.has_shared_buffers() and whole.flags.writeable and np.may_share_memory(whole, given)
         return self._buffer(torch_views.to_torch(whole), device_num, owned=not shared)
 
     def buffer_to_numpy(self, buffer: TorchBuffer) -> np.ndarray:
         """The elements: over the buffer's memory on the CPU, then for reading only; else a copy."""
-        array = torch_views.to_numpy(self._tensor(buffer))
-        buffer.owned = False
-        return array
+        return torch_views.to_numpy(self._given_away(buffer))
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> TorchBuffer:
         """A buffer of the tensor itself if it is contiguous and on the device, else of a copy."""
-        whole = tensor.detach().resolve_conj().resolve_neg()
+        whole = tensor_of(tensor).detach().resolve_conj().resolve_neg()
         whole = whole.to(self.torch_device).contiguous()
         return self._buffer(whole, device_num, owned=whole.data_ptr() != tensor.data_ptr())
 
     def buffer_to_torch(self, buffer: TorchBuffer) -> torch.Tensor:
         """The tensor itself."""
-        tensor = self._tensor(buffer)
-        # Whoever has it now may keep it: it is no longer written to when it is donated.
-        buffer.owned = False
-        return tensor
+        return self._given_away(buffer)
+
+    def _given_away(self, buffer: TorchBuffer) -> torch.Tensor:
+        """Whoever has it now may keep it: it is no longer written to when it is donated."""
+        with TAKING:
+            tensor = self._tensor(buffer)
+            buffer.owned = False
+            return tensor
 
     def _buffer(self, tensor: torch.Tensor, device_num: int, *, owned: bool) -> TorchBuffer:
         dtype = dtype_of(tensor.dtype)
@@ -197,22 +195,22 @@ class TorchBackend(Backend):
 
     def _device(self, number: int) -> DeviceNum:
         self._check()
-        if not 0 <= number < _SIMULATED:
-            raise BackendError(f"device {number} is none of the {_SIMULATED} of the backend 'torch'")
-        return DeviceNum(number)
+        return device_number(number, _SIMULATED, self.name)
 
     def _tensor(self, buffer: TorchBuffer) -> torch.Tensor:
         self._check()
         if not isinstance(buffer, TorchBuffer):
             raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'torch'; use `buffer_from_torch`")
-        if buffer.tensor is None:
+        # Read once: another thread may donate it meanwhile.
+        tensor = buffer.tensor
+        if tensor is None:
             raise BackendError("the buffer is finalized or was donated to an execution; make a new one")
-        return buffer.tensor
+        return tensor
 
 
 def _configured(config: str) -> tuple[bool, torch.device]:
     """Whether to compile, and the device."""
-    parts = [part.strip() for part in config.split(",") if part.strip()]
+    parts = [part.strip() for part in text(config, "the configuration").split(",") if part.strip()]
     names = [part for part in parts if part != "compile"]
     if len(names) > 1 or len(parts) - len(names) > 1:
         raise BackendError(f"torch:{config}: it takes `compile` and one device, with a comma between")
@@ -242,6 +240,15 @@ def _holds(device: torch.device, dtype: DType) -> bool:
     return True
 
 
+@dataclass(slots=True)
+class _Taken:
+    """The tensors of an execution, the numbers of those it may write to, and the buffers that it reads."""
+
+    tensors: list[torch.Tensor]
+    writable: frozenset[int]
+    read: list[TorchBuffer]
+
+
 class TorchExecutable(CheckedExecutable):
     """A graph as a function of tensors."""
 
@@ -260,44 +267,59 @@ class TorchExecutable(CheckedExecutable):
     def finalize(self) -> None:
         """Frees the function and its constants."""
         super().finalize()
-        self._functions.clear()
+        self._functions = {}
         self._lockstep = self._graph = None
 
     def _function(self, writable: frozenset[int]) -> Any:
         """The function that may write into the memory of these parameters."""
         found = self._functions.get(writable)
         if found is None:
-            assert self._graph is not None
+            if self._graph is None:
+                raise BackendError(f"{self._name!r} is finalized; compile it again")
             target = Target(self._torch.torch_device, self._torch.compiles)
             found = self._functions[writable] = lower(self._graph, target, writable)
         return found
 
-    def _run(self, inputs: Sequence[TorchBuffer], donate: Sequence[bool]) -> list[TorchBuffer]:
-        count = len(self._names)
-        for number, buffer in enumerate(inputs):
-            if buffer.device != number // count:
-                raise BackendError(
-                    f"{self._name!r}: input {number} is on device {buffer.device}, and {number // count} is to run it"
-                )
+    def _take(self, inputs: Sequence[TorchBuffer], donate: Sequence[bool]) -> _Taken:
+        for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True)):
+            if given and buffer.shared:
+                self._refuse_shared(number)
         tensors = [
             buffer.tensor if view is None else buffer.tensor.view(view)  # type: ignore[union-attr]
             for buffer, view in zip(inputs, self._views * self._num_devices, strict=True)
         ]
-        writable = frozenset(
-            number
-            for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True))
-            if given and buffer.owned and inputs.count(buffer) == 1
-        )
-        # Before it runs: each value is then freed after its last use.
-        for buffer, given in zip(inputs, donate, strict=True):
-            if given:
-                buffer.tensor = None
+        writable, read = [], []
+        for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True)):
+            if not given:
+                buffer.readers += 1
+                read.append(buffer)
+                continue
+            if buffer.owned and not buffer.readers:
+                writable.append(number)
+            # Before it runs: each value is then freed after its last use.
+            buffer.tensor = None
+        return _Taken(tensors, frozenset(writable), read)  # type: ignore[arg-type]
+
+    def _run(self, taken: _Taken) -> list[TorchBuffer]:
+        try:
+            return self._computed(taken.tensors, taken.writable)
+        except (RuntimeError, MemoryError) as error:
+            raise BackendError(f"{self._name!r}: torch cannot run it: {error}") from error
+        finally:
+            with TAKING:
+                for buffer in taken.read:
+                    buffer.readers -= 1
+
+    def _computed(self, tensors: list[torch.Tensor], writable: frozenset[int]) -> list[TorchBuffer]:
+        count = len(self._names)
         with torch.no_grad():
-            if self._lockstep is None:
-                results = self._function(writable)(*tensors)
-                return self._outputs(results, writable, 0)
+            if self._num_devices == 1:
+                return self._outputs(self._function(writable)(*tensors), writable, 0)
+            lockstep = self._lockstep
+            if lockstep is None:
+                raise BackendError(f"{self._name!r} is finalized; compile it again")
             rows = [tuple(tensors[number::count]) for number in range(count)]
-            found = self._lockstep.run(tuple(range(self._num_devices)), rows)
+            found = lockstep.run(tuple(range(self._num_devices)), rows)
             # Collectives give several devices one tensor.
             return [
                 buffer

@@ -37,5 +37,6 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     if not array.flags.writeable:
         array = array.copy()
     if hasattr(np, dtype.value):
-        return torch.from_numpy(array)
+        # torch knows numpy's types by their names in C: `ulonglong` is none to it.
+        return torch.from_numpy(array if array.dtype is dtype.numpy else array.view(dtype.numpy))
     return torch.from_numpy(array.view(_CARRIERS[dtype.size])).view(getattr(torch, dtype.value))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum, auto
 from typing import NewType, TypeVar
 
+from easytorch.backends.arguments import integer, integers, text
 from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import BackendError
 
@@ -129,6 +130,14 @@ class OpType(IntEnum):
     REDUCE_SCATTER = auto()
     ALL_TO_ALL = auto()
     COLLECTIVE_PERMUTE = auto()
+    TAN = auto()
+    CBRT = auto()
+    ROUND_NEAREST_AFZ = auto()
+    REDUCE_PRECISION = auto()
+    TRIANGULAR_SOLVE = auto()
+    SCATTER_SET = auto()
+    SCATTER_MULTIPLY = auto()
+    SELECT_AND_SCATTER = auto()
     # Composite: a backend may take them whole or leave them to their decomposition (composites.py).
     SOFTMAX = auto()
     LAYER_NORM = auto()
@@ -198,6 +207,11 @@ class PadAxis:
     end: int = 0
     interior: int = 0
 
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            name = field_.name
+            object.__setattr__(self, name, integer(getattr(self, name), f"PadAxis: {name}"))
+
 
 @dataclass(frozen=True)
 class ConvolveAxesConfig:
@@ -212,6 +226,12 @@ class ConvolveAxesConfig:
     output_batch: int
     output_channel: int
     output_spatial: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            name = field_.name
+            read = integers if name.endswith("spatial") else integer
+            object.__setattr__(self, name, read(getattr(self, name), f"ConvolveAxesConfig: {name}"))
 
     def clone(self) -> ConvolveAxesConfig:
         """Itself: it cannot be changed."""
@@ -284,6 +304,7 @@ _Member = TypeVar("_Member", OpType, FFTType, ReduceOpType)
 
 
 def _named(enum: type[_Member], name: str) -> _Member:
+    text(name, f"the name of a member of {enum.__name__}")
     for member in enum:
         if name in (str(member), member.name):
             return member

@@ -280,6 +280,7 @@ _AXES = ConvolveAxesConfig(0, 1, (2,), 1, 0, (2,), 0, 1, (2,))
 _BAD_AXES = ConvolveAxesConfig(0, 1, (1,), 1, 0, (2,), 0, 1, (2,))
 D = make_shape("float32", 1, 2, 5)
 K = make_shape("float32", 3, 2, 2)
+E = make_shape("float32", 1, 2, 3, 0)
 _ONE_TRUE = np.array(True)
 # (operation, shapes of its operands, how it is added)
 WRONG: list[tuple[OpType, tuple[backends.Shape, ...], Callable[..., Any]]] = [
@@ -290,7 +291,19 @@ WRONG: list[tuple[OpType, tuple[backends.Shape, ...], Callable[..., Any]]] = [
     (OpType.SUB, (B, B), lambda b, x, y: b.sub(x, y)),
     (OpType.LOGICAL_AND, (INTS, INTS), lambda b, x, y: b.logical_and(x, y)),
     (OpType.BITWISE_NOT, (X,), lambda b, x: b.bitwise_not(x)),
-    (OpType.MAX, (C, C), lambda b, x, y: b.max(x, y)),
+    (OpType.REM, (C, C), lambda b, x, y: b.rem(x, y)),
+    (OpType.REDUCE_PRECISION, (X,), lambda b, x: b.reduce_precision(x, 0, 3)),
+    (OpType.REDUCE_PRECISION, (INTS,), lambda b, x: b.reduce_precision(x, 5, 3)),
+    (OpType.TRIANGULAR_SOLVE, (X, X), lambda b, x, y: b.triangular_solve(x, y, True, True)),
+    (OpType.SCATTER_MULTIPLY, (B, INTS, B), lambda b, x, i, u: b.scatter_multiply(x, i, u, 2, (), (0,), (0,))),
+    (OpType.SELECT_AND_SCATTER, (X, X, S), lambda b, x, y, i: b.select_and_scatter(x, y, i, _ge, _add, (2, 3))),
+    (OpType.SELECT_AND_SCATTER, (X, X, S), lambda b, x, y, i: b.select_and_scatter(x, y, i, _add, _add, (1, 1))),
+    (
+        OpType.SELECT_AND_SCATTER,
+        (X, X, S),
+        lambda b, x, y, i: b.select_and_scatter(x, y, i, lambda c, p, q: c.less_than(i, q), _add, (1, 1)),
+    ),
+    (OpType.SCALED_DOT_PRODUCT_ATTENTION, (E, E, E), lambda b, *x: b.scaled_dot_product_attention(*x)),
     (OpType.COMPLEX, (INTS, INTS), lambda b, x, y: b.complex(x, y)),
     (OpType.CONJ, (X,), lambda b, x: b.conj(x)),
     (OpType.CLAMP, (V, X, V), lambda b, x, y, z: b.clamp(x, y, z)),
@@ -298,6 +311,7 @@ WRONG: list[tuple[OpType, tuple[backends.Shape, ...], Callable[..., Any]]] = [
     (OpType.WHERE, (B, X, INTS), lambda b, x, y, z: b.where(x, y, z)),
     (OpType.BITCAST, (X,), lambda b, x: b.bitcast(x, "float64")),
     (OpType.BITCAST, (B,), lambda b, x: b.bitcast(x, "uint8")),
+    (OpType.BITCAST, (make_shape("bool"),), lambda b, x: b.bitcast(x, "uint8")),
     (OpType.EQUAL_TOTAL_ORDER, (INTS, INTS), lambda b, x, y: b.equal_total_order(x, y)),
     (OpType.IOTA, (), lambda b: b.iota(X, 2)),
     (OpType.IOTA, (), lambda b: b.iota(B, 0)),
@@ -391,6 +405,14 @@ WRONG: list[tuple[OpType, tuple[backends.Shape, ...], Callable[..., Any]]] = [
     (OpType.GELU, (INTS,), lambda b, x: b.gelu(x)),
     (OpType.SCALED_DOT_PRODUCT_ATTENTION, (X, X, X), lambda b, *x: b.scaled_dot_product_attention(*x)),
 ]
+
+
+def _ge(b: backends.Builder, x: backends.Op, y: backends.Op) -> backends.Op:
+    return b.greater_or_equal(x, y)
+
+
+def _add(b: backends.Builder, x: backends.Op, y: backends.Op) -> backends.Op:
+    return b.add(x, y)
 
 
 def _taking_nothing(b: backends.Builder) -> Any:

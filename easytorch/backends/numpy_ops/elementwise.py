@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from easytorch.backends.dtypes import DType, dtype_of
@@ -31,17 +32,60 @@ def _logistic(x: np.ndarray) -> np.ndarray:
 def _expm1(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
         return np.expm1(x)
-    # e^a cos b - 1, of which neither part is taken away from one.
+    # e^a cos b - 1, of which neither part is taken away from one; b = 0 stays so where e^a is infinite.
     real = np.expm1(x.real) * np.cos(x.imag) - 2 * np.sin(x.imag / 2) ** 2
-    return _complex(real, np.exp(x.real) * np.sin(x.imag))
+    imaginary = np.where(x.imag == 0, x.imag, np.exp(x.real) * np.sin(x.imag))
+    return _complex(np.where(x.imag == 0, np.expm1(x.real), real), imaginary)
 
 
 def _log1p(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
         return np.log1p(x)
-    small = np.abs(x) < 0.5
-    near = np.log1p(np.where(small, x.real * (2 + x.real) + x.imag**2, 0)) / 2
-    return _complex(np.where(small, near, np.log(np.abs(1 + x))), np.arctan2(x.imag, 1 + x.real))
+    shifted = 1 + x.real
+    large, small = np.maximum(abs(shifted), abs(x.imag)), np.minimum(abs(shifted), abs(x.imag))
+    # log |1 + x| without squares that overflow or vanish.
+    ratio = np.where(large == 0, 0, small / np.where(large == 0, 1, large))
+    far = np.where(np.isinf(x.real) | np.isinf(x.imag), np.inf, np.log(large) + np.log1p(ratio * ratio) / 2)
+    near = np.hypot(x.real, x.imag) < 0.5
+    square = np.where(near, x.real * (2 + x.real) + x.imag**2, 0)
+    return _complex(np.where(near, np.log1p(square) / 2, far), np.arctan2(x.imag, shifted))
+
+
+def _cbrt(x: np.ndarray) -> np.ndarray:
+    if not np.iscomplexobj(x):
+        return np.cbrt(x)
+    return np.where(x == 0, 0, np.exp(np.log(np.where(x == 0, 1, x)) / 3))
+
+
+def _atan2(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
+    if not np.iscomplexobj(x0):
+        return np.arctan2(x0, x1)
+    return -1j * np.log((x1 + 1j * x0) / np.sqrt(x1 * x1 + x0 * x0))
+
+
+def _round_nearest_afz(x: np.ndarray) -> np.ndarray:
+    whole = np.trunc(x)
+    return np.copysign(np.where(np.abs(x - whole) >= 0.5, np.abs(whole) + 1, np.abs(whole)), x)
+
+
+def _reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
+    """On the bits: a half of the last bit that stays is added, less one if that bit is even, and the rest cut off."""
+    info = ml_dtypes.finfo(x.dtype)
+    mantissa, exponent = info.nmant, info.bits - 1 - info.nmant
+    word = np.dtype(f"u{x.dtype.itemsize}").type
+    bits = np.ascontiguousarray(x).reshape(-1).view(word).reshape(x.shape)
+    sign, kept = bits & word(1 << info.bits - 1), bits & word((1 << info.bits - 1) - 1)
+    infinity = word((1 << exponent) - 1 << mantissa)
+    nan = kept > infinity
+    if mantissa_bits < mantissa:
+        cut = mantissa - mantissa_bits
+        kept = kept + ((kept >> word(cut)) & word(1)) + word((1 << cut - 1) - 1) & ~word((1 << cut) - 1)
+    if exponent_bits < exponent:
+        bias, least = (1 << exponent - 1) - 1, (1 << exponent_bits - 1) - 1
+        kept = np.where(kept >= word(bias + least + 1 << mantissa), infinity, kept)
+        kept = np.where(kept >> word(mantissa) <= word(bias - least), word(0), kept)
+    found = np.where(nan, bits, sign | kept).astype(word)
+    return found.reshape(-1).view(x.dtype).reshape(x.shape)
 
 
 def _analytic(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -57,8 +101,12 @@ def _analytic(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 def _sign(x: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(x):
-        size = np.abs(x)
-        return np.where(size == 0, x, x / np.where(size == 0, 1, size)).astype(x.dtype)
+        # Divided by the larger part first: the modulus of the smallest and the largest numbers is not one of them.
+        large = np.maximum(abs(x.real), abs(x.imag))
+        scale = np.where(large == 0, 1, large)
+        real, imaginary = x.real / scale, x.imag / scale
+        size = np.where(large == 0, 1, np.hypot(real, imaginary))
+        return _complex(np.where(large == 0, x.real, real / size), np.where(large == 0, x.imag, imaginary / size))
     return np.copysign(np.sign(x), x) if x.dtype.kind == "f" else np.sign(x)
 
 
@@ -141,10 +189,10 @@ def _compared(compare: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 def _convert(x: np.ndarray, dtype: DType) -> np.ndarray:
     source = dtype_of(x.dtype)
-    if dtype is DType.BOOL:
-        return np.asarray(wide(x) != 0)
     if source.is_complex and not dtype.is_complex:
         x, source = x.real, source.real
+    if dtype is DType.BOOL:
+        return np.asarray(wide(x) != 0)
     if source.is_float and dtype.is_integer:
         return _truncated(x, dtype)
     with np.errstate(all="ignore"):
@@ -165,6 +213,21 @@ def _truncated(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
     source = dtype_of(x.dtype)
+    if source is target_dtype:
+        return x
+    if source is DType.BOOL:
+        joined = np.packbits(x, axis=-1, bitorder="little")
+        if target_dtype.bits == 4:
+            return wrapped(joined, target_dtype).reshape(x.shape[:-1])
+        return _bitcast(joined if target_dtype.bits > 8 else joined.reshape(x.shape[:-1]), target_dtype)
+    if target_dtype is DType.BOOL:
+        data = wide(x).view(np.uint8) if source.bits == 4 else np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        each = data.reshape(*x.shape, -1, 1)
+        return (
+            np.unpackbits(each, axis=-1, count=min(source.bits, 8), bitorder="little")
+            .astype(bool)
+            .reshape(*x.shape, source.bits)
+        )
     if source.bits == target_dtype.bits:
         if source.bits == 4:
             return wrapped(x, target_dtype)
@@ -231,6 +294,10 @@ ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.RSQRT: _analytic(lambda x: 1 / np.sqrt(x)),
     OpType.SQRT: _analytic(np.sqrt),
     OpType.TANH: _analytic(np.tanh),
+    OpType.TAN: _analytic(np.tan),
+    OpType.CBRT: _analytic(_cbrt),
+    OpType.ROUND_NEAREST_AFZ: widened(_round_nearest_afz),
+    OpType.REDUCE_PRECISION: _reduce_precision,
     OpType.REAL: _part("real"),
     OpType.IMAG: _part("imag"),
     OpType.CONJ: np.conj,
@@ -248,7 +315,7 @@ ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.POW: _analytic(_power),
     OpType.MAX: widened(np.maximum),
     OpType.MIN: widened(np.minimum),
-    OpType.ATAN2: widened(np.arctan2),
+    OpType.ATAN2: _analytic(_atan2),
     OpType.BITWISE_AND: widened(np.bitwise_and),
     OpType.BITWISE_OR: widened(np.bitwise_or),
     OpType.BITWISE_XOR: widened(np.bitwise_xor),

@@ -61,7 +61,9 @@ def _gather(
     return found.reshape((*batch, *kept)).transpose(np.argsort((*batch_axes, *offset_output_axes), kind="stable"))
 
 
-def _scatter(function: np.ufunc) -> Callable[..., np.ndarray]:
+def _scatter(function: np.ufunc | None) -> Callable[..., np.ndarray]:
+    """function: what combines an element and an update; None replaces it."""
+
     def scatter(
         operand: np.ndarray,
         scatter_indices: np.ndarray,
@@ -82,10 +84,14 @@ def _scatter(function: np.ufunc) -> Callable[..., np.ndarray]:
         inside = ((starts >= 0) & (starts <= room)).all(1)
         result = operand.copy()
         if operand.ndim:
-            function.at(result, _places(starts[inside], sizes), slices[inside])
+            places = _places(starts[inside], sizes)
+            if function is None:
+                result[places] = slices[inside]
+            else:
+                function.at(result, places, slices[inside])
         else:
             for value in slices:
-                result = np.asarray(function(result, value))
+                result = np.asarray(value if function is None else function(result, value))
         return result
 
     def computed(
@@ -100,6 +106,8 @@ def _scatter(function: np.ufunc) -> Callable[..., np.ndarray]:
 INDEXING: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.GATHER: _gather,
     OpType.SCATTER_SUM: _scatter(np.add),
+    OpType.SCATTER_SET: _scatter(None),
+    OpType.SCATTER_MULTIPLY: _scatter(np.multiply),
     OpType.SCATTER_MAX: _scatter(np.maximum),
     OpType.SCATTER_MIN: _scatter(np.minimum),
 }

@@ -31,18 +31,25 @@ def _slice(x: np.ndarray, starts: Sequence[int], limits: Sequence[int], strides:
 
 
 def padded(x: np.ndarray, fill_value: np.ndarray, axes_config: Sequence[PadAxis]) -> np.ndarray:
-    """x with `fill_value` between its elements, then around them; then what is negative is cropped."""
+    """x with `fill_value` around and between its elements; what negative padding crops is never made."""
     pads = [*axes_config, *(PadAxis() for _ in range(x.ndim - len(axes_config)))]
-    inner = [size + max(size - 1, 0) * pad.interior for size, pad in zip(x.shape, pads, strict=True)]
-    full = [size + max(pad.start, 0) + max(pad.end, 0) for size, pad in zip(inner, pads, strict=True)]
-    result = np.full(full, fill_value, x.dtype)
-    places, kept = [], []
-    for size, whole, pad in zip(inner, full, pads, strict=True):
-        start = max(pad.start, 0)
-        places.append(slice(start, start + size, pad.interior + 1))
-        kept.append(slice(max(-pad.start, 0), whole - max(-pad.end, 0)))
-    result[tuple(places)] = x
-    return result[tuple(kept)]
+    steps = [pad.interior + 1 for pad in pads]
+    sizes = [
+        max(size - 1, 0) * step + min(size, 1) + pad.start + pad.end
+        for size, step, pad in zip(x.shape, steps, pads, strict=True)
+    ]
+    result = np.full(sizes, fill_value, x.dtype)
+    taken, places = [], []
+    for size, step, pad, full in zip(x.shape, steps, pads, sizes, strict=True):
+        # The first and the last element whose place, pad.start + element * step, is inside.
+        first = min(max(-(pad.start // step), 0), size)
+        last = min((full - 1 - pad.start) // step, size - 1)
+        taken.append(slice(first, max(last + 1, first)))
+        count = max(last + 1 - first, 0)
+        begin = pad.start + first * step
+        places.append(slice(begin, begin + (count - 1) * step + 1, step) if count else slice(0, 0))
+    result[tuple(places)] = x[tuple(taken)]
+    return result
 
 
 def _window(dimensions: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:

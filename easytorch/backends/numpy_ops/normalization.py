@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
 from easytorch.backends.numpy_ops.narrow import wide, widened
+from easytorch.backends.numpy_ops.reduction import BLOCK
 from easytorch.backends.types import OpType
 
 Array = np.ndarray
@@ -72,23 +74,33 @@ def _layer_norm(x: Array, scale: Array, offset: Array, axes: tuple[int, ...], ep
 def _attention(
     query: Array, key: Array, value: Array, mask: Array | None = None, *, is_causal: bool, scale: float | None
 ) -> Array:
-    additive = None if mask is None or mask.dtype == bool else wide(mask)
+    added = None if mask is None or mask.dtype == bool else wide(mask)
     allowed = mask if mask is not None and mask.dtype == bool else None
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        heads = query.shape[1] // key.shape[1]
-        key, value = np.repeat(key, heads, 1), np.repeat(value, heads, 1)
-        scores = query @ key.swapaxes(2, 3) * query.dtype.type(query.shape[3] ** -0.5 if scale is None else scale)
-        if additive is not None:
-            scores = scores + additive
-        if allowed is not None:
-            scores = np.where(allowed, scores, -np.inf)
-        if is_causal:
-            scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
-        greatest = scores.max(3, keepdims=True, initial=-np.inf)
-        powers = np.exp(scores - np.where(greatest == -np.inf, 0, greatest))
-        total = powers.sum(3, keepdims=True)
-        return (powers / np.where(total == 0, 1, total)).astype(query.dtype) @ value
+        """A block of queries of one head after the other: the scores of all would be larger than anything given."""
+        batch, count, length, size = query.shape
+        shared, keys = count // key.shape[1], key.shape[2]
+        factor = query.dtype.type(size**-0.5 if scale is None else scale)
+        result = np.empty((batch, count, length, value.shape[3]), query.dtype)
+        limits = [
+            None if one is None else np.broadcast_to(one, (batch, count, length, keys)) for one in (added, allowed)
+        ]
+        rows = max(BLOCK // max(keys, 1), 1)
+        for place, head, begin in itertools.product(range(batch), range(count), range(0, length, rows)):
+            at = (place, head, slice(begin, begin + rows))
+            scores = query[at] @ key[place, head // shared].T * factor
+            if limits[0] is not None:
+                scores = scores + limits[0][at]
+            if limits[1] is not None:
+                scores = np.where(limits[1][at], scores, -np.inf)
+            if is_causal:
+                scores = np.where(np.tri(len(scores), keys, begin) > 0, scores, -np.inf)
+            greatest = scores.max(1, keepdims=True, initial=-np.inf)
+            powers = np.exp(scores - np.where(greatest == -np.inf, 0, greatest))
+            total = powers.sum(1, keepdims=True)
+            result[at] = (powers / np.where(total == 0, 1, total)).astype(query.dtype) @ value[place, head // shared]
+        return result
 
     return widened(attend)(query, key, value)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from easytorch.backends.numpy_ops.movement import padded
 from easytorch.backends.numpy_ops.narrow import widened
-from easytorch.backends.numpy_ops.reduction import windows
-from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType, PadAxis
+from easytorch.backends.shapeinference.reduction import window_sizes
+from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 
 Axes = tuple[int, ...]
 
@@ -53,24 +53,79 @@ def _convolution(
     filter_group_count: int,
     batch_group_count: int,
 ) -> np.ndarray:
+    """Tap by tap of the filter: nothing larger than operands and result is made, whatever the padding."""
     count = len(strides)
-    # (S.., N, C) and (O, C, K..): the windows of the operand are (S.., N, C, K..).
+    # (S.., N, C) and (K.., C, O), both in groups.
     inputs = operand.transpose(*axes.input_spatial, axes.input_batch, axes.input_channel)
-    kernel = filter.transpose(axes.kernel_output_channel, axes.kernel_input_channel, *axes.kernel_spatial)
-    pads = [PadAxis(*ends, dilation - 1) for ends, dilation in zip(paddings, input_dilation, strict=True)]
-    wide = padded(inputs, np.zeros((), operand.dtype), pads)
-    places = windows(wide, kernel.shape[2:], strides, filter_dilation)
+    kernel = filter.transpose(*axes.kernel_spatial, axes.kernel_input_channel, axes.kernel_output_channel)
+    settings = (strides, input_dilation, filter_dilation, paddings)
+    places = window_sizes(inputs.shape[:count], kernel.shape[:count], *settings)
+    batch, features = inputs.shape[count] // batch_group_count, kernel.shape[-1]
+    result = np.zeros((*places, batch, features), operand.dtype)
+    groups = filter_group_count * batch_group_count
     # A group takes its part of the input channels or of the batch, and its part of the kernel's outputs.
     cut = count + 1 if filter_group_count > 1 else count
-    groups = filter_group_count * batch_group_count
-    inner = (*range(count + 1, 2 * count + 2),)
-    parts = [
-        np.tensordot(part, weights, axes=(inner, (*range(1, count + 2),)))
-        for part, weights in zip(np.split(places, groups, cut), np.split(kernel, groups), strict=True)
+    parts = list(
+        zip(
+            np.split(inputs, groups, cut),
+            np.split(kernel, groups, count + 1),
+            np.split(result, groups, count + 1),
+            strict=True,
+        )
+    )
+    rows = [
+        _taps(*sizes)
+        for sizes in zip(
+            inputs.shape, kernel.shape, places, strides, input_dilation, filter_dilation, paddings, strict=False
+        )
     ]
-    result = np.concatenate(parts, -1)
+    for taps in itertools.product(*rows):
+        offsets, taken, written = zip(*taps, strict=True) if taps else ((), (), ())
+        for source, weights, target in parts:
+            target[written] += source[taken] @ weights[offsets]
     order = (*axes.output_spatial, axes.output_batch, axes.output_channel)
     return result.transpose(np.argsort(order))
+
+
+def _taps(
+    size: int, taps: int, places: int, stride: int, dilation: int, tap_dilation: int, padding: tuple[int, int]
+) -> list[tuple[int, slice, slice]]:
+    """For each tap along an axis that meets any element: its number, which elements, and for which places."""
+    found = []
+    for tap in range(taps):
+        # Place p meets element e where p * stride + shift == e * dilation.
+        shift = tap * tap_dilation - padding[0]
+        common = math.gcd(stride, dilation)
+        if shift % common:
+            continue
+        step, steps = dilation // common, stride // common
+        first = -(shift // common) * pow(steps, -1, step) % step if step > 1 else 0
+        # From the first place of this remainder whose element is not before the first one.
+        least = max(-((shift + first * stride) // (step * stride)), 0)
+        begin = first + least * step
+        element = (begin * stride + shift) // dilation
+        count = min(-(-(places - begin) // step), -(-(size - element) // steps))
+        if count > 0:
+            taken = slice(element, element + (count - 1) * steps + 1, steps)
+            found.append((tap, taken, slice(begin, begin + (count - 1) * step + 1, step)))
+    return found
+
+
+def _triangular_solve(
+    a: np.ndarray, b: np.ndarray, left_side: bool, lower: bool, unit_diagonal: bool, adjoint: bool
+) -> np.ndarray:
+    """Row by row of x, each from those before it."""
+    matrix = a.conj().swapaxes(-1, -2) if adjoint else a
+    if not left_side:
+        matrix, b = matrix.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    forward = lower is not (adjoint is left_side)
+    count = a.shape[-1]
+    x = np.zeros_like(b)
+    for row in range(count) if forward else reversed(range(count)):
+        known = slice(0, row) if forward else slice(row + 1, count)
+        rest = b[..., row, :] - np.einsum("...k,...kn->...n", matrix[..., row, known], x[..., known, :])
+        x[..., row, :] = rest if unit_diagonal else rest / matrix[..., row, row, None]
+    return x if left_side else x.swapaxes(-1, -2)
 
 
 _TRANSFORMS: dict[FFTType, Any] = {
@@ -96,4 +151,5 @@ PRODUCT: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.DOT_GENERAL: widened(_dot_general),
     OpType.CONV_GENERAL_DILATED: widened(_convolution),
     OpType.FFT: _fft,
+    OpType.TRIANGULAR_SOLVE: widened(_triangular_solve),
 }

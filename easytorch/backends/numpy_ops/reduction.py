@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from easytorch.backends.dtypes import DType, dtype_of, highest, lowest
-from easytorch.backends.numpy_ops.movement import padded
+from easytorch.backends.interpreter import BoundClosure
 from easytorch.backends.numpy_ops.narrow import narrowed, wide, widened
-from easytorch.backends.types import OpType, PadAxis, ReduceOpType
+from easytorch.backends.shapeinference.reduction import window_sizes
+from easytorch.backends.types import OpType, ReduceOpType
 
 _UFUNCS = {
     ReduceOpType.SUM: np.add,
@@ -51,26 +52,8 @@ def _arg_min_max(x: np.ndarray, axis: int, output_dtype: DType, is_min: bool) ->
     return np.asarray((np.argmin if is_min else np.argmax)(wide(x), axis)).astype(output_dtype.numpy)
 
 
-def windows(
-    x: np.ndarray, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int] | None = None
-) -> np.ndarray:
-    """Every window of the leading axes that have an entry in `sizes`: a view with the places of those axes, the other
-    axes, and then the axes inside the windows."""
-    count = len(sizes)
-    dilations = dilations or (1,) * count
-    spans = [(size - 1) * dilation + 1 for size, dilation in zip(sizes, dilations, strict=True)]
-    places = [
-        0 if full < span else (full - span) // stride + 1
-        for full, span, stride in zip(x.shape, spans, strides, strict=False)
-    ]
-    # Nothing is read where there are no places, so a window may be larger than the array.
-    shape = (*places, *x.shape[count:], *sizes)
-    steps = (
-        *(step * stride for step, stride in zip(x.strides, strides, strict=False)),
-        *x.strides[count:],
-        *(step * dilation for step, dilation in zip(x.strides, dilations, strict=False)),
-    )
-    return np.lib.stride_tricks.as_strided(x, shape, steps, writeable=False)
+# How many elements of intermediate results are held at once, where more would be than operands and result have.
+BLOCK = 2**20
 
 
 def _reduce_window(
@@ -82,10 +65,65 @@ def _reduce_window(
     window_dilations: tuple[int, ...],
     paddings: tuple[tuple[int, int], ...],
 ) -> np.ndarray:
-    start = np.array(neutral(reduction_type, dtype_of(x.dtype))).astype(x.dtype)
-    pads = [PadAxis(*ends, dilation - 1) for ends, dilation in zip(paddings, base_dilations, strict=True)]
-    found = windows(wide(padded(x, start, pads)), window_dimensions, strides, window_dilations)
-    return narrowed(reduced(found, reduction_type, tuple(range(x.ndim, 2 * x.ndim))), x.dtype)
+    """One axis after the other, those that shrink first: no intermediate result is larger than operand and result."""
+    start = neutral(reduction_type, dtype_of(x.dtype))
+    settings = (window_dimensions, strides, base_dilations, window_dilations, paddings)
+    places = window_sizes(x.shape, *settings)
+    result = wide(x)
+    if 0 in places:
+        return np.full(places, start, result.dtype).astype(x.dtype)
+    order = sorted(range(x.ndim), key=lambda axis: places[axis] / max(x.shape[axis], 1))
+    with np.errstate(all="ignore"):
+        for axis in order:
+            window = (window_dimensions[axis], strides[axis], base_dilations[axis], window_dilations[axis])
+            if window != (1, 1, 1, 1) or any(paddings[axis]):
+                lines = np.moveaxis(result, axis, 0)
+                reduced_lines = _reduce_lines(
+                    lines, _UFUNCS[reduction_type], start, places[axis], window, paddings[axis][0]
+                )
+                result = np.moveaxis(reduced_lines, 0, axis)
+        return narrowed(np.ascontiguousarray(result).reshape(places), x.dtype)
+
+
+def _reduce_lines(
+    x: np.ndarray, function: np.ufunc, start: float, places: int, window: tuple[int, int, int, int], padding: int
+) -> np.ndarray:
+    """The windows along the first axis, of which only elements that are not padding are looked at."""
+    size, stride, base, dilation = window
+    count = x.shape[0]
+    if window[1:] == (1, 1, 1) and places == count <= size == padding + 1:
+        # All elements up to each.
+        return function.accumulate(x, 0, x.dtype)
+    result = np.empty((places, *x.shape[1:]), x.dtype)
+    fill = np.full((1, *x.shape[1:]), start, x.dtype)
+    ended = np.concatenate([x, fill])
+    # Elements of a window that fall on elements, not between them, stand `step` apart.
+    step = base // math.gcd(base, dilation)
+    most = min(-(-size // step), count)
+    rest = math.prod(x.shape[1:])
+    rows = max(BLOCK // max(most * rest, 1), 1)
+    for begin in range(0, places, rows):
+        place = np.arange(begin, min(begin + rows, places)) * stride - padding
+        first = _first_inside(place, base, dilation, step)
+        offsets = first[:, None] + np.arange(most) * step
+        spot = place[:, None] + offsets * dilation
+        inside = (offsets < size) & (spot >= 0) & (spot <= (count - 1) * base) & (spot % base == 0)
+        found = ended[np.where(inside, spot // base, count)]
+        result[begin : begin + len(place)] = function.reduce(found, axis=1, dtype=x.dtype, initial=start)
+    return result
+
+
+def _first_inside(place: np.ndarray, base: int, dilation: int, step: int) -> np.ndarray:
+    """For windows that begin at `place`: the first offset k with place + k * dilation on or after the first element,
+    and a multiple of `base`; some k where there is none."""
+    least = np.maximum(-(place // dilation), 0)
+    if step == 1:
+        return least
+    common = math.gcd(base, dilation)
+    ahead = (place + least * dilation) // common
+    # Products of two large steps are more than 64 bits hold.
+    inverse = pow(dilation // common, -1, step)
+    return least + (-(ahead.astype(object) * inverse) % step).astype(np.int64)
 
 
 def _elements(
@@ -141,6 +179,35 @@ def _select_and_scatter_sum(
     return result.reshape(operand.shape)
 
 
+def _select_and_scatter_by(
+    operand: np.ndarray,
+    source: np.ndarray,
+    init_value: np.ndarray,
+    select: BoundClosure,
+    scatter: BoundClosure,
+    window_dimensions: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    paddings: tuple[tuple[int, int], ...],
+) -> np.ndarray:
+    """The closures are of elements, and so of whole arrays too."""
+    values = operand.reshape(-1)
+    result = np.full(values.shape, init_value, operand.dtype)
+    chosen, found = np.zeros(source.shape, np.int64), np.zeros(source.shape, bool)
+    if not values.size:
+        return result.reshape(operand.shape)
+    for places, inside in _elements(operand.shape, source.shape, window_dimensions, window_strides, paddings):
+        taken = inside & ~(found & select(values[chosen], values[places])[0])
+        chosen = np.where(taken, places, chosen)
+        found |= inside
+    at, given = chosen[found], source[found]
+    while at.size:
+        # One for each place at a time.
+        _, first = np.unique(at, return_index=True)
+        result[at[first]] = scatter(result[at[first]], given[first])[0]
+        at, given = np.delete(at, first), np.delete(given, first)
+    return result.reshape(operand.shape)
+
+
 REDUCTION: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.REDUCE_SUM: _reduce(ReduceOpType.SUM),
     OpType.REDUCE_PRODUCT: _reduce(ReduceOpType.PRODUCT),
@@ -157,4 +224,5 @@ REDUCTION: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.SELECT_AND_SCATTER_MAX: _select_and_scatter(np.greater_equal),
     OpType.SELECT_AND_SCATTER_MIN: _select_and_scatter(np.less_equal),
     OpType.SELECT_AND_SCATTER_SUM: _select_and_scatter_sum,
+    OpType.SELECT_AND_SCATTER: _select_and_scatter_by,
 }

@@ -72,12 +72,17 @@ def _rng(state: Shape, shape: Shape) -> tuple[Shape, Shape]:
 Groups = tuple[tuple[int, ...], ...] | None
 
 
+def _require_groups(groups: Groups, num_devices: int) -> None:
+    """`BackendError` unless every device is in one group."""
+    if groups is not None and sorted(device for group in groups for device in group) != list(range(num_devices)):
+        raise BackendError(f"replica_groups {groups} do not have every one of {num_devices} devices once")
+
+
 def group_size(groups: Groups, num_devices: int) -> int:
     """How many devices a group has; `BackendError` unless every device is in one group, all of one size."""
     if groups is None:
         return num_devices
-    if sorted(device for group in groups for device in group) != list(range(num_devices)):
-        raise BackendError(f"replica_groups {groups} do not have every one of {num_devices} devices once")
+    _require_groups(groups, num_devices)
     if len({len(group) for group in groups}) > 1:
         raise BackendError(f"replica_groups {groups} are not of one size")
     return len(groups[0])
@@ -86,7 +91,7 @@ def group_size(groups: Groups, num_devices: int) -> int:
 @takes(REDUCIBLE, "integers, floats, complex numbers and bool")
 def _all_reduce(x: Shape, reduction_type: ReduceOpType, replica_groups: Groups, num_devices: int) -> Shape:
     reducible(x, reduction_type)
-    group_size(replica_groups, num_devices)
+    _require_groups(replica_groups, num_devices)
     return x
 
 

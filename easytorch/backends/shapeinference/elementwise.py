@@ -83,9 +83,7 @@ def _convert(x: Shape, dtype: DType) -> Shape:
 
 
 def _bitcast(x: Shape, target_dtype: DType) -> Shape:
-    if DType.BOOL in (x.dtype, target_dtype) and x.dtype != target_dtype:
-        raise BackendError("bool has no bits to be read as another type; convert it")
-    here, there = x.dtype.bits, target_dtype.bits
+    here, there = (1 if dtype is DType.BOOL else dtype.bits for dtype in (x.dtype, target_dtype))
     if here == there:
         return x.with_dtype(target_dtype)
     if here > there:
@@ -93,6 +91,15 @@ def _bitcast(x: Shape, target_dtype: DType) -> Shape:
     if not x.rank or x.dimensions[-1] != there // here:
         raise BackendError(f"the last axis must have {there // here} elements of {x.dtype} for one of {target_dtype}")
     return Shape(target_dtype, x.dimensions[:-1])
+
+
+@takes((DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64), "floats of two bytes or more")
+def _reduce_precision(x: Shape, exponent_bits: int, mantissa_bits: int) -> Shape:
+    if not 1 <= exponent_bits <= 64 or not 0 <= mantissa_bits <= 64:
+        raise BackendError(
+            f"exponent_bits {exponent_bits} must be from 1 to 64, and mantissa_bits {mantissa_bits} from 0 to 64"
+        )
+    return x
 
 
 _FLOAT_ONLY = _unary(FLOATS, "floats")
@@ -117,11 +124,11 @@ RULES: dict[OpType, Rule] = {
     OpType.IMAG: _part,
     OpType.IS_FINITE: _test,
     OpType.IS_NAN: _test,
-    **dict.fromkeys((OpType.CEIL, OpType.FLOOR, OpType.ROUND, OpType.ERF), _FLOAT_ONLY),
+    **dict.fromkeys((OpType.CEIL, OpType.FLOOR, OpType.ROUND, OpType.ROUND_NEAREST_AFZ, OpType.ERF), _FLOAT_ONLY),
     **dict.fromkeys(
         (
             *(OpType.COS, OpType.SIN, OpType.EXP, OpType.EXPM1, OpType.LOG, OpType.LOG1P, OpType.LOGISTIC),
-            *(OpType.RSQRT, OpType.SQRT, OpType.TANH),
+            *(OpType.RSQRT, OpType.SQRT, OpType.TANH, OpType.TAN, OpType.CBRT),
         ),
         _ANALYTIC,
     ),
@@ -135,9 +142,10 @@ RULES: dict[OpType, Rule] = {
     OpType.DIV: _ARITHMETIC,
     OpType.REM: _binary((*_INTEGERS, *FLOATS), "integers and floats"),
     OpType.POW: _ARITHMETIC,
-    OpType.MAX: _binary(_ORDERED, "integers, floats and bool"),
-    OpType.MIN: _binary(_ORDERED, "integers, floats and bool"),
-    OpType.ATAN2: _binary(FLOATS, "floats"),
+    OpType.MAX: _SUM,
+    OpType.MIN: _SUM,
+    OpType.ATAN2: _binary(_FLOATING, "floats and complex numbers"),
+    OpType.REDUCE_PRECISION: _reduce_precision,
     **dict.fromkeys((OpType.BITWISE_AND, OpType.BITWISE_OR, OpType.BITWISE_XOR), _BITWISE),
     **dict.fromkeys((OpType.SHIFT_LEFT, OpType.SHIFT_RIGHT_ARITHMETIC, OpType.SHIFT_RIGHT_LOGICAL), _SHIFT),
     **dict.fromkeys((OpType.LOGICAL_AND, OpType.LOGICAL_OR, OpType.LOGICAL_XOR), _LOGICAL),

@@ -92,6 +92,7 @@ def _increasing(name: str, axes: tuple[int, ...], rank: int) -> None:
 
 
 _scatter_ordered = takes((*_INTEGERS, *FLOATS, DType.BOOL), "integers, floats and bool")(_scatter)
+_scatter_any = takes(tuple(DType), "any")(_scatter)
 _scatter_sum = takes((*_INTEGERS, *FLOATS, *COMPLEX), "integers, floats and complex numbers")(_scatter)
 
 RULES: dict[OpType, Rule] = {
@@ -99,4 +100,6 @@ RULES: dict[OpType, Rule] = {
     OpType.SCATTER_MAX: _scatter_ordered,
     OpType.SCATTER_MIN: _scatter_ordered,
     OpType.SCATTER_SUM: _scatter_sum,
+    OpType.SCATTER_MULTIPLY: _scatter_sum,
+    OpType.SCATTER_SET: _scatter_any,
 }

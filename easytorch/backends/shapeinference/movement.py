@@ -8,7 +8,7 @@ import math
 from easytorch.backends.dtypes import SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
 from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype, takes
-from easytorch.backends.shapes import Shape
+from easytorch.backends.shapes import MAX_BYTES, Shape
 from easytorch.backends.types import OpType, PadAxis
 
 _INTEGERS = (*SIGNED, *UNSIGNED)
@@ -120,10 +120,14 @@ def _pad(x: Shape, fill_value: Shape, axes_config: tuple[PadAxis, ...]) -> Shape
         raise BackendError(f"{len(axes_config)} axes are to be padded, there are {x.rank}")
     sizes = list(x.dimensions)
     for axis, pad in enumerate(axes_config):
+        if not isinstance(pad, PadAxis):
+            raise BackendError(f"each axis is padded by a PadAxis, and {pad!r} was given")
         if pad.interior < 0:
             raise BackendError(
                 f"the padding between elements of axis {axis} is {pad.interior}; only ends can be cropped"
             )
+        if max(abs(pad.start), abs(pad.end), pad.interior) > MAX_BYTES:
+            raise BackendError(f"axis {axis} is padded by {pad}, beyond all sizes")
         size = sizes[axis]
         sizes[axis] = size + max(size - 1, 0) * pad.interior + pad.start + pad.end
         if sizes[axis] < 0:

@@ -128,6 +128,19 @@ def _lengths(given: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         raise BackendError(f"its last axes must have the sizes {wanted}")
 
 
+@takes((*FLOATS, *COMPLEX), "floats and complex numbers")
+def _triangular_solve(a: Shape, b: Shape, left_side: bool, lower: bool, unit_diagonal: bool, adjoint: bool) -> Shape:
+    require_same_dtype(a, b)
+    if a.rank < 2 or a.rank != b.rank or a.dimensions[:-2] != b.dimensions[:-2]:
+        raise BackendError("a and b are matrices in their last two axes, with the same axes before them")
+    if a.dimensions[-1] != a.dimensions[-2]:
+        raise BackendError(f"the matrices of {a} are not square")
+    if b.dimensions[-2 if left_side else -1] != a.dimensions[-1]:
+        side = "rows" if left_side else "columns"
+        raise BackendError(f"the matrices of b must have {a.dimensions[-1]} {side}")
+    return b
+
+
 @takes(FLOATS, "floats")
 def _softmax(x: Shape, axis: int) -> Shape:
     require_axis(x, axis)
@@ -157,6 +170,8 @@ def _attention(
     batch, heads, length, size = query.dimensions
     if key.dimensions[0] != batch or key.dimensions[3] != size or value.dimensions[:3] != key.dimensions[:3]:
         raise BackendError("batch, head size, and the keys' heads and sequence must agree")
+    if scale is None and not size:
+        raise BackendError("heads of size 0 have no scale of their own; give one")
     if not key.dimensions[1] or heads % key.dimensions[1]:
         raise BackendError(f"{heads} query heads are not a multiple of {key.dimensions[1]} key heads")
     if mask is not None:
@@ -175,6 +190,7 @@ RULES: dict[OpType, Rule] = {
     OpType.DOT_GENERAL: _dot_general,
     OpType.CONV_GENERAL_DILATED: _convolution,
     OpType.FFT: _fft,
+    OpType.TRIANGULAR_SOLVE: _triangular_solve,
     OpType.SOFTMAX: _softmax,
     OpType.LAYER_NORM: _layer_norm,
     OpType.SCALED_DOT_PRODUCT_ATTENTION: _attention,

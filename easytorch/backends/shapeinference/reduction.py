@@ -6,8 +6,10 @@ from collections.abc import Collection
 
 from easytorch.backends.dtypes import COMPLEX, FLOATS, SIGNED, UNSIGNED, DType
 from easytorch.backends.errors import BackendError
+from easytorch.backends.graph import Graph
+from easytorch.backends.shapeinference import elementwise
 from easytorch.backends.shapeinference.rule import Rule, require_axis, require_dtype, require_same_dtype, takes
-from easytorch.backends.shapes import Shape
+from easytorch.backends.shapes import MAX_BYTES, Shape
 from easytorch.backends.types import OpType, ReduceOpType
 
 _INTEGERS = (*SIGNED, *UNSIGNED)
@@ -15,6 +17,8 @@ _NUMBERS = (*_INTEGERS, *FLOATS, *COMPLEX)
 _ORDERED = (*_INTEGERS, *FLOATS, DType.BOOL)
 # By some reduction; `reducible` says by which.
 REDUCIBLE = (*_NUMBERS, DType.BOOL)
+# What a closure over elements may hold; powers of integers are a loop on some backends.
+_IN_CLOSURES = frozenset(elementwise.RULES) - {OpType.POW, OpType.BITCAST} | {OpType.PARAMETER, OpType.CONSTANT}
 
 
 def _reduce(allowed: Collection[DType], what: str) -> Rule:
@@ -63,6 +67,9 @@ def window_sizes(
             raise BackendError(f"{name} {sizes} must all be 1 or more")
     if any(len(pair) != 2 for pair in paddings):
         raise BackendError(f"paddings {paddings} must be pairs, before and after each axis")
+    for name, given in (*positive.items(), ("paddings", [end for pair in paddings for end in pair])):
+        if any(abs(number) > MAX_BYTES for number in given):
+            raise BackendError(f"{name} {given} has a number beyond all sizes, {MAX_BYTES}")
     counts = []
     for axis, size in enumerate(dimensions):
         base = max((size - 1) * base_dilations[axis] + 1, 0) if size else 0
@@ -70,6 +77,8 @@ def window_sizes(
         if padded < 0:
             raise BackendError(f"axis {axis} of size {size} is cropped to less than nothing by {paddings[axis]}")
         span = (window[axis] - 1) * window_dilations[axis] + 1
+        if max(base, padded, span) > MAX_BYTES:
+            raise BackendError(f"axis {axis} of size {size} with its padding or its window is beyond all sizes")
         counts.append(0 if padded < span else (padded - span) // strides[axis] + 1)
     return tuple(counts)
 
@@ -109,6 +118,35 @@ def _select_and_scatter(
     paddings: tuple[tuple[int, ...], ...],
 ) -> Shape:
     require_same_dtype(operand, source)
+    ones = (1,) * operand.rank
+    sizes = window_sizes(operand.dimensions, window_dimensions, window_strides, ones, ones, paddings)
+    if source.dimensions != sizes:
+        raise BackendError(f"the source must have one element for each of {sizes} windows")
+    return operand
+
+
+@takes((*_INTEGERS, *FLOATS, DType.BOOL, *COMPLEX), "any")
+def _select_and_scatter_by(
+    operand: Shape,
+    source: Shape,
+    init_value: Shape,
+    select: Graph,
+    scatter: Graph,
+    window_dimensions: tuple[int, ...],
+    window_strides: tuple[int, ...],
+    paddings: tuple[tuple[int, ...], ...],
+) -> Shape:
+    require_same_dtype(operand, source, init_value)
+    scalar = Shape(operand.dtype)
+    if init_value.rank:
+        raise BackendError("the initial value must be a scalar")
+    for name, graph, wanted in (("select", select, scalar.with_dtype(DType.BOOL)), ("scatter", scatter, scalar)):
+        if graph.output_shapes != (wanted,):
+            raise BackendError(f"the closure {name} must give one {wanted}, and gives {graph.output_shapes}")
+        if graph.captures or any(node.op_type not in _IN_CLOSURES for node in graph.nodes):
+            raise BackendError(f"the closure {name} must be made of operations on its own two elements, and constants")
+        if any(shape.rank for node in graph.nodes for shape in node.shapes):
+            raise BackendError(f"the closure {name} must be of scalars alone")
     ones = (1,) * operand.rank
     sizes = window_sizes(operand.dimensions, window_dimensions, window_strides, ones, ones, paddings)
     if source.dimensions != sizes:
@@ -164,6 +202,7 @@ RULES: dict[OpType, Rule] = {
         (OpType.SELECT_AND_SCATTER_MAX, OpType.SELECT_AND_SCATTER_MIN, OpType.SELECT_AND_SCATTER_SUM),
         _select_and_scatter,
     ),
+    OpType.SELECT_AND_SCATTER: _select_and_scatter_by,
     OpType.BATCH_NORM_FOR_INFERENCE: _batch_norm_inference,
     OpType.BATCH_NORM_FOR_TRAINING: _batch_norm_training,
     OpType.BATCH_NORM_GRADIENT: _batch_norm_gradient,

@@ -21,11 +21,11 @@ def converter(source: DType, target: DType) -> Kernel:
     """The function from the carrier of one type to that of another."""
     if source is target:
         return lambda x: x
-    if target is DType.BOOL:
-        return lambda x: wide(x, source) != 0
     if source.is_complex and not target.is_complex:
         rest = converter(source.real, target)
         return lambda x: rest(torch.real(x))
+    if target is DType.BOOL:
+        return lambda x: wide(x, source) != 0
     if target.is_complex:
         if source.is_complex:
             return lambda x: x.to(held(target))
@@ -89,7 +89,12 @@ def _to_odd(x: Tensor) -> Tensor:
 
 def bind_bitcast(site: Site) -> Kernel:
     """The lowest bits first: a wider type takes up the last axis, a narrower adds one."""
-    source, target = site.dtype, carrier(site.attributes["target_dtype"])
+    wanted = site.attributes["target_dtype"]
+    if site.dtype is wanted:
+        return lambda x: x
+    if DType.BOOL in (site.dtype, wanted):
+        return _bits_together(wanted) if site.dtype is DType.BOOL else _bits_apart(site.dtype)
+    source, target = site.dtype, carrier(wanted)
     bits = site.attributes["target_dtype"].bits
     if source.bits == bits:
         return lambda x: x.view(target)
@@ -97,3 +102,25 @@ def bind_bitcast(site: Site) -> Kernel:
         return lambda x: x.contiguous().unsqueeze(-1).view(target)
     # Copied: a view as a wider type needs an aligned start.
     return lambda x: x.clone(memory_format=torch.contiguous_format).view(target).squeeze(-1)
+
+
+def _bits_together(target: DType) -> Kernel:
+    """Every eight bools a byte, the first the lowest bit, and the bytes read as `target`."""
+
+    def join(x: Tensor) -> Tensor:
+        eights = x.reshape(*x.shape[:-1], target.size, 8).to(torch.uint8)
+        places = torch.arange(8, dtype=torch.uint8, device=x.device)
+        data = torch.bitwise_left_shift(eights, places).sum(-1, dtype=torch.uint8)
+        return data.view(carrier(target)).squeeze(-1)
+
+    return join
+
+
+def _bits_apart(source: DType) -> Kernel:
+    def split(x: Tensor) -> Tensor:
+        data = x.contiguous().unsqueeze(-1).view(torch.uint8).unsqueeze(-1)
+        places = torch.arange(8, dtype=torch.uint8, device=x.device)
+        bits = torch.bitwise_right_shift(data, places) & 1
+        return bits.to(torch.bool).reshape(*x.shape, source.bits)
+
+    return split

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from easytorch.backends.dtypes import DType
 from easytorch.backends.torch_ops import whole
-from easytorch.backends.torch_ops.carriers import is_float8, is_word, narrow, swapped, wide
+from easytorch.backends.torch_ops.carriers import held, is_float8, is_word, narrow, swapped, wide
 from easytorch.backends.torch_ops.conversion import bind_bitcast, bind_convert
 from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType
@@ -87,9 +88,61 @@ def ordinals_of(dtype: DType) -> Callable[[Tensor], Tensor]:
 
 def _sign(x: Tensor) -> Tensor:
     if x.is_complex():
-        size = x.abs()
-        return torch.where(size == 0, x, x / torch.where(size == 0, 1, size))
+        # Divided by the larger part first: the modulus of the smallest and the largest numbers is not one of them.
+        large = torch.maximum(x.real.abs(), x.imag.abs())
+        scale = torch.where(large == 0, 1, large)
+        real, imaginary = x.real / scale, x.imag / scale
+        size = torch.where(large == 0, 1, torch.hypot(real, imaginary))
+        return torch.complex(
+            torch.where(large == 0, x.real, real / size), torch.where(large == 0, x.imag, imaginary / size)
+        )
     return torch.where((x == 0) | x.isnan(), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
+
+
+def _by_parts(function: Kernel) -> Kernel:
+    """Of complex numbers part by part: torch multiplies one operand by the complex number 1, and 0 * inf is NaN."""
+
+    def computed(x0: Tensor, x1: Tensor) -> Tensor:
+        if not x0.is_complex():
+            return function(x0, x1)  # type: ignore[no-any-return]
+        return torch.complex(function(x0.real, x1.real), function(x0.imag, x1.imag))
+
+    return computed
+
+
+def _remainder(x0: Tensor, x1: Tensor) -> Tensor:
+    """fmod, whose vectorized kernels give NaN where the quotient overflows: float32 divides in float64, and float64
+    first by multiples of x1, which have the same remainder."""
+    if x0.dtype != torch.float64:
+        return torch.fmod(x0.to(torch.float64), x1.to(torch.float64)).to(x0.dtype)
+    once = x1 * 2.0**700
+    return torch.fmod(torch.fmod(torch.fmod(x0, once * 2.0**700), once), x1)
+
+
+def _log1p(x: Tensor) -> Tensor:
+    if not x.is_complex():
+        return torch.log1p(x)
+    wide = x.to(torch.complex128)
+    real, imaginary = wide.real, wide.imag
+    shifted = 1 + real
+    large, small = torch.maximum(shifted.abs(), imaginary.abs()), torch.minimum(shifted.abs(), imaginary.abs())
+    # log |1 + x| without squares that overflow or vanish.
+    ratio = torch.where(large == 0, 0, small / torch.where(large == 0, 1, large))
+    far = torch.log(large) + torch.log1p(ratio * ratio) / 2
+    far = torch.where(real.isinf() | imaginary.isinf(), torch.inf, far)
+    near = torch.hypot(real, imaginary) < 0.5
+    square = torch.where(near, real * (2 + real) + imaginary * imaginary, 0)
+    found = torch.complex(torch.where(near, torch.log1p(square) / 2, far), torch.atan2(imaginary, shifted))
+    return found.to(x.dtype)
+
+
+def _logistic(x: Tensor) -> Tensor:
+    """Of complex numbers by the power that does not overflow."""
+    if not x.is_complex():
+        return torch.sigmoid(x)
+    positive = x.real >= 0
+    small = torch.exp(torch.where(positive, -x, x))
+    return torch.where(positive, 1, small) / (1 + small)
 
 
 def _part(name: str) -> Binder:
@@ -114,7 +167,12 @@ def _divide_complex(x0: Tensor, x1: Tensor) -> Tensor:
     scale = 1 / (large + small * ratio)
     first, second = torch.where(turned, x0.imag, x0.real), torch.where(turned, x0.real, x0.imag)
     real, imaginary = (first + second * ratio) * scale, (second - first * ratio) * scale
-    return torch.complex(real, torch.where(turned, -imaginary, imaginary))
+    none = large == 0
+    size = large.abs()
+    return torch.complex(
+        torch.where(none, x0.real / size, real),
+        torch.where(none, x0.imag / size, torch.where(turned, -imaginary, imaginary)),
+    )
 
 
 def _bind_divide(site: Site) -> Kernel:
@@ -128,6 +186,76 @@ def _power_complex64(x0: Tensor, x1: Tensor) -> Tensor:
 
 def _bind_power(site: Site) -> Kernel:
     return _power_complex64 if site.dtype is DType.COMPLEX64 else widened(torch.pow)(site)
+
+
+def _extreme(greatest: bool) -> Kernel:
+    """Of complex numbers by the real part, then the imaginary one; NaN where either has one."""
+    function = torch.maximum if greatest else torch.minimum
+
+    def extreme(x0: Tensor, x1: Tensor) -> Tensor:
+        if not x0.is_complex():
+            return function(x0, x1)
+        x0, x1 = torch.broadcast_tensors(x0, x1)
+        beyond = torch.gt if greatest else torch.lt
+        first = beyond(x0.real, x1.real) | ((x0.real == x1.real) & ~beyond(x1.imag, x0.imag)) | x0.isnan()
+        return torch.where(first & ~(x1.isnan() & ~x0.isnan()), x0, x1)
+
+    return extreme
+
+
+def _cbrt(x: Tensor) -> Tensor:
+    if x.is_complex():
+        wide_ = x.to(torch.complex128)
+        return torch.where(x == 0, 0, torch.exp(torch.log(torch.where(x == 0, 1, wide_)) / 3)).to(x.dtype)
+    exact = x.to(torch.float64)
+    size = exact.abs()
+    # Scaled into the normal numbers; a step of Newton's method then makes up for the rounded exponent.
+    small = size < 1e-300
+    root = torch.pow(torch.where(small, size * 2.0**300, size), 1 / 3)
+    better = root - (root - torch.where(small, size * 2.0**300, size) / (root * root)) / 3
+    plain_ = (size == 0) | ~torch.isfinite(size)
+    found = torch.where(plain_, size, torch.where(small, better * 2.0**-100, better))
+    return torch.copysign(found, exact).to(x.dtype)
+
+
+def _atan2(x0: Tensor, x1: Tensor) -> Tensor:
+    if not x0.is_complex():
+        return torch.atan2(x0, x1)
+    y, x = x0.to(torch.complex128), x1.to(torch.complex128)
+    return (-1j * torch.log((x + 1j * y) / torch.sqrt(x * x + y * y))).to(x0.dtype)
+
+
+def _round_nearest_afz(x: Tensor) -> Tensor:
+    rounded = x.trunc()
+    size = rounded.abs()
+    return torch.copysign(torch.where((x - rounded).abs() >= 0.5, size + 1, size), x)
+
+
+def _reduce_precision(site: Site) -> Kernel:
+    """On the bits: a half of the last bit that stays is added, less one if that bit is even, and the rest cut off."""
+    dtype = site.dtype
+    info = torch.finfo(held(dtype))
+    mantissa = round(-math.log2(info.eps))
+    exponent = dtype.bits - 1 - mantissa
+    word = {16: torch.int16, 32: torch.int32, 64: torch.int64}[dtype.bits]
+    exponent_bits, mantissa_bits = site.attributes["exponent_bits"], site.attributes["mantissa_bits"]
+    infinity = (1 << exponent) - 1 << mantissa
+    bias, least = (1 << exponent - 1) - 1, (1 << min(exponent_bits, exponent) - 1) - 1
+
+    def reduce(x: Tensor) -> Tensor:
+        bits = x.view(word)
+        sign, kept = bits & -(1 << dtype.bits - 1), bits & ((1 << dtype.bits - 1) - 1)
+        nan = kept > infinity
+        if mantissa_bits < mantissa:
+            cut = mantissa - mantissa_bits
+            kept = torch.where(nan, 0, kept)
+            kept = (kept + ((kept >> cut) & 1) + ((1 << cut - 1) - 1)) & ~((1 << cut) - 1)
+        if exponent_bits < exponent:
+            kept = torch.where(kept >= bias + least + 1 << mantissa, infinity, kept)
+            kept = torch.where(kept >> mantissa <= bias - least, 0, kept)
+        return torch.where(nan, bits, sign | kept).view(x.dtype)
+
+    return reduce
 
 
 def _clamp(low: Tensor, x: Tensor, high: Tensor) -> Tensor:
@@ -154,15 +282,19 @@ ELEMENTWISE: dict[OpType, Binder] = {
     OpType.ROUND: plain(torch.round),
     OpType.COS: plain(torch.cos),
     OpType.SIN: plain(torch.sin),
-    OpType.ERF: plain(torch.erf),
+    OpType.ERF: widened(torch.erf),
     OpType.EXP: plain(torch.exp),
     OpType.EXPM1: plain(torch.expm1),
     OpType.LOG: plain(torch.log),
-    OpType.LOG1P: plain(torch.log1p),
-    OpType.LOGISTIC: plain(torch.sigmoid),
+    OpType.LOG1P: plain(_log1p),
+    OpType.LOGISTIC: plain(_logistic),
     OpType.RSQRT: plain(torch.rsqrt),
     OpType.SQRT: plain(torch.sqrt),
     OpType.TANH: plain(torch.tanh),
+    OpType.TAN: widened(torch.tan),
+    OpType.CBRT: widened(_cbrt),
+    OpType.ROUND_NEAREST_AFZ: plain(_round_nearest_afz),
+    OpType.REDUCE_PRECISION: _reduce_precision,
     OpType.REAL: _part("real"),
     OpType.IMAG: _part("imag"),
     OpType.CONJ: direct(torch.conj_physical),
@@ -172,15 +304,15 @@ ELEMENTWISE: dict[OpType, Binder] = {
     OpType.BITWISE_NOT: direct(torch.bitwise_not),
     OpType.BIT_COUNT: whole.bind_bit_count,
     OpType.CLZ: whole.bind_clz,
-    OpType.ADD: plain(torch.add),
-    OpType.SUB: plain(torch.sub),
+    OpType.ADD: plain(_by_parts(torch.add)),
+    OpType.SUB: plain(_by_parts(torch.sub)),
     OpType.MUL: plain(torch.mul),
     OpType.DIV: by_kind(_bind_divide, whole.bind_divide),
-    OpType.REM: by_kind(widened(torch.fmod), whole.bind_remainder),
+    OpType.REM: by_kind(widened(_remainder), whole.bind_remainder),
     OpType.POW: by_kind(_bind_power, whole.bind_power),
-    OpType.MAX: ordered(torch.maximum),
-    OpType.MIN: ordered(torch.minimum),
-    OpType.ATAN2: widened(torch.atan2),
+    OpType.MAX: ordered(_extreme(greatest=True)),
+    OpType.MIN: ordered(_extreme(greatest=False)),
+    OpType.ATAN2: widened(_atan2),
     OpType.BITWISE_AND: direct(torch.bitwise_and),
     OpType.BITWISE_OR: direct(torch.bitwise_or),
     OpType.BITWISE_XOR: direct(torch.bitwise_xor),

@@ -153,9 +153,20 @@ def _extreme(reduction: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda x, at, rows: x.scatter_reduce(0, at.unsqueeze(-1).expand(rows.shape), rows, reduction)
 
 
+def _multiplied(x: Tensor, at: Tensor, rows: Tensor) -> Tensor:
+    if not x.is_complex():
+        return x.scatter_reduce(0, at.unsqueeze(-1).expand(rows.shape), rows, "prod")
+    # ATen has no such product of complex numbers: the updates of one row after the other, by their place in a row.
+    for number in range(at.numel()):
+        x = x.index_copy(0, at[number : number + 1], x[at[number : number + 1]] * rows[number : number + 1])
+    return x
+
+
 INDEXING: dict[OpType, Binder] = {
     OpType.GATHER: _gather,
     OpType.SCATTER_SUM: _scatter(lambda x, at, rows: x.index_add(0, at, rows), ordered=False),
+    OpType.SCATTER_SET: _scatter(lambda x, at, rows: x.index_copy(0, at, rows), ordered=False),
+    OpType.SCATTER_MULTIPLY: _scatter(_multiplied, ordered=False),
     OpType.SCATTER_MAX: _scatter(_extreme("amax"), ordered=True),
     OpType.SCATTER_MIN: _scatter(_extreme("amin"), ordered=True),
 }

@@ -24,6 +24,7 @@ from easytorch.backends.torch_ops.outputs import ownership, updated_in_place
 from easytorch.backends.torch_ops.site import Kernel, Site
 from easytorch.backends.torch_ops.sorting import bind_sort, is_pointwise
 from easytorch.backends.torch_ops.table import BINDERS
+from easytorch.backends.torch_ops.windows import bind_select_and_scatter
 from easytorch.backends.types import OpType
 
 # Their kernels are functions of a graph, which give tuples.
@@ -96,6 +97,10 @@ def bind(node: Node, target: Target) -> Kernel:
         comparator = attributes["comparator"]
         compare = lower(comparator, Target(target.device, traced=target.traced))
         return bind_sort(comparator, compare, len(node.shapes), attributes["axis"], traced=target.traced)
+    if node.op_type is OpType.SELECT_AND_SCATTER:
+        site = Site(node, target.device, target.traced)
+        inner = Target(target.device, traced=target.traced)
+        return bind_select_and_scatter(site, lower(attributes["select"], inner), lower(attributes["scatter"], inner))
     if node.op_type in COLLECTIVE:
         together = COLLECTIVE[node.op_type](node)
         return lambda x: together([x])[0]

@@ -13,7 +13,8 @@ _MAY_VIEW = frozenset(
     {
         *(OpType.IDENTITY, OpType.RESHAPE, OpType.TRANSPOSE, OpType.BROADCAST, OpType.BROADCAST_IN_DIM),
         *(OpType.SLICE, OpType.DYNAMIC_SLICE, OpType.REAL, OpType.IMAG, OpType.BITCAST, OpType.CONVERT_DTYPE),
-        *(OpType.SCATTER_MAX, OpType.SCATTER_MIN, OpType.SCATTER_SUM, OpType.REDUCE_WINDOW),
+        *(OpType.SCATTER_MAX, OpType.SCATTER_MIN, OpType.SCATTER_SUM, OpType.SCATTER_SET, OpType.SCATTER_MULTIPLY),
+        # Also REDUCE_WINDOW, over windows of one element.
         *(op_type for op_type in OpType if op_type.name.startswith("REDUCE_")),
         *(OpType.BATCH_NORM_FOR_TRAINING, OpType.BATCH_NORM_GRADIENT, OpType.COLLECTIVE_PERMUTE),
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
-from easytorch.backends.torch_ops.carriers import is_float8, narrow, wide
+from easytorch.backends.torch_ops.carriers import is_float8, is_narrow, narrow, wide
 from easytorch.backends.torch_ops.movement import padder
 from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.torch_ops.windows import windows
@@ -168,7 +168,26 @@ def _fft(site: Site) -> Kernel:
     return lambda x: function(x, length, axes)
 
 
+def _triangular_solve(site: Site) -> Kernel:
+    attributes, dtype = site.attributes, site.dtype
+    lower, adjoint = attributes["lower"], attributes["adjoint"]
+
+    def solve(a: Tensor, b: Tensor) -> Tensor:
+        matrix, given = wide(a, dtype), wide(b, dtype)
+        found = torch.linalg.solve_triangular(
+            matrix.mH if adjoint else matrix,
+            given,
+            upper=lower is adjoint,
+            left=attributes["left_side"],
+            unitriangular=attributes["unit_diagonal"],
+        )
+        return narrow(found, dtype) if is_narrow(dtype) else found
+
+    return solve
+
+
 PRODUCTS: dict[OpType, Binder] = {
+    OpType.TRIANGULAR_SOLVE: _triangular_solve,
     OpType.DOT: _dot,
     OpType.DOT_GENERAL: _dot_general,
     OpType.CONV_GENERAL_DILATED: _convolution,

@@ -25,5 +25,5 @@ BINDERS: dict[OpType, Binder] = {
     **NORMALIZATION,
     **RANDOM,
 }
-# SORT is bound with its comparator's own function (lowering.py).
-OPERATIONS = frozenset({*CONTROL, *BINDERS, *COLLECTIVE, OpType.SORT})
+# These are bound with their closures' own functions (lowering.py).
+OPERATIONS = frozenset({*CONTROL, *BINDERS, *COLLECTIVE, OpType.SORT, OpType.SELECT_AND_SCATTER})

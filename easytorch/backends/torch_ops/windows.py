@@ -93,17 +93,10 @@ def _select_and_scatter(better: Callable[[Tensor, Tensor], Tensor] | None) -> Bi
     def bind(site: Site) -> Kernel:
         operand, dtype = site.operand, site.dtype
         sizes, strides = site.attributes["window_dimensions"], site.attributes["window_strides"]
-        config = [PadAxis(start, end) for start, end in site.attributes["paddings"]]
         places = site.shapes[1].dimensions
         if 0 in places or not operand.size:
             return lambda x, source: torch.zeros_like(x)
-        # Where each element of each window stands; those of the padding stand behind the last.
-        numbers = torch.arange(operand.size, dtype=torch.int64, device=site.device).reshape(operand.dimensions)
-        numbers = padder(operand.dimensions, config)(
-            numbers, torch.full_like(numbers[(0,) * operand.rank], operand.size)
-        )
-        seen = windows(numbers, sizes, strides, (1,) * operand.rank).reshape(*places, math.prod(sizes))
-        elements = [one.contiguous() for one in seen.unbind(-1)]
+        elements = _window_places(site, sizes, strides, places)
         to_sum, back = values(dtype, ReduceOpType.SUM)
         swap = swapped(dtype)
 
@@ -122,6 +115,40 @@ def _select_and_scatter(better: Callable[[Tensor, Tensor], Tensor] | None) -> Bi
         return scatter
 
     return bind
+
+
+def bind_select_and_scatter(
+    site: Site, select: Callable[..., tuple[Tensor, ...]], scatter: Callable[..., tuple[Tensor, ...]]
+) -> Kernel:
+    """By any functions of elements, which are functions of tensors too."""
+    operand, places = site.operand, site.shapes[1].dimensions
+    sizes, strides = site.attributes["window_dimensions"], site.attributes["window_strides"]
+    if 0 in places or not operand.size:
+        return lambda x, source, init: init.expand(operand.dimensions).clone()
+    elements = _window_places(site, sizes, strides, places)
+
+    def apply(x: Tensor, source: Tensor, init: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        chosen = _selected(lambda a, b: select(a, b)[0], torch.cat((flat, flat[:1])), elements, operand.size)
+        total = init.expand(operand.size + 1).clone()
+        for element in elements:
+            # The elements at one offset of all windows are different ones: but for padding, which has a place behind.
+            there = total[element]
+            written = torch.where(chosen == element, scatter(there, source)[0], there)
+            total = total.index_copy(0, element.reshape(-1), written.reshape(-1))
+        return total[:-1].reshape(operand.dimensions)
+
+    return apply
+
+
+def _window_places(site: Site, sizes: Sequence[int], strides: Sequence[int], places: Sequence[int]) -> list[Tensor]:
+    """Where each element of each window stands; those of the padding stand behind the last."""
+    operand = site.operand
+    config = [PadAxis(start, end) for start, end in site.attributes["paddings"]]
+    numbers = torch.arange(operand.size, dtype=torch.int64, device=site.device).reshape(operand.dimensions)
+    numbers = padder(operand.dimensions, config)(numbers, torch.full_like(numbers[(0,) * operand.rank], operand.size))
+    seen = windows(numbers, sizes, strides, (1,) * operand.rank).reshape(*places, math.prod(sizes))
+    return [one.contiguous() for one in seen.unbind(-1)]
 
 
 def _selected(

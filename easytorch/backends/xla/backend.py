@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from easytorch.backends.arguments import text
 from easytorch.backends.builder import Builder
-from easytorch.backends.dtypes import dtype_of
+from easytorch.backends.dtypes import array_of
 from easytorch.backends.errors import BackendError
+from easytorch.backends.executable import TAKING
+from easytorch.backends.flat import device_count, device_number, flat_source, flat_target, tensor_of
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Backend, Buffer, Executable
 from easytorch.backends.registry import register
-from easytorch.backends.shapes import Shape
+from easytorch.backends.shapes import Shape, make_shape, shape_of
 from easytorch.backends.types import Capabilities, DeviceNum
 from easytorch.backends.xla import pjrt
-from easytorch.backends.xla.buffers import XlaBuffer, aligned_zeros, spec, valid
+from easytorch.backends.xla.buffers import XlaBuffer, aligned_zeros, gone, spec, valid
 from easytorch.backends.xla.program import JitExecutable, XlaExecutable
 from easytorch.backends.xla.stablehlo import CAPABILITIES
 
@@ -31,7 +34,7 @@ class XlaBackend(Backend):
     """Devices of one platform, and the arrays on them, which are jax arrays."""
 
     def __init__(self, config: str = "") -> None:
-        first, _, rest = config.partition(":")
+        first, _, rest = text(config, "the configuration").partition(":")
         self._jit = first == "jit"
         self.devices: list[Any] = pjrt.devices(rest if self._jit else config)
         self._finalized = False
@@ -60,9 +63,7 @@ class XlaBackend(Backend):
     def builder(self, name: str, num_devices: int = 1) -> Builder:
         """A new computation."""
         self._require_open()
-        if not 1 <= num_devices <= len(self.devices):
-            raise BackendError(f"{name!r} is to run on {num_devices} devices, there are {len(self.devices)}")
-        return Builder(self, name, num_devices)
+        return Builder(self, name, device_count(num_devices, len(self.devices), self.name))
 
     def compile_graph(self, graph: Graph, num_devices: int) -> Executable:
         """The graph as StableHLO, compiled, or loaded from the cache."""
@@ -79,7 +80,8 @@ class XlaBackend(Backend):
 
     def buffer_finalize(self, buffer: Buffer) -> None:
         """Frees the memory, unless a numpy or torch array is over it."""
-        self._buffer(buffer).release("finalized")
+        with TAKING:
+            self._buffer(buffer).release("finalized")
 
     def buffer_shape(self, buffer: Buffer) -> Shape:
         """Its shape."""
@@ -91,19 +93,11 @@ class XlaBackend(Backend):
 
     def buffer_to_flat_data(self, buffer: Buffer, flat: np.ndarray) -> None:
         """Copies the elements out."""
-        shape = self.buffer_shape(buffer)
-        if flat.dtype != shape.dtype.numpy or flat.shape != (shape.size,):
-            raise BackendError(f"{shape.size} elements of {shape.dtype} do not go into {flat.dtype}{list(flat.shape)}")
-        flat[:] = self.buffer_to_numpy(buffer).reshape(-1)
+        flat_target(flat, self.buffer_shape(buffer))[:] = self.buffer_to_numpy(buffer).reshape(-1)
 
     def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> Buffer:
         """Copies the elements in."""
-        array = np.asarray(flat)
-        if array.dtype != shape.dtype.numpy or array.shape != (shape.size,):
-            raise BackendError(
-                f"{array.dtype}{list(array.shape)} is not the {shape.size} elements of {shape.dtype} of {shape}"
-            )
-        return self._put(array.reshape(shape.dimensions), device_num, copy=True)
+        return self._put(flat_source(flat, shape), device_num, copy=True)
 
     def has_shared_buffers(self) -> bool:
         """On a CPU."""
@@ -113,7 +107,7 @@ class XlaBackend(Backend):
         """A buffer over memory of numpy."""
         if not self.has_shared_buffers():
             raise BackendError(f"the memory of {self.devices[0].device_kind} is not shared; use buffer_from_numpy")
-        if shape.dtype.bits < 8:
+        if shape_of(shape, "NewSharedBuffer: shape").dtype.bits < 8:
             raise BackendError(f"XLA packs {shape.dtype}, numpy does not: they share none; use buffer_from_numpy")
         array = aligned_zeros(shape)
         buffer = self._put(array, device_num)
@@ -130,41 +124,47 @@ class XlaBackend(Backend):
 
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> Buffer:
         """Over the same memory on a CPU if it is contiguous and aligned to 64 bytes; else a copy."""
-        return self._put(np.asarray(array), device_num)
+        return self._put(array_of(array, "BufferFromNumpy"), device_num)
 
     def buffer_to_numpy(self, buffer: Buffer) -> np.ndarray:
         """The elements, read only; on a CPU over the same memory."""
-        return np.asarray(self._buffer(buffer).array)
+        return np.asarray(self._array(buffer))
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> Buffer:
         """By DLPack."""
         from easytorch.backends.xla.torch_exchange import from_torch
 
         self._require_open()
-        array, shape = from_torch(tensor, self._device(device_num))
+        array, shape = from_torch(tensor_of(tensor), self._device(device_num))
         return XlaBuffer(array, spec(shape, device_num))
 
     def buffer_to_torch(self, buffer: Buffer) -> torch.Tensor:
         """By DLPack."""
         from easytorch.backends.xla.torch_exchange import to_torch
 
-        found = self._buffer(buffer)
-        return to_torch(found.array, self.buffer_shape(found))
+        shape = self.buffer_shape(buffer)
+        return to_torch(self._array(buffer), shape)
 
     def _put(self, array: np.ndarray, device_num: int, *, copy: bool = False) -> XlaBuffer:
         self._require_open()
-        shape = Shape(dtype_of(array.dtype), array.shape)
+        shape = make_shape(array.dtype, array.shape)
         return XlaBuffer(pjrt.put(array, self._device(device_num), copy=copy), spec(shape, device_num))
 
     def _device(self, device_num: int) -> Any:
-        if not 0 <= device_num < len(self.devices):
-            raise BackendError(f"there is no device {device_num}; there are {len(self.devices)}")
-        return self.devices[device_num]
+        return self.devices[device_number(device_num, len(self.devices), self.name)]
 
     def _spec(self, buffer: Buffer) -> tuple[Shape, int]:
         found = self._buffer(buffer).spec
-        assert found is not None
+        if found is None:
+            raise gone(buffer)
         return found
+
+    def _array(self, buffer: Buffer) -> Any:
+        # Read once: another thread may donate it meanwhile.
+        array = self._buffer(buffer).array
+        if array is None:
+            raise gone(buffer)
+        return array
 
     def _buffer(self, buffer: Buffer) -> XlaBuffer:
         self._require_open()

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import BackendError
+from easytorch.backends.flat import zeros
 from easytorch.backends.shapes import Shape
 
 # A shape on a device. Equal ones are one object, so that comparing lists of them is comparing pointers.
@@ -35,8 +37,11 @@ class XlaBuffer:
 
     def release(self, why: str) -> None:
         """Takes the array away."""
-        self.array = self.spec = self.shared = None
         self.gone = why
+        # The array last: whoever reads it and then finds the specification there has an array that was valid.
+        self.spec = None
+        self.shared = None
+        self.array = None
 
     def __repr__(self) -> str:
         return f"<XlaBuffer {self.gone}>" if self.spec is None else f"<XlaBuffer {self.spec[0]} on {self.spec[1]}>"
@@ -47,12 +52,17 @@ def valid(buffer: Any) -> XlaBuffer:
     if not isinstance(buffer, XlaBuffer):
         raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'xla'; make one by buffer_from_numpy")
     if buffer.spec is None:
-        raise BackendError(f"the buffer is {buffer.gone}; it cannot be used any more")
+        raise gone(buffer)
     return buffer
+
+
+def gone(buffer: XlaBuffer) -> BackendError:
+    """The error for the use of a released buffer."""
+    return BackendError(f"the buffer is {buffer.gone}; it cannot be used any more")
 
 
 def aligned_zeros(shape: Shape) -> np.ndarray:
     """Memory as XLA uses it without a copy: aligned to 64 bytes."""
-    memory = np.zeros(shape.nbytes + _ALIGNMENT, np.uint8)
+    memory = zeros(Shape(DType.UINT8, (shape.nbytes + _ALIGNMENT,)))
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + shape.nbytes].view(shape.dtype.numpy).reshape(shape.dimensions)

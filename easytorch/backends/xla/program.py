@@ -41,28 +41,43 @@ class XlaExecutable(CheckedExecutable):
         if plain is None or donate is not None or self._backend.is_finalized():
             return super().execute(inputs, donate)
         try:
+            # Arrays first: a buffer that is released meanwhile loses its specification before its array.
+            arrays = list(map(_arrays, inputs))
             fits = list(map(_specs, inputs)) == self._wanted
-        except AttributeError:
+        except (AttributeError, TypeError):
             fits = False
         if not fits:
             # Says what is wrong.
             return super().execute(inputs)
         try:
-            return list(map(XlaBuffer, plain(list(map(_arrays, inputs))), self._given))
+            return list(map(XlaBuffer, plain(arrays), self._given))
         except pjrt.RuntimeErrors as error:
             raise self._failed(error) from error
 
-    def _run(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> list[Buffer]:
+    def _prepare(self, donate: Sequence[bool]) -> None:
+        self._caller(self._everywhere(donate))
+
+    def _everywhere(self, donate: Sequence[bool]) -> frozenset[int]:
+        """Memory is taken over where all devices give it."""
         count = len(self._names)
-        donated = [buffer for buffer, given in zip(inputs, donate, strict=True) if given]
-        # Memory is taken over where all devices give it.
-        everywhere = frozenset(n for n in range(count) if all(donate[n::count])) if donated else frozenset()
+        return frozenset(n for n in range(count) if all(donate[n::count])) if any(donate) else frozenset()
+
+    def _take(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> tuple[pjrt.Caller, list[Any]]:
+        for number, (buffer, given) in enumerate(zip(inputs, donate, strict=True)):
+            if given and buffer.shared is not None:
+                self._refuse_shared(number)
+        call, arrays = self._caller(self._everywhere(donate)), [buffer.array for buffer in inputs]
+        for buffer, given in zip(inputs, donate, strict=True):
+            if given:
+                buffer.release("donated")
+        return call, arrays
+
+    def _run(self, taken: tuple[pjrt.Caller, list[Any]]) -> list[Buffer]:
+        call, arrays = taken
         try:
-            results = self._caller(everywhere)([buffer.array for buffer in inputs])
+            results = call(arrays)
         except pjrt.RuntimeErrors as error:
             raise self._failed(error) from error
-        for buffer in donated:
-            buffer.release("donated")
         return list(map(XlaBuffer, results, self._given))
 
     def _failed(self, error: BaseException) -> BackendError:
@@ -72,8 +87,10 @@ class XlaExecutable(CheckedExecutable):
         aliases = _aliases(donated, self._input_shapes, self._output_shapes)
         key = frozenset(aliases)
         if key not in self._callers:
-            assert self._graph is not None
-            self._callers[key] = self._compile(self._graph, aliases)
+            graph = self._graph
+            if graph is None:
+                raise BackendError(f"{self._name!r} is finalized; compile it again")
+            self._callers[key] = self._compile(graph, aliases)
         return self._callers[key]
 
     def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
 from easytorch.backends.builder import Builder
 from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
+from easytorch.backends.types import PadAxis
 from easytorch.frontend.arrays import cut, highest, is_nan, move, take
+from easytorch.frontend.aten.indexing import gather
+from easytorch.frontend.aten.introsort import running_sum, sort_order, topk_order
 from easytorch.frontend.context import Context
 from easytorch.frontend.registry import lowering
 
 aten = torch.ops.aten
+# (builder, (rows, n) ranks) -> the elements of each row in the order ATen leaves them.
+Order = Callable[[Builder, Op], Op]
+# std::sort leaves so few elements to insertion sort; from so many integers in a vector on ATen takes a radix sort.
+_INSERTION, _RADIX = 16, 32768
 
 
 def sorted_along(ctx: Context, x: Op, axis: int, descending: bool) -> tuple[Op, Op]:
@@ -32,18 +42,68 @@ def sorted_along(ctx: Context, x: Op, axis: int, descending: bool) -> tuple[Op, 
     return values, places
 
 
+def _as_aten(ctx: Context, x: Op, axis: int, k: int, descending: bool, unstable: Order) -> tuple[Op, Op]:
+    """The first k elements of x in order along `axis` and where each was: the stable ones, but where equal elements
+    are among or behind them those of ATen on a CPU, which `unstable` gives for ranks."""
+    b = ctx.builder
+    values, places = sorted_along(ctx, x, axis, descending)
+    count = x.shape.dimensions[axis]
+    taken = [cut(ctx, part, axis, 0, k) for part in (values, places)]
+    if count < 2 or not k or not x.shape.size:
+        return taken[0], taken[1]
+    order = [*(other for other in range(x.shape.rank) if other != axis), axis]
+    lead = [x.shape.dimensions[other] for other in order[:-1]]
+    rows = x.shape.size // count
+    lines, line_places = (b.reshape(ctx.transpose(part, order), rows, count) for part in (values, places))
+    same = _equal_neighbours(ctx, lines)
+    tied = b.reduce_logical_or(cut(ctx, same, 1, 0, min(k, count - 1)))
+
+    def as_aten(inner: Builder) -> Op:
+        # Of one more rank than the element before, unless they are equal.
+        steps = inner.convert_dtype(inner.logical_not(same), DType.INT32)
+        padded = inner.pad(steps, inner.constant(np.int32(0)), PadAxis(), PadAxis(1))
+        ranks = running_sum(inner, padded, 1)
+        _, by_place = inner.sort(lambda c, p, q, *_: c.less_than(p, q), 1, True, line_places, ranks)
+        return inner.convert_dtype(unstable(inner, by_place), DType.INT64)
+
+    def stable(inner: Builder) -> Op:
+        return inner.slice(line_places, (0, 0), (rows, k))
+
+    (found,) = b.cond(tied, as_aten, stable)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    chosen = ctx.transpose(b.reshape(found, *lead, k), back)
+    return gather(ctx, x, axis, chosen), chosen
+
+
+def _equal_neighbours(ctx: Context, lines: Op) -> Op:
+    """(rows, n) -> (rows, n - 1) bool: whether an element is equal to the next; NaN is equal to NaN."""
+    b, count = ctx.builder, lines.shape.dimensions[1]
+    one, other = cut(ctx, lines, 1, 0, count - 1), cut(ctx, lines, 1, 1, count)
+    same = b.equal(one, other)
+    nan, other_nan = is_nan(ctx, one), is_nan(ctx, other)
+    return same if nan is None or other_nan is None else b.logical_or(same, b.logical_and(nan, other_nan))
+
+
 @lowering(aten.sort.default)
 def sort(ctx: Context, x: Op, dim: int = -1, descending: bool = False) -> tuple[Op, Op]:
     if not x.shape.rank:
         return x, ctx.scalar(0, DType.INT64)
-    return sorted_along(ctx, x, ctx.axis(dim, x.shape.rank), descending)
+    axis = ctx.axis(dim, x.shape.rank)
+    count = x.shape.dimensions[axis]
+    # Insertion sort, and the radix sort of long vectors of integers, are stable.
+    radix = x.shape.rank == 1 and x.shape.dtype.is_integer and not descending and count >= _RADIX
+    if count <= _INSERTION or radix:
+        return sorted_along(ctx, x, axis, descending)
+    return _as_aten(ctx, x, axis, count, descending, sort_order)
 
 
 @lowering(aten.sort.stable)
 def sort_stable(
     ctx: Context, x: Op, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> tuple[Op, Op]:
-    return sort(ctx, x, dim, descending)
+    if not stable or not x.shape.rank:
+        return sort(ctx, x, dim, descending)
+    return sorted_along(ctx, x, ctx.axis(dim, x.shape.rank), descending)
 
 
 @lowering(aten.argsort.default)
@@ -53,7 +113,7 @@ def argsort(ctx: Context, x: Op, dim: int = -1, descending: bool = False) -> Op:
 
 @lowering(aten.argsort.stable)
 def argsort_stable(ctx: Context, x: Op, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Op:
-    return sort(ctx, x, dim, descending)[1]
+    return sort_stable(ctx, x, stable=stable, dim=dim, descending=descending)[1]
 
 
 @lowering(aten.topk.default)
@@ -61,7 +121,7 @@ def topk(ctx: Context, x: Op, k: int, dim: int = -1, largest: bool = True, sorte
     if not x.shape.rank:
         return x, ctx.scalar(0, DType.INT64)
     axis = ctx.axis(dim, x.shape.rank)
-    return tuple(cut(ctx, part, axis, 0, k) for part in sorted_along(ctx, x, axis, largest))
+    return _as_aten(ctx, x, axis, k, largest, lambda b, ranks: topk_order(b, ranks, k, sorted))
 
 
 def _ranked(ctx: Context, x: Op, dim: int, position: int, keepdim: bool) -> tuple[Op, ...]:

@@ -266,6 +266,7 @@ def _collectives() -> list[Sample]:
         "two": (2, None),
         "groups": (4, [[0, 2], [3, 1]]),
         "apart": (2, [[0], [1]]),
+        "of unequal sizes": (4, [[0, 3, 1], [2]]),
     }
     for name, (count, given) in groups.items():
         rows = given or [list(range(count))]
@@ -285,6 +286,8 @@ def _collectives() -> list[Sample]:
                     lambda xs, function=function: [function.reduce(xs)] * len(xs),
                 )
             )
+        if len({len(row) for row in rows}) > 1:
+            continue
         found.append(
             _collective(
                 OpType.ALL_GATHER,

@@ -21,6 +21,7 @@ _LAX = {
     **{op: op.name.lower() for op in (OpType.ADD, OpType.SUB, OpType.MUL, OpType.DIV, OpType.REM, OpType.POW)},
     **{op: op.name.lower() for op in (OpType.MAX, OpType.MIN, OpType.ATAN2, OpType.COMPLEX, OpType.CLAMP)},
     **{op: op.name.lower() for op in (OpType.BITWISE_NOT, OpType.BITWISE_AND, OpType.BITWISE_OR, OpType.BITWISE_XOR)},
+    **{op: op.name.lower() for op in (OpType.TAN, OpType.CBRT)},
     OpType.LOGICAL_NOT: "bitwise_not",
     OpType.LOGICAL_AND: "bitwise_and",
     OpType.LOGICAL_OR: "bitwise_or",
@@ -37,6 +38,7 @@ _UNARY = (
     *(OpType.ERF, OpType.EXP, OpType.EXPM1, OpType.LOG, OpType.LOG1P, OpType.LOGISTIC, OpType.RSQRT, OpType.SQRT),
     *(OpType.TANH, OpType.REAL, OpType.IMAG, OpType.CONJ, OpType.IS_FINITE, OpType.IS_NAN, OpType.LOGICAL_NOT),
     *(OpType.BITWISE_NOT, OpType.BIT_COUNT, OpType.CLZ, OpType.IDENTITY),
+    *(OpType.TAN, OpType.CBRT, OpType.ROUND_NEAREST_AFZ),
 )
 _TOTAL = {
     OpType.EQUAL_TOTAL_ORDER: lambda one, other: one == other,
@@ -54,6 +56,7 @@ _BINARY = (
     *(OpType.LESS_OR_EQUAL, OpType.GREATER_THAN, OpType.GREATER_OR_EQUAL, *_TOTAL),
 )
 _EXACT = {
+    *(OpType.ROUND_NEAREST_AFZ, OpType.REDUCE_PRECISION),
     *(OpType.NEG, OpType.CEIL, OpType.FLOOR, OpType.ROUND, OpType.REAL, OpType.IMAG, OpType.CONJ, OpType.IDENTITY),
     *(OpType.COMPLEX, OpType.CLAMP, OpType.WHERE, OpType.BITCAST, OpType.CONVERT_DTYPE),
 }
@@ -69,6 +72,39 @@ def _round(x: Any) -> Any:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
+def _round_away(x: Any) -> Any:
+    from jax import lax
+
+    return lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO)
+
+
+def _cbrt(x: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.power(x, 1 / 3) if jnp.iscomplexobj(x) else jnp.cbrt(x)
+
+
+def _atan2(x0: Any, x1: Any) -> Any:
+    """Of complex numbers by the arc tangent, on the side of the second axis that x1 is on."""
+    import jax.numpy as jnp
+
+    x0, x1 = jnp.broadcast_arrays(x0, x1)
+    if not jnp.iscomplexobj(x0):
+        return jnp.arctan2(x0, x1)
+    # exp(i found) = (x1 + i x0) / sqrt(x1^2 + x0^2)
+    return -1j * jnp.log((x1 + 1j * x0) / jnp.sqrt((x1 + 1j * x0) * (x1 - 1j * x0)))
+
+
+def _extreme(name: str, x0: Any, x1: Any) -> Any:
+    import jax.numpy as jnp
+
+    x0, x1 = jnp.broadcast_arrays(x0, x1)
+    if not jnp.iscomplexobj(x0):
+        return getattr(jnp, name)(x0, x1)
+    first = (x0.real > x1.real) | ((x0.real == x1.real) & (x0.imag >= x1.imag))
+    return jnp.where(first if name == "maximum" else ~first, x0, x1)
+
+
 def _is_nan(x: Any) -> Any:
     return x != x
 
@@ -82,6 +118,11 @@ def _part(x: Any, name: str) -> Any:
 def _in_jax(op_type: OpType) -> Callable[..., Any] | None:
     own = {
         OpType.ROUND: _round,
+        OpType.ROUND_NEAREST_AFZ: _round_away,
+        OpType.CBRT: _cbrt,
+        OpType.ATAN2: _atan2,
+        OpType.MAX: lambda *x: _extreme("maximum", *x),
+        OpType.MIN: lambda *x: _extreme("minimum", *x),
         OpType.IS_NAN: _is_nan,
         OpType.IDENTITY: lambda x: x,
         OpType.REAL: lambda x: _part(x, "real"),
@@ -289,15 +330,20 @@ def _convert() -> list[Sample]:
     ]
 
 
+def _width(dtype: DType) -> int:
+    return 1 if dtype is DType.BOOL else dtype.bits
+
+
 def _bits_of(x: np.ndarray, dtype: DType) -> np.ndarray:
     """By the bits as one Python integer, the first element lowest."""
     source = dtype_of(x.dtype)
-    ratio = max(dtype.bits // source.bits, 1)
-    raw = [int.from_bytes(value.tobytes(), "little") % 2**source.bits for value in x.ravel()]
+    here, there = _width(source), _width(dtype)
+    ratio = max(there // here, 1)
+    raw = [int.from_bytes(value.tobytes(), "little") % 2**here for value in x.ravel()]
     groups = [raw[start : start + ratio] for start in range(0, len(raw), ratio)]
-    words = [sum(value << source.bits * place for place, value in enumerate(group)) for group in groups]
-    parts = max(source.bits // dtype.bits, 1)
-    values = [word >> dtype.bits * part & 2**dtype.bits - 1 for word in words for part in range(parts)]
+    words = [sum(value << here * place for place, value in enumerate(group)) for group in groups]
+    parts = max(here // there, 1)
+    values = [word >> there * part & 2**there - 1 for word in words for part in range(parts)]
     dims = (*x.shape, parts) if parts > 1 else x.shape[:-1] if ratio > 1 else x.shape
     if dtype.bits == 4:
         return np.array([_signed(v, 4) if dtype is DType.INT4 else v for v in values]).astype(dtype.numpy).reshape(dims)
@@ -309,9 +355,7 @@ def _bitcast() -> list[Sample]:
     found = []
     for source in DType:
         for target in DType:
-            if DType.BOOL in (source, target) and source is not target:
-                continue
-            last = max(target.bits // source.bits, 1)
+            last = max(_width(target) // _width(source), 1)
             found.append(
                 Sample(
                     OpType.BITCAST,
@@ -334,6 +378,39 @@ def _bitcast() -> list[Sample]:
                 exact=True,
             )
         )
+    return found
+
+
+def _reduced(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
+    import jax
+
+    with jax.enable_x64(True):
+        found = jax.lax.reduce_precision(x, exponent_bits, mantissa_bits)
+        return np.where(np.isnan(x), x, np.asarray(found)).astype(x.dtype)
+
+
+def _reduce_precision() -> list[Sample]:
+    found = []
+    for dtype, sizes in (
+        (DType.FLOAT16, ((5, 3), (3, 10), (8, 23))),
+        (DType.BFLOAT16, ((4, 3), (8, 2), (8, 7))),
+        (DType.FLOAT32, ((8, 7), (5, 10), (4, 3), (2, 0), (11, 52))),
+        (DType.FLOAT64, ((8, 23), (5, 2), (11, 51))),
+    ):
+        x = np.concatenate([edges(dtype), normal(dtype, 40) * np.logspace(-6, 6, 40).astype(dtype.numpy)])
+        for exponent, mantissa in sizes:
+            # Of more bits than the type has: nothing is cut off.
+            whole = dtype.size < 8 and (exponent, mantissa) in ((8, 23), (11, 52))
+            found.append(
+                Sample(
+                    OpType.REDUCE_PRECISION,
+                    f"{dtype} to {exponent} and {mantissa}",
+                    (x.astype(dtype.numpy),),
+                    lambda b, x, e=exponent, m=mantissa: b.reduce_precision(x, e, m),
+                    host=lambda x, e=exponent, m=mantissa, whole=whole: x if whole else _reduced(x, e, m),
+                    exact=True,
+                )
+            )
     return found
 
 
@@ -368,4 +445,4 @@ def samples() -> list[Sample]:
         values = edges(dtype)
         x, by = np.repeat(values, len(amounts)), np.tile(amounts, len(values))
         found += [_sample(op_type, f"{dtype} by about its bits", x, by) for op_type in _SHIFTS]
-    return [*found, *_clamp(), *_where(), *_convert(), *_bitcast(), *_gelus()]
+    return [*found, *_clamp(), *_where(), *_convert(), *_bitcast(), *_gelus(), *_reduce_precision()]

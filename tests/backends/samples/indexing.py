@@ -36,8 +36,12 @@ _SCATTERS: dict[str, tuple[tuple[int, ...], Any, int, Any, Any, Any, tuple[int, 
     "no places": ((4, 5), np.zeros((0, 2)), 1, (1,), (0,), (0, 1), (0, 2)),
     "scalar": ((), np.zeros((3, 0)), 1, (), (), (), (3,)),
 }
+# Those that give no place twice.
+_APART = ("vector axis first", "one place", "no places", "scalar")
 _FUNCTIONS = {
     OpType.SCATTER_SUM: lambda one, other: one + other,
+    OpType.SCATTER_SET: lambda one, other: other,
+    OpType.SCATTER_MULTIPLY: lambda one, other: one * other,
     OpType.SCATTER_MAX: lambda one, other: np.maximum(one, other),
     OpType.SCATTER_MIN: lambda one, other: np.minimum(one, other),
 }
@@ -146,7 +150,11 @@ def _scatters() -> list[Sample]:
     found = []
     for op_type in _FUNCTIONS:
         for name, (dims, indices, *settings, places) in _SCATTERS.items():
-            for dtype in sorted(accepted_dtypes(op_type)) if name == "windows" else (DType.FLOAT32, DType.INT8):
+            if op_type is OpType.SCATTER_SET and name not in _APART:
+                continue
+            for dtype in (
+                sorted(accepted_dtypes(op_type)) if name in ("windows", "one place") else (DType.FLOAT32, DType.INT8)
+            ):
                 found.append(
                     Sample(
                         op_type,
@@ -154,7 +162,7 @@ def _scatters() -> list[Sample]:
                         (normal(dtype, *dims), np.array(indices, np.int32), normal(dtype, *places, seed=1)),
                         lambda b, x, i, u, op=op_type, s=tuple(settings): getattr(b, op.method)(x, i, u, *s),
                         host=lambda x, i, u, op=op_type, s=tuple(settings): _scattered(op, x, i, u, *s),
-                        exact=op_type is not OpType.SCATTER_SUM or dtype.is_integer,
+                        exact=op_type not in (OpType.SCATTER_SUM, OpType.SCATTER_MULTIPLY) or dtype.is_integer,
                         scaled=True,
                     )
                 )

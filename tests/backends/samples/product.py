@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from backend_samples.make import FLOATS, NUMBERS, Sample, normal
 
-from easytorch.backends.dtypes import DType
+from easytorch.backends.dtypes import COMPLEX, DType
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 
 
@@ -289,6 +289,48 @@ def _attentions() -> list[Sample]:
     return found
 
 
+def _triangular() -> list[Sample]:
+    found = []
+    flags = list(itertools.product((False, True), repeat=4))
+    for dtype in (*FLOATS, *COMPLEX):
+        for left, lower, unit, adjoint in flags if dtype in (DType.FLOAT32, DType.COMPLEX128) else flags[:3]:
+            # Far from singular, with what is not to be read set to NaN.
+            a = np.array(normal(dtype, 2, 4, 4).astype(np.complex128 if dtype.is_complex else np.float64)) / 4
+            a[:, range(4), range(4)] = np.nan if unit else a[:, range(4), range(4)] + 2
+            rows, columns = np.indices((4, 4))
+            a[:, rows < columns if lower else rows > columns] = np.nan
+            found.append(
+                Sample(
+                    OpType.TRIANGULAR_SOLVE,
+                    f"{dtype}{' left' * left}{' lower' * lower}{' unit' * unit}{' adjoint' * adjoint}",
+                    (a.astype(dtype.numpy), normal(dtype, 2, *((4, 3) if left else (3, 4)), seed=1)),
+                    lambda b, x, y, f=(left, lower, unit, adjoint): b.triangular_solve(x, y, *f),
+                    host=lambda x, y, f=(left, lower, unit, adjoint): _solved(x, y, *f),
+                    scaled=True,
+                )
+            )
+    return found
+
+
+def _solved(a: np.ndarray, b: np.ndarray, left: bool, lower: bool, unit: bool, adjoint: bool) -> np.ndarray:
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    matrix = (np.tril if lower else np.triu)(np.where(np.isnan(a), 0, a.astype(wide)))
+    if unit:
+        matrix[:, range(4), range(4)] = 1
+    if adjoint:
+        matrix = matrix.conj().swapaxes(1, 2)
+    inverse, given = np.linalg.inv(matrix), b.astype(wide)
+    return (inverse @ given if left else given @ inverse).astype(b.dtype)
+
+
 def samples() -> list[Sample]:
     """All of this file."""
-    return [*_dots(), *_dot_generals(), *_convolutions(), *_transforms(), *_composites(), *_attentions()]
+    return [
+        *_dots(),
+        *_dot_generals(),
+        *_convolutions(),
+        *_transforms(),
+        *_composites(),
+        *_attentions(),
+        *_triangular(),
+    ]

@@ -295,6 +295,59 @@ def _select_and_scatter() -> list[Sample]:
     return found
 
 
+def _by_any() -> list[Sample]:
+    """By closures: those of the named operations, and products at the nearest to zero."""
+    found = []
+    window, strides, pads = (2, 3), (2, 2), ((1, 1), (0, 2))
+    for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.INT32, DType.UINT8, DType.FLOAT64):
+        found.append(
+            Sample(
+                OpType.SELECT_AND_SCATTER,
+                f"{dtype}",
+                (normal(dtype, 4, 5), normal(dtype, 3, 3, seed=1), np.array(0).astype(dtype.numpy)),
+                lambda b, x, y, init: b.select_and_scatter(
+                    x,
+                    y,
+                    init,
+                    lambda c, p, q: c.less_or_equal(p, q),
+                    lambda c, p, q: c.add(p, q),
+                    window,
+                    strides,
+                    pads,
+                ),
+                host=lambda x, y, init: _scattered(x, y, OpType.SELECT_AND_SCATTER_MIN, window, strides, pads),
+                exact=dtype.is_integer,
+                scaled=True,
+            )
+        )
+    x = np.array([[3, -1, 2, 5], [0.5, 4, -6, 7]], np.float32)
+    source = np.array([[2], [3]], np.float32)
+    found.append(
+        Sample(
+            OpType.SELECT_AND_SCATTER,
+            "products at the nearest to zero",
+            (x, source, np.float32(10).reshape(())),
+            lambda b, x, y, init: b.select_and_scatter(
+                x, y, init, lambda c, p, q: c.less_than(c.abs(p), c.abs(q)), lambda c, p, q: c.mul(p, q), (1, 4)
+            ),
+            host=lambda x, y, init: np.array([[10, 20, 10, 10], [30, 10, 10, 10]], np.float32),
+        )
+    )
+    scalar = np.float32(2).reshape(())
+    found.append(
+        Sample(
+            OpType.SELECT_AND_SCATTER,
+            "scalar",
+            (scalar, scalar, scalar),
+            lambda b, x, y, init: b.select_and_scatter(
+                x, y, init, lambda c, p, q: c.less_than(p, q), lambda c, p, q: c.add(c.add(p, q), q), ()
+            ),
+            host=lambda x, y, init: np.float32(6).reshape(()),
+        )
+    )
+    return found
+
+
 _EPSILON = 0.125
 
 
@@ -375,5 +428,6 @@ def samples() -> list[Sample]:
         *_arg_min_max(),
         *_reduce_window(),
         *_select_and_scatter(),
+        *_by_any(),
         *_batch_norms(),
     ]

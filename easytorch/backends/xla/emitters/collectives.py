@@ -19,7 +19,9 @@ Groups = tuple[tuple[int, ...], ...] | None
 def _groups(e: Emitter, groups: Groups) -> tuple[str, int]:
     """The attribute, and how many devices are in a group."""
     found = (tuple(range(e.num_devices)),) if groups is None else groups
-    return f"replica_groups = {pairs(found)}", len(found[0])
+    longest = max(map(len, found))
+    rows = [(*group, *(-1,) * (longest - len(group))) for group in found]
+    return f"replica_groups = {pairs(rows)}", len(found[0])
 
 
 def _reducing(op_type: OpType, name: str) -> Callable[..., Value]:

@@ -18,11 +18,11 @@ def convert(e: Emitter, x: Value, dtype: DType) -> Value:
     """x as `dtype`: `Builder.convert_dtype`."""
     if dtype is x.dtype:
         return x
+    if x.dtype.is_complex and not dtype.is_complex:
+        x = e.op("real", (x,), x.shape.with_dtype(x.dtype.real))
     if dtype is DType.BOOL:
         wide = widen(e, x)
         return e.compare("NE", wide, e.like(wide, 0))
-    if x.dtype.is_complex and not dtype.is_complex:
-        x = e.op("real", (x,), x.shape.with_dtype(x.dtype.real))
     x = widen(e, x)
     if dtype in _NIBBLES:
         return _to_nibble(e, x, dtype)
@@ -45,6 +45,10 @@ def bitcast(e: Emitter, x: Value, target_dtype: DType) -> Value:
     """The bits of x read as another type: `Builder.bitcast`."""
     if target_dtype is x.dtype:
         return x
+    if x.dtype is DType.BOOL:
+        return _bits_together(e, x, target_dtype)
+    if target_dtype is DType.BOOL:
+        return _bits_apart(e, x)
     if x.dtype.is_complex:
         return _from_parts(e, x, target_dtype)
     if target_dtype.is_complex:
@@ -56,6 +60,29 @@ def bitcast(e: Emitter, x: Value, target_dtype: DType) -> Value:
     if target_dtype in _NIBBLES:
         return _split(e, x, target_dtype)
     return e.bits(x, _cast_shape(x.shape, target_dtype))
+
+
+def _bits_together(e: Emitter, x: Value, target: DType) -> Value:
+    """Every eight bools, or four, a byte, the first the lowest bit, and the bytes read as `target`."""
+    count = min(target.bits, 8)
+    lead = x.dimensions[:-1]
+    groups = e.reshape(e.convert(x, DType.UINT8), *lead, max(target.bits // 8, 1), count)
+    shifted = e.binary("shift_left", groups, e.iota(groups.shape, len(groups.dimensions) - 1))
+    data = e.reduce("or", shifted, 0, (len(lead) + 1,))
+    if target.bits > 8:
+        return bitcast(e, data, target)
+    byte = e.reshape(data, *lead)
+    return e.convert(low_nibble(e, byte, target), target) if target in _NIBBLES else bitcast(e, byte, target)
+
+
+def _bits_apart(e: Emitter, x: Value) -> Value:
+    count = min(x.dtype.bits, 8)
+    data = low_nibble(e, widen(e, x), DType.UINT4) if x.dtype in _NIBBLES else bitcast(e, x, DType.UINT8)
+    data = e.reshape(data, *x.dimensions, max(x.dtype.bits // 8, 1))
+    each = e.broadcast(data, (*data.dimensions, count), range(len(data.dimensions)))
+    shifted = e.binary("shift_right_logical", each, e.iota(each.shape, len(data.dimensions)))
+    one = e.binary("and", shifted, e.like(shifted, 1))
+    return e.reshape(e.compare("NE", one, e.like(one, 0)), *x.dimensions, x.dtype.bits)
 
 
 def _cast_shape(shape: Shape, target: DType) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from easytorch.backends.dtypes import SIGNED, DType
@@ -21,6 +22,22 @@ def _one(name: str) -> Unary:
 def _analytic(name: str) -> Unary:
     """Of bfloat16 and float16 too in float32: some of XLA's own expansions round every step."""
     return widened(lambda e, x: e.unary(name, x), least=4)
+
+
+def _extreme(name: str, direction: str) -> Binary:
+    def emit(e: Emitter, x0: Value, x1: Value) -> Value:
+        x0, x1 = e.together(x0, x1)
+        if not x0.dtype.is_complex:
+            return e.binary(name, x0, x1)
+        # By the real part, then the imaginary one; NaN where either has one.
+        (r0, r1), (i0, i1) = ([part(e, x) for x in (x0, x1)] for part in (_real, _imag))
+        ahead = e.binary("and", e.compare("EQ", r0, r1), e.unary("not", e.compare(direction, i1, i0)))
+        first = e.binary("or", e.compare(direction, r0, r1), ahead)
+        nan0, nan1 = (e.compare("NE", x, x) for x in (x0, x1))
+        second = e.binary("and", nan1, e.unary("not", nan0))
+        return e.select(e.binary("and", e.binary("or", first, nan0), e.unary("not", second)), x0, x1)
+
+    return widened(emit)
 
 
 def _two(name: str) -> Binary:
@@ -119,7 +136,104 @@ def _integer_power(e: Emitter, base: Value, exponent: Value) -> Value:
 
 
 def _abs(e: Emitter, x: Value) -> Value:
-    return e.op("abs", (x,), x.shape.with_dtype(x.dtype.real))
+    size = e.op("abs", (x,), x.shape.with_dtype(x.dtype.real))
+    if not x.dtype.is_complex:
+        return size
+    # Infinite where a part is, whatever the other is, as in C; XLA gives NaN beside NaN.
+    infinity = e.like(size, math.inf)
+    parts = [e.compare("EQ", e.unary("abs", part), infinity) for part in (_real(e, x), _imag(e, x))]
+    return e.select(e.binary("or", *parts), infinity, size)
+
+
+def _sine(e: Emitter, x: Value) -> Value:
+    return _by_hyperbolic(e, x, "sine", "cosine") if x.dtype.is_complex else e.unary("sine", x)
+
+
+def _cosine(e: Emitter, x: Value) -> Value:
+    return _by_hyperbolic(e, x, "cosine", "sine") if x.dtype.is_complex else e.unary("cosine", x)
+
+
+def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
+    """name(a) cosh b + i other(a) sinh b, or - for the cosine: XLA's own loses small imaginary parts."""
+    a, b = _real(e, x), _imag(e, x)
+    half = e.like(b, 0.5)
+    size = e.unary("abs", b)
+    # Halves of e^b and e^-b; that of the greater power by a smaller exponent, so as not to overflow too early.
+    up = e.unary("exponential", e.binary("subtract", size, e.like(b, math.log(2))))
+    down = e.binary("multiply", half, e.unary("exponential", e.unary("negate", size)))
+    less = e.unary("exponential_minus_one", size)
+    # (u + u / (u + 1)) / 2 of u = e^b - 1, exact near zero.
+    small = e.binary("add", less, e.binary("divide", less, e.binary("add", less, e.like(b, 1))))
+    near = e.compare("LT", size, e.like(b, 1))
+    sinh = e.select(near, e.binary("multiply", half, small), e.binary("subtract", up, down))
+    sinh = e.select(e.compare("LT", b, e.like(b, 0)), e.unary("negate", sinh), sinh)
+    cosh = e.binary("add", up, down)
+    if name == "cosine":
+        sinh = e.unary("negate", sinh)
+    zero, turned = e.like(b, 0), e.unary(other, a)
+    imaginary = e.binary("multiply", turned, sinh)
+    # 0 * inf where a or b is 0.
+    vanishes = e.binary("or", e.compare("EQ", turned, zero), e.compare("EQ", b, zero))
+    return _complex(e, e.binary("multiply", e.unary(name, a), cosh), e.select(vanishes, zero, imaginary))
+
+
+def _tan(e: Emitter, x: Value) -> Value:
+    """Of complex numbers -i tanh(i x)."""
+    if not x.dtype.is_complex:
+        return e.unary("tan", x)
+    turned = e.unary("tanh", _complex(e, e.unary("negate", _imag(e, x)), _real(e, x)))
+    return _complex(e, _imag(e, turned), e.unary("negate", _real(e, turned)))
+
+
+def _cbrt(e: Emitter, x: Value) -> Value:
+    if not x.dtype.is_complex:
+        return e.unary("cbrt", x)
+    zero = e.compare("EQ", x, e.like(x, 0))
+    power = e.binary("divide", e.unary("log", e.select(zero, e.like(x, 1), x)), e.like(x, 3))
+    return e.select(zero, x, e.unary("exponential", power))
+
+
+def _atan2(e: Emitter, x0: Value, x1: Value) -> Value:
+    """Of complex numbers -i log((x1 + i x0) / sqrt(x1^2 + x0^2))."""
+    x0, x1 = e.together(x0, x1)
+    if not x0.dtype.is_complex:
+        return e.binary("atan2", x0, x1)
+    point = e.binary("add", x1, _complex(e, e.unary("negate", _imag(e, x0)), _real(e, x0)))
+    squares = e.binary("add", e.binary("multiply", x1, x1), e.binary("multiply", x0, x0))
+    turn = e.unary("log", e.binary("divide", point, e.unary("sqrt", squares)))
+    return _complex(e, _imag(e, turn), e.unary("negate", _real(e, turn)))
+
+
+def _reduce_precision(e: Emitter, x: Value, exponent_bits: int, mantissa_bits: int) -> Value:
+    sizes = {DType.FLOAT16: (5, 10), DType.BFLOAT16: (8, 7), DType.FLOAT32: (8, 23), DType.FLOAT64: (11, 52)}
+    exponent, mantissa = (min(*pair) for pair in zip(sizes[x.dtype], (exponent_bits, mantissa_bits), strict=True))
+    attributes = f"exponent_bits = {exponent} : i32, mantissa_bits = {mantissa} : i32"
+    found = e.op("reduce_precision", (x,), x.shape, attributes)
+    # Without mantissa bits XLA's NaN are infinite.
+    return e.select(e.compare("NE", x, x), x, found)
+
+
+def _log_plus_one(e: Emitter, x: Value) -> Value:
+    """Of complex numbers log |1 + x| without squares that overflow or vanish, as XLA's own has."""
+    if not x.dtype.is_complex:
+        return e.unary("log_plus_one", x)
+    real, imaginary = _real(e, x), _imag(e, x)
+    shifted = e.binary("add", real, e.like(real, 1))
+    sizes = e.unary("abs", shifted), e.unary("abs", imaginary)
+    large, small = e.binary("maximum", *sizes), e.binary("minimum", *sizes)
+    zero, one, half = (e.like(real, number) for number in (0, 1, 0.5))
+    none = e.compare("EQ", large, zero)
+    ratio = e.binary("divide", small, e.select(none, one, large))
+    rest = e.binary("multiply", half, e.unary("log_plus_one", e.binary("multiply", ratio, ratio)))
+    far = e.binary("add", e.unary("log", large), rest)
+    infinity = e.like(real, math.inf)
+    is_infinite = [e.compare("EQ", e.unary("abs", part), infinity) for part in (real, imaginary)]
+    far = e.select(e.binary("or", *is_infinite), infinity, far)
+    near = e.binary("and", *(e.compare("LT", e.unary("abs", part), e.like(real, 0.35)) for part in (real, imaginary)))
+    product = e.binary("multiply", real, e.binary("add", real, e.like(real, 2)))
+    square = e.binary("add", product, e.binary("multiply", imaginary, imaginary))
+    close = e.binary("multiply", half, e.unary("log_plus_one", e.select(near, square, zero)))
+    return _complex(e, e.select(near, close, far), e.binary("atan2", imaginary, shifted))
 
 
 def _logistic(e: Emitter, x: Value) -> Value:
@@ -240,16 +354,20 @@ EMITTERS: dict[OpType, Emit] = {
     OpType.FLOOR: _one("floor"),
     OpType.ROUND: _one("round_nearest_even"),
     OpType.ERF: widened(_erf, least=4),
-    OpType.COS: _analytic("cosine"),
-    OpType.SIN: _analytic("sine"),
+    OpType.COS: widened(_cosine, least=4),
+    OpType.SIN: widened(_sine, least=4),
     OpType.EXP: _analytic("exponential"),
     OpType.EXPM1: _analytic("exponential_minus_one"),
     OpType.LOG: _analytic("log"),
-    OpType.LOG1P: _analytic("log_plus_one"),
+    OpType.LOG1P: widened(_log_plus_one, least=4),
     OpType.LOGISTIC: widened(_logistic, least=4),
     OpType.RSQRT: widened(_rsqrt, least=4),
     OpType.SQRT: widened(_sqrt, least=4),
     OpType.TANH: _analytic("tanh"),
+    OpType.TAN: widened(_tan, least=4),
+    OpType.CBRT: widened(_cbrt, least=4),
+    OpType.ROUND_NEAREST_AFZ: _one("round_nearest_afz"),
+    OpType.REDUCE_PRECISION: _reduce_precision,
     OpType.REAL: _real,
     OpType.IMAG: _imag,
     OpType.CONJ: _conj,
@@ -266,9 +384,9 @@ EMITTERS: dict[OpType, Emit] = {
     OpType.DIV: _two("divide"),
     OpType.REM: _precise("remainder"),
     OpType.POW: widened(_pow, least=4),
-    OpType.MAX: _two("maximum"),
-    OpType.MIN: _two("minimum"),
-    OpType.ATAN2: _precise("atan2"),
+    OpType.MAX: _extreme("maximum", "GT"),
+    OpType.MIN: _extreme("minimum", "LT"),
+    OpType.ATAN2: widened(_atan2, least=4),
     OpType.BITWISE_AND: _two("and"),
     OpType.BITWISE_OR: _two("or"),
     OpType.BITWISE_XOR: _two("xor"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from easytorch.backends.dtypes import highest, lowest
+from easytorch.backends.dtypes import DType, highest, lowest
 from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
@@ -63,7 +63,9 @@ def _scatter(name: str) -> Callable[..., Value]:
         wide, added = widen(e, operand, least=4), widen(e, updates, least=4)
         if not operand.rank:
             # XLA's own simplification of this case makes a module that it refuses.
-            start = 0 if name == "add" else lowest(operand.dtype) if name == "maximum" else highest(operand.dtype)
+            if name == "set":
+                return _last(e, operand, updates)
+            start = _STARTS[name](operand.dtype)
             total = e.reduce(name, added, start, tuple(range(updates.rank)))
             return narrow(e, e.binary(name, wide, total), operand.dtype)
         numbers = (
@@ -75,11 +77,27 @@ def _scatter(name: str) -> Callable[..., Value]:
             f"scatter_dimension_numbers = #stablehlo.scatter<{numbers}>, "
             f"indices_are_sorted = {_truth(indices_are_sorted)}, unique_indices = {_truth(unique_indices)}"
         )
-        region = e.region([Shape(wide.dtype)] * 2, lambda a, b: [e.binary(name, a, b)])
+        region = e.region([Shape(wide.dtype)] * 2, lambda a, b: [b if name == "set" else e.binary(name, a, b)])
         result = e.op("scatter", (wide, index(e, scatter_indices), added), wide.shape, attributes, region)
         return narrow(e, result, operand.dtype)
 
     return emit
+
+
+def _last(e: Emitter, operand: Value, updates: Value) -> Value:
+    """The last of the updates of a scalar, or the scalar where there are none."""
+    count = updates.shape.size
+    if not count:
+        return operand
+    return e.reshape(e.slice(e.reshape(updates, count), (count - 1,), (count,)))
+
+
+_STARTS: dict[str, Callable[[DType], float]] = {
+    "add": lambda dtype: 0,
+    "multiply": lambda dtype: 1,
+    "maximum": lowest,
+    "minimum": highest,
+}
 
 
 def _truth(value: bool) -> str:
@@ -89,6 +107,8 @@ def _truth(value: bool) -> str:
 EMITTERS: dict[OpType, Emit] = {
     OpType.GATHER: _gather,
     OpType.SCATTER_SUM: _scatter("add"),
+    OpType.SCATTER_SET: _scatter("set"),
+    OpType.SCATTER_MULTIPLY: _scatter("multiply"),
     OpType.SCATTER_MAX: _scatter("maximum"),
     OpType.SCATTER_MIN: _scatter("minimum"),
 }

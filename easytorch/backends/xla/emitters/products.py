@@ -95,7 +95,19 @@ def _fft(e: Emitter, x: Value, fft_type: FFTType, fft_length: Ints) -> Value:
     return e.op("fft", (x,), Shape(shape.dtype, shape.dimensions), attributes)
 
 
+def _triangular_solve(
+    e: Emitter, a: Value, b: Value, left_side: bool, lower: bool, unit_diagonal: bool, adjoint: bool
+) -> Value:
+    left, low, unit = (str(flag).lower() for flag in (left_side, lower, unit_diagonal))
+    transpose = "ADJOINT" if adjoint else "NO_TRANSPOSE"
+    attributes = (
+        f"left_side = {left}, lower = {low}, unit_diagonal = {unit}, transpose_a = #stablehlo<transpose {transpose}>"
+    )
+    return e.op("triangular_solve", (a, b), b.shape, attributes)
+
+
 EMITTERS: dict[OpType, Emit] = {
+    OpType.TRIANGULAR_SOLVE: widened(_triangular_solve, least=4),
     OpType.DOT: widened(_dot),
     OpType.DOT_GENERAL: widened(_dot_general),
     OpType.CONV_GENERAL_DILATED: widened(_convolution),

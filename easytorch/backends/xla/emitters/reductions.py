@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from easytorch.backends.dtypes import SIGNED, DType, highest, lowest
+from easytorch.backends.graph import Graph
 from easytorch.backends.shapeinference.reduction import window_sizes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis, ReduceOpType
@@ -113,6 +114,28 @@ def _select_and_scatter(direction: str) -> Callable[..., Value]:
     return widened(emit, least=4)
 
 
+def _select_and_scatter_by(
+    e: Emitter,
+    operand: Value,
+    source: Value,
+    init_value: Value,
+    select: Graph,
+    scatter: Graph,
+    window_dimensions: Ints,
+    window_strides: Ints,
+    paddings: tuple[Ints, ...],
+) -> Value:
+    if not operand.rank:
+        return e.inline(scatter, (init_value, source))[0]
+    scalars = [Shape(operand.dtype)] * 2
+    regions = [e.region(scalars, lambda a, b, graph=graph: e.inline(graph, (a, b))) for graph in (select, scatter)]
+    attributes = (
+        f"window_dimensions = {int_array(window_dimensions)}, window_strides = {int_array(window_strides)}, "
+        f"padding = {pairs(paddings)}"
+    )
+    return e.op("select_and_scatter", (operand, source, init_value), operand.shape, attributes, ", ".join(regions))
+
+
 def _scatter_windows(
     e: Emitter,
     operand: Value,
@@ -165,5 +188,6 @@ EMITTERS: dict[OpType, Emit] = {
     OpType.REDUCE_WINDOW: _reduce_window,
     OpType.SELECT_AND_SCATTER_MAX: _select_and_scatter("GE"),
     OpType.SELECT_AND_SCATTER_MIN: _select_and_scatter("LE"),
+    OpType.SELECT_AND_SCATTER: _select_and_scatter_by,
     OpType.SELECT_AND_SCATTER_SUM: widened(_scatter_windows, least=4),
 }

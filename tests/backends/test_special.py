@@ -1,0 +1,62 @@
+"""Special values: a seeded sample of what scripts/fuzz_backends.py looks through."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from easytorch import backends
+from easytorch.backends import OpType, make_shape
+
+
+def _special() -> ModuleType:
+    if "backend_special" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("backend_special", Path(__file__).parent / "special.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules["backend_special"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["backend_special"]
+
+
+special = _special()
+# Compiling takes a second an operation: those XLA's own expansions of which were found wrong, and some others.
+ON_XLA = (OpType.SIN, OpType.COS, OpType.LOG1P, OpType.ABS, OpType.SIGN, OpType.REM, OpType.LOGISTIC, OpType.TAN)
+
+
+@pytest.mark.parametrize("op_type", special.EXACT, ids=str)
+def test_numpy_is_exact(op_type: OpType) -> None:
+    pytest.importorskip("mpmath")
+    found = list(special.inexact(op_type, 0, 60))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("count", [None, special.LARGE])
+@pytest.mark.parametrize("op_type", special.OPS, ids=str)
+def test_torch(op_type: OpType, count: int | None, backend_of: Callable[[str], Any]) -> None:
+    backend_of("torch")
+    found = list(special.differences("torch", op_type, 0, count))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("op_type", ON_XLA, ids=str)
+def test_xla(op_type: OpType, backend_of: Callable[[str], Any]) -> None:
+    backend_of("xla")
+    found = list(special.differences("xla", op_type, 0, None))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "xla"])
+def test_a_complex_number_is_true_by_its_real_part(name: str, backend_of: Callable[[str], Any]) -> None:
+    """As it is converted to every other real type."""
+    backend = backend_of(name)
+    b = backend.builder("truth")
+    program = b.compile(b.convert_dtype(b.parameter("x", make_shape("complex64", 4)), backends.DType.BOOL))
+    (found,) = program.execute([backend.buffer_from_numpy(np.array([0, 1, 1j, 2 + 1j], np.complex64))])
+    np.testing.assert_array_equal(backend.buffer_to_numpy(found), [False, True, False, True])

@@ -1,0 +1,77 @@
+"""topk and sort of equal elements: the indices that ATen gives on a CPU, on every backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import easytorch.frontend
+
+# (size, k): insertion sort alone, nth_element, then std::sort of many, partial_sort of a few of many, everything.
+SIZES = ((3, 2), (8, 3), (40, 7), (70, 33), (130, 129), (128, 2), (200, 3), (320, 5), (50, 50), (64, 1))
+
+
+class Ordered(torch.nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+def check(function: Callable[[torch.Tensor], Any], backend: str, *samples: torch.Tensor) -> None:
+    program = easytorch.frontend.compile(Ordered(function), (samples[0],), backend=backend)
+    for x in samples:
+        torch.testing.assert_close(program(x), function(x), rtol=0, atol=0, equal_nan=True)
+
+
+def ties(shape: tuple[int, ...], levels: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Few different values, so that most are equal to others."""
+    found = torch.randint(-levels, levels + 1, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if dtype.is_floating_point:
+        found[..., :: max(shape[-1] // 3, 1)] = torch.nan
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "k", "backend"),
+    [
+        *((*size, "torch") for size in SIZES),
+        *((count, k, "numpy") for count, k in SIZES if count < 100),
+        *((*size, "xla:cpu") for size in ((8, 3), (70, 33), (128, 2))),
+    ],
+)
+def test_topk(count: int, k: int, backend: str) -> None:
+    largest, ordered = bool(k % 2), bool(count % 3)
+    samples = [ties((3, count), levels, torch.float32, seed) for seed, levels in enumerate((0, 1, 4, 12))]
+    samples.append(torch.arange(3 * count, dtype=torch.float32).reshape(3, count).flip(1))
+    check(lambda x: torch.topk(x, k, -1, largest, True), backend, *samples)
+    if not ordered:
+        check(lambda x: torch.topk(x, k, -1, largest, False).indices.sort(-1).values, backend, *samples)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "descending", "backend"),
+    [
+        *((dtype, flag, "torch") for dtype in (torch.bfloat16, torch.int64, torch.bool) for flag in (False, True)),
+        (torch.float32, True, "numpy"),
+        (torch.float32, False, "xla:cpu"),
+    ],
+)
+def test_sort(dtype: torch.dtype, descending: bool, backend: str) -> None:
+    for shape, dim in (((2, 45), 1), ((150, 2), 0), ((2, 10), 1))[: 1 if backend == "xla:cpu" else 3]:
+        samples = [ties(shape, levels, dtype, seed) for seed, levels in enumerate((1, 6))]
+        for stable in (False, True):
+            function = functools.partial(torch.sort, dim=dim, descending=descending, stable=stable)
+            check(function, backend, *samples)
+
+
+def test_a_long_vector_of_integers_is_sorted_by_radix() -> None:
+    x = ties((33000,), 9, torch.int32, 0)
+    check(torch.sort, "torch", x)
+    check(lambda x: torch.argsort(x, descending=True), "torch", x)
