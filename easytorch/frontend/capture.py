@@ -13,7 +13,9 @@ import torch
 from torch._decomp import decomposition_table
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from easytorch.frontend.errors import DataDependentError
 from easytorch.frontend.registry import lowerings
 
 # A decomposition may lead to operations that need one; none known is this deep.
@@ -26,9 +28,25 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
-    """The module's forward for such inputs. What it writes to buffers and inputs are further outputs of the graph."""
-    program = export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+    """The module's forward for such inputs. What it writes to buffers and inputs are further outputs of the graph.
+
+    `DataDependentError` where sizes or the path through the module depend on values.
+    """
+    try:
+        program = export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+    except GuardOnDataDependentSymNode as error:
+        raise DataDependentError(_reason(error)) from error
     return functionalize(program)
+
+
+def _reason(error: GuardOnDataDependentSymNode) -> str:
+    """Which line asks for a value, as far as torch says so."""
+    lines = str(error).splitlines()
+    frames = [number for number, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    places = [line.strip() for line in lines[frames[-1] : frames[-1] + 2]] if frames else []
+    places += [line.strip() for line in lines if not frames and line.startswith("Caused by")]
+    what = "a size or a branch depends on the data, and a compiled program has its sizes and its path fixed"
+    return f"{what}; use torch.where, or sizes that do not depend on it: {' '.join(places) or lines[0]}"
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:

@@ -136,6 +136,18 @@ def _log1p(x: Tensor) -> Tensor:
     return found.to(x.dtype)
 
 
+def _expm1(x: Tensor) -> Tensor:
+    """Of complex numbers e^a cos b - 1, of which neither part is taken away from one; b = 0 stays so."""
+    if not x.is_complex():
+        return torch.expm1(x)
+    wide_ = x.to(torch.complex128)
+    a, b = wide_.real, wide_.imag
+    real = torch.expm1(a) * torch.cos(b) - 2 * torch.sin(b / 2) ** 2
+    flat = b == 0
+    imaginary = torch.where(flat, b, torch.exp(a) * torch.sin(b))
+    return torch.complex(torch.where(flat, torch.expm1(a), real), imaginary).to(x.dtype)
+
+
 def _logistic(x: Tensor) -> Tensor:
     """Of complex numbers by the power that does not overflow."""
     if not x.is_complex():
@@ -284,7 +296,7 @@ ELEMENTWISE: dict[OpType, Binder] = {
     OpType.SIN: plain(torch.sin),
     OpType.ERF: widened(torch.erf),
     OpType.EXP: plain(torch.exp),
-    OpType.EXPM1: plain(torch.expm1),
+    OpType.EXPM1: plain(_expm1),
     OpType.LOG: plain(torch.log),
     OpType.LOG1P: plain(_log1p),
     OpType.LOGISTIC: plain(_logistic),

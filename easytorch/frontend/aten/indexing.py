@@ -15,7 +15,7 @@ from easytorch.frontend.arrays import at_least_1d, highest, lowest, move, scatte
 from easytorch.frontend.aten.distances import norm
 from easytorch.frontend.aten.scans import scan
 from easytorch.frontend.context import Context
-from easytorch.frontend.errors import LoweringError
+from easytorch.frontend.errors import DataDependentError
 from easytorch.frontend.registry import lowering
 
 aten = torch.ops.aten
@@ -264,7 +264,7 @@ def _index_vectors(ctx: Context, x: Op, indices: Sequence[Op | None]) -> tuple[O
     axes = tuple(axis for axis, index in enumerate(indices) if index is not None)
     given = [index for index in indices if index is not None]
     if any(index.shape.dtype is DType.BOOL for index in given):
-        raise LoweringError(
+        raise DataDependentError(
             f"{'an operation' if ctx.node is None else ctx.node.target}: how many elements a mask selects depends on "
             "the data, and a compiled program has its sizes fixed; use torch.where, or masked_fill"
         )
@@ -362,7 +362,7 @@ def masked_scatter(ctx: Context, x: Op, mask: Op, source: Op) -> Op:
 
 @lowering(aten.nonzero.default, aten.masked_select.default)
 def nonzero(ctx: Context, x: Op, mask: Op | None = None) -> Op:
-    raise LoweringError(
+    raise DataDependentError(
         "nonzero and masked_select: how many elements there are depends on the data, and a compiled program has its "
         "sizes fixed; use torch.where, or torch.nonzero_static with a size"
     )
@@ -372,7 +372,7 @@ def nonzero(ctx: Context, x: Op, mask: Op | None = None) -> Op:
 def repeat_interleave(ctx: Context, repeats: Op, *, output_size: int | None = None) -> Op:
     """Each index as often as `repeats` (n,) says."""
     if not isinstance(output_size, int):
-        raise LoweringError(
+        raise DataDependentError(
             "repeat_interleave: how long the result is depends on the data, and a compiled program has its sizes "
             "fixed; give output_size"
         )

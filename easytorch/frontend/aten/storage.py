@@ -14,7 +14,7 @@ from easytorch.backends.types import OpType
 from easytorch.frontend.arrays import take
 from easytorch.frontend.aten.indexing import assign_at
 from easytorch.frontend.context import Context
-from easytorch.frontend.errors import LoweringError
+from easytorch.frontend.errors import DataDependentError, LoweringError
 from easytorch.frontend.registry import lowering
 
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ def sym_is_contiguous(ctx: Context, x: Op, memory_format: torch.memory_format = 
 def local_scalar_dense(ctx: Context, x: Op) -> int | float | bool | complex:
     """The number in a constant."""
     if x.node.op_type is not OpType.CONSTANT:
-        raise LoweringError(
+        raise DataDependentError(
             "item() of a tensor that is computed: its value is not known when the program is compiled; keep it a "
             "tensor (torch.where, index_select) or compute it outside of the module"
         )

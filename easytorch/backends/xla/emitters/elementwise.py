@@ -145,6 +145,24 @@ def _abs(e: Emitter, x: Value) -> Value:
     return e.select(e.binary("or", *parts), infinity, size)
 
 
+def _sign(e: Emitter, x: Value) -> Value:
+    if not x.dtype.is_complex:
+        return e.unary("sign", x)
+    # Divided by the larger part first: the modulus of the smallest and the largest numbers is not one of them.
+    real, imaginary = _real(e, x), _imag(e, x)
+    large = e.binary("maximum", e.unary("abs", real), e.unary("abs", imaginary))
+    none, one = e.compare("EQ", large, e.like(large, 0)), e.like(large, 1)
+    scale = e.select(none, one, large)
+    parts = [e.binary("divide", part, scale) for part in (real, imaginary)]
+    squares = [e.binary("multiply", part, part) for part in parts]
+    size = e.select(none, one, e.unary("sqrt", e.binary("add", *squares)))
+    found = [
+        e.select(none, part, e.binary("divide", scaled, size))
+        for part, scaled in zip((real, imaginary), parts, strict=True)
+    ]
+    return _complex(e, *found)
+
+
 def _sine(e: Emitter, x: Value) -> Value:
     return _by_hyperbolic(e, x, "sine", "cosine") if x.dtype.is_complex else e.unary("sine", x)
 
@@ -349,7 +367,7 @@ EMITTERS: dict[OpType, Emit] = {
     OpType.IDENTITY: lambda e, x: x,
     OpType.ABS: widened(_abs),
     OpType.NEG: _one("negate"),
-    OpType.SIGN: _one("sign"),
+    OpType.SIGN: widened(_sign),
     OpType.CEIL: _one("ceil"),
     OpType.FLOOR: _one("floor"),
     OpType.ROUND: _one("round_nearest_even"),
