@@ -450,6 +450,16 @@ class StructuralOps:
         new_state, values = self._add(OpType.RNG_BIT_GENERATOR, state, shape=shape_of(shape, "RngBitGenerator: shape"))
         return new_state, values
 
+    def rng_bit_generator_three_fry(self, state: Op, shape: Shape) -> tuple[Op, Op]:
+        """The next state, and random bits of `shape`, by ThreeFry 2x32-20 (Salmon et al. 2011), as XLA's.
+
+        state: uint64[2], the key and the counter. Each step gives two words: neighbours along the first axis of
+        even size, or the longest, one of which is left out at the end of an odd one; of 64 bits one element.
+        """
+        given = shape_of(shape, "RngBitGeneratorThreeFry: shape")
+        new_state, values = self._add(OpType.RNG_BIT_GENERATOR_THREE_FRY, state, shape=given)
+        return new_state, values
+
     def batch_norm_for_inference(
         self, operand: Op, scale: Op, offset: Op, mean: Op, variance: Op, epsilon: float, axis: int
     ) -> Op:

@@ -138,6 +138,7 @@ class OpType(IntEnum):
     SCATTER_SET = auto()
     SCATTER_MULTIPLY = auto()
     SELECT_AND_SCATTER = auto()
+    RNG_BIT_GENERATOR_THREE_FRY = auto()
     # Composite: a backend may take them whole or leave them to their decomposition (composites.py).
     SOFTMAX = auto()
     LAYER_NORM = auto()

@@ -69,6 +69,22 @@ def _rng(state: Shape, shape: Shape) -> tuple[Shape, Shape]:
     return state, shape
 
 
+@takes((DType.UINT64,), "the state of ThreeFry is uint64[2]")
+def _three_fry(state: Shape, shape: Shape) -> tuple[Shape, Shape]:
+    wanted = Shape(DType.UINT64, (2,))
+    if state != wanted:
+        raise BackendError(f"the state of ThreeFry is {wanted}: a key and a counter")
+    require_dtype(shape, (*UNSIGNED, *SIGNED, *FLOATS), "random bits are integers, or floats of their size")
+    return state, shape
+
+
+def halves(shape: Shape) -> tuple[tuple[int, ...], int]:
+    """The sizes of each of the two words that a step of ThreeFry gives, and the axis along which they alternate."""
+    sizes = shape.dimensions or (1,)
+    axis = next((axis for axis, size in enumerate(sizes) if size % 2 == 0), sizes.index(max(sizes)))
+    return (*sizes[:axis], -(-sizes[axis] // 2), *sizes[axis + 1 :]), axis
+
+
 Groups = tuple[tuple[int, ...], ...] | None
 
 
@@ -145,6 +161,7 @@ RULES: dict[OpType, Rule] = {
     OpType.COND: _cond,
     OpType.SORT: _sort,
     OpType.RNG_BIT_GENERATOR: _rng,
+    OpType.RNG_BIT_GENERATOR_THREE_FRY: _three_fry,
     OpType.ALL_REDUCE: _all_reduce,
     OpType.ALL_GATHER: _all_gather,
     OpType.REDUCE_SCATTER: _reduce_scatter,

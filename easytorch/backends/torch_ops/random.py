@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from easytorch.backends.numpy_ops.random import KEY_SCHEDULE, PARITY, ROTATIONS
+from easytorch.backends.shapeinference.control import halves
 from easytorch.backends.torch_ops.carriers import carrier
 from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType
@@ -62,4 +66,42 @@ def _rng_bit_generator(site: Site) -> Kernel:
     return generate
 
 
-RANDOM: dict[OpType, Binder] = {OpType.RNG_BIT_GENERATOR: _rng_bit_generator}
+def _rng_bit_generator_three_fry(site: Site) -> Kernel:
+    shape = site.attributes["shape"]
+    bits, to = shape.dtype.bits, carrier(shape.dtype)
+    half, axis = halves(shape)
+    steps = shape.size if bits == 64 else math.prod(half)
+    count = torch.arange(steps, dtype=torch.int64, device=site.device)
+    integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
+    kept = shape.dimensions[axis] if shape.rank else 1
+
+    def generate(state: Tensor) -> tuple[Tensor, Tensor]:
+        key, start = state.unbind()
+        first, second = _three_fry(key, start + count)
+        if bits == 64:
+            words = first | (second << 32)
+        else:
+            joined = torch.stack([first.reshape(half), second.reshape(half)], axis + 1).flatten(axis, axis + 1)
+            words = joined.narrow(axis, 0, kept)
+        values = words.to(integer).contiguous().view(to).reshape(shape.dimensions)
+        return torch.stack((key, start + steps)), values
+
+    return generate
+
+
+def _three_fry(key: Tensor, counter: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = key & _LOW, _upper(key)
+    keys = (low, high, low ^ high ^ PARITY)
+    x, y = ((counter & _LOW) + low) & _LOW, (_upper(counter) + high) & _LOW
+    for group, (first, second) in enumerate(KEY_SCHEDULE):
+        for by in ROTATIONS[group % 2]:
+            x = (x + y) & _LOW
+            y = (((y << by) | (y >> (32 - by))) & _LOW) ^ x
+        x, y = (x + keys[first]) & _LOW, (y + keys[second] + group + 1) & _LOW
+    return x, y
+
+
+RANDOM: dict[OpType, Binder] = {
+    OpType.RNG_BIT_GENERATOR: _rng_bit_generator,
+    OpType.RNG_BIT_GENERATOR_THREE_FRY: _rng_bit_generator_three_fry,
+}

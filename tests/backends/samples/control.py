@@ -57,6 +57,34 @@ def _rng() -> list[Sample]:
     return found
 
 
+def _three_fry(shape: Any, dtype: DType) -> tuple[np.ndarray, np.ndarray]:
+    """As jax has it of XLA, in unsigned integers of the size."""
+    import jax
+
+    with jax.enable_x64(True):
+        algorithm = jax.lax.RandomAlgorithm.RNG_THREE_FRY
+        bits = np.dtype(f"u{dtype.size}")
+        state, values = jax.lax.rng_bit_generator(_STATE[:2], shape, dtype=bits, algorithm=algorithm)
+        return np.asarray(state), np.asarray(values).reshape(-1).view(dtype.numpy).reshape(shape)
+
+
+def _three_fries() -> list[Sample]:
+    shapes = ((), (1,), (7,), (2, 3), (3, 4), (3, 5), (5, 3, 3), (0, 3))
+    cases = [(shape, DType.UINT32) for shape in shapes]
+    cases += [((3, 5), dtype) for dtype in (DType.INT8, DType.UINT16, DType.BFLOAT16, DType.FLOAT32, DType.UINT64)]
+    return [
+        Sample(
+            OpType.RNG_BIT_GENERATOR_THREE_FRY,
+            f"{dtype}{list(shape)}",
+            (_STATE[:2],),
+            lambda b, state, s=shape, d=dtype: b.rng_bit_generator_three_fry(state, make_shape(d, s)),
+            host=lambda state, s=shape, d=dtype: _three_fry(s, d),
+            exact=True,
+        )
+        for shape, dtype in cases
+    ]
+
+
 def _sorts() -> list[Sample]:
     def less(b: Any, x: Any, y: Any, *rest: Any) -> Any:
         return b.less_than(x, y)
@@ -351,4 +379,4 @@ def _collective(op_type: OpType, name: str, count: int, groups: Any, build: Any,
 
 def samples() -> list[Sample]:
     """All of this file."""
-    return [*_rng(), *_sorts(), *_closures(), *_collectives()]
+    return [*_rng(), *_three_fries(), *_sorts(), *_closures(), *_collectives()]

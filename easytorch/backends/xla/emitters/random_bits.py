@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
@@ -12,12 +14,19 @@ from easytorch.backends.xla.emitters.conversion import bitcast, convert
 _BY_BITS = {8: DType.UINT8, 16: DType.UINT16, 32: DType.UINT32, 64: DType.UINT64}
 
 
-def _rng_bit_generator(e: Emitter, state: Value, shape: Shape) -> tuple[Value, Value]:
+def _generator(algorithm: str) -> Callable[..., tuple[Value, Value]]:
+    return lambda e, state, shape: _drawn(e, state, shape, algorithm)
+
+
+def _drawn(e: Emitter, state: Value, shape: Shape, algorithm: str) -> tuple[Value, Value]:
     four_bits = shape.dtype.bits == 4
     drawn = shape.with_dtype(_BY_BITS[max(shape.dtype.bits, 8)])
-    attributes = "rng_algorithm = #stablehlo<rng_algorithm PHILOX>"
+    attributes = f"rng_algorithm = #stablehlo<rng_algorithm {algorithm}>"
     after, bits = e.ops("rng_bit_generator", (state,), (state.shape, drawn), attributes)
     return after, (convert if four_bits else bitcast)(e, bits, shape.dtype)
 
 
-EMITTERS: dict[OpType, Emit] = {OpType.RNG_BIT_GENERATOR: _rng_bit_generator}
+EMITTERS: dict[OpType, Emit] = {
+    OpType.RNG_BIT_GENERATOR: _generator("PHILOX"),
+    OpType.RNG_BIT_GENERATOR_THREE_FRY: _generator("THREE_FRY"),
+}
