@@ -155,9 +155,10 @@ def _sign(e: Emitter, x: Value) -> Value:
     scale = e.select(none, one, large)
     parts = [e.binary("divide", part, scale) for part in (real, imaginary)]
     squares = [e.binary("multiply", part, part) for part in parts]
-    size = e.select(none, one, e.unary("sqrt", e.binary("add", *squares)))
+    # Times the inverse: XLA would make a division by their product, which overflows, of two in a row.
+    inverse = e.unary("rsqrt", e.select(none, one, e.binary("add", *squares)))
     found = [
-        e.select(none, part, e.binary("divide", scaled, size))
+        e.select(none, part, e.binary("multiply", scaled, inverse))
         for part, scaled in zip((real, imaginary), parts, strict=True)
     ]
     return _complex(e, *found)
