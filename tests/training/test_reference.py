@@ -54,11 +54,11 @@ def by_hand(config, steps):
     return losses, norms, model.state_dict()
 
 
-@pytest.mark.parametrize("clip", [0.05, 0.0])
-def test_every_number_is_that_of_a_loop_by_hand(settings, clip):
+@pytest.mark.parametrize(("clip", "model"), [(0.05, {}), (0.0, {"model": DROPOUT})], ids=["clipped", "dropout"])
+def test_every_number_is_that_of_a_loop_by_hand(settings, clip, model):
     config = settings(
         steps=6, eval_fraction=0.0, schedule="linear", warmup_steps=2, weight_decay=0.3, beta1=0.7, beta2=0.8,
-        learning_rate=0.02, grad_clip=clip, seed=5,
+        learning_rate=0.02, grad_clip=clip, seed=5, **model,
     )  # fmt: skip
     result = train(config)
     losses, norms, weights = by_hand(config, 6)
