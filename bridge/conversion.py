@@ -111,7 +111,14 @@ class Conversion:
                 # What a cast has rounded computes something else.
                 if self._file is None and self._dtype is None:
                     self._outputs = compare_sides(self._checkpoint, self._source, staging.folder, self._target.scheme)
-        self._notes += [*staging.notes, *filter(None, [self._outputs.note])]
+        self._notes += [*staging.notes, *self._without_folder(), *filter(None, [self._outputs.note])]
+
+    def _without_folder(self) -> list[str]:
+        """A note on what is kept beside the weights in a folder, and one file has no place for."""
+        if self._file is None or self._target.scheme == TORCH or not self._renamed.kept:
+            return []
+        names = ", ".join(self._renamed.kept)
+        return [f"left out, as there is no folder to keep it in beside the file: {names}; give a folder to keep it"]
 
     def _verify_source(self, folder: Path) -> None:
         """Looks for every tensor of the source in what was written."""
@@ -188,7 +195,7 @@ class Conversion:
             tensors=len(tensors),
             bytes=sum(info.nbytes for info in tensors.values()),
             files=tuple(self._layout) if self._file is None else (self._destination.name,),
-            kept=tuple(self._renamed.kept),
+            kept=tuple(self._renamed.kept) if self._file is None else (),
             tied=tuple(self._renamed.tied),
             notes=(*self._renamed.notes, *self._notes),
             verified=verified,

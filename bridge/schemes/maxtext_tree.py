@@ -95,7 +95,9 @@ class MaxTextTree:
             return False
         layers = [name for name in tensors if name.startswith(f"{under}decoder/layers")]
         queries = [tensors[name] for name in layers if re.search(r"/self_attention(_\w+)?/query/kernel$", name)]
-        scanned = any(name.startswith(f"{under}decoder/layers/") for name in layers)
+        # A Gemma 3 of less than six layers has nothing but what is left over.
+        stacks = tuple(f"{under}decoder/{name}/" for name in ("layers", "layers_remainder"))
+        scanned = any(name.startswith(stacks) for name in layers)
         return scanned == self._scanned and bool(queries) and all(len(query.shape) >= 3 for query in queries)
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:

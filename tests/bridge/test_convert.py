@@ -375,3 +375,15 @@ def test_the_head_of_t5_1_1_is_no_repeat_and_the_config_is_not_blamed(tmp_path) 
     assert note.startswith("lm_head.weight differs from shared.weight") and "config" not in note
     convert(tmp_path / "flax", tmp_path / "back", to="torch")
     assert torch.equal(load_file(tmp_path / "back/model.safetensors")["lm_head.weight"], torch.ones(31, 8))
+
+
+def test_what_one_file_has_no_place_for_is_said(tmp_path) -> None:
+    """llama.cpp runs BERT for its embeddings: the head stands beside a GGUF file in a folder, and not in one alone."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=40)).save_pretrained(tmp_path / "torch")
+    kept = {"pooler.dense.weight", "pooler.dense.bias"}
+    report = convert(tmp_path / "torch", tmp_path / "folder", to="gguf", verify=True)
+    assert kept <= set(report.kept) and not any("left out" in note for note in report.notes)
+    report = convert(tmp_path / "torch", tmp_path / "bert.gguf", to="gguf", verify=True)
+    (note,) = [note for note in report.notes if "left out" in note]
+    assert report.kept == () and all(name in note for name in kept)

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from easytorch.bridge import convert
+from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_tree import OrbaxReader
@@ -325,3 +326,21 @@ def test_a_stack_is_read_once(tmp_path, monkeypatch):
     assert sorted(seen) == sorted(read_tree(tmp_path / "maxtext"))
     given, back = (load_file(tmp_path / name / "model.safetensors") for name in ("torch", "back"))
     assert all(torch.allclose(given[name], back[name], rtol=1e-6) for name in given)
+
+
+@pytest.mark.parametrize("layers", [1, 5, 6, 7])
+def test_gemma_3_of_any_depth_comes_back(tmp_path, layers):
+    """Six layers are scanned at a time; of fewer there is only what is left over."""
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    config = transformers.Gemma3TextConfig(**sizes, num_hidden_layers=layers, vocab_size=12)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "maxtext", to="maxtext")
+    with open_checkpoint(tmp_path / "maxtext") as checkpoint:
+        assert checkpoint.scheme == "maxtext"
+        assert len(checkpoint.renamed("torch").reader.tensors) == 13 * layers + 2
