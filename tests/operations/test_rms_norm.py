@@ -52,3 +52,16 @@ def test_rms_norm_options_and_errors(name: str) -> None:
         rms_norm(x, torch.ones(4))
     with pytest.raises(ValueError, match="floating"):
         rms_norm(torch.ones(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("name", [*NORMS, None])
+def test_eps_counts_for_small_numbers(name: str | None, dtype: torch.dtype) -> None:
+    """Numbers of about the square root of eps, where it is half of what they are divided by."""
+    rms_norm = OperationRegistry.create("rms_norm", OperationMetadata(backend=name))
+    numbers = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
+    for eps, given in ((1e-6, ()), (1e-3, (1e-3,)), (0.0, (0.0,))):
+        x, weight = (numbers * max(eps, 1e-6) ** 0.5).to(dtype), torch.ones(60, dtype=dtype)
+        expected = _norm64(x.double(), weight.double(), eps)
+        for got in (rms_norm(x, weight, *given), rms_norm(x, None, *given)):
+            assert relative_rms_error(got, expected) <= TOLERANCE[dtype]
