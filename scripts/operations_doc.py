@@ -188,7 +188,7 @@ def typical(operation: OperationImpl) -> Call | None:
 
 def is_attention(operation: OperationImpl) -> bool:
     """Takes the features of attention, all or some: its keywords name the scale of a softmax."""
-    return "softmax_scale" in {*keyword_names(operation), *inspect.signature(operation.forward_native).parameters}
+    return "causal" in {*keyword_names(operation), *inspect.signature(operation.forward_native).parameters}
 
 
 def keyword_names(operation: OperationImpl) -> tuple[str, ...]:

@@ -65,6 +65,10 @@ def blocksparse_forward(
     softcap: float | None, dropout_prob: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (B, T, H, Dv) and logsumexp (B, H, T) in the dtype of the softmax."""
+    if 0 in (*query.shape[:3], value.shape[3]):  # no numbers come out
+        batch, length, heads = query.shape[:3]
+        empty = query.new_zeros(batch, length, heads, value.shape[3])
+        return empty, query.new_zeros(batch, heads, length, dtype=working_dtype(query))
     features = aten_blocks.Features(
         begin, end, mask, bias, query_ids, key_ids, sinks, seed, scale, softcap, dropout_prob
     )
@@ -86,6 +90,11 @@ def blocksparse_backward(
     output: Tensor, logsumexp: Tensor, scale: float, softcap: float | None, dropout_prob: float, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, bias and sinks; of the last two an empty tensor where there is none to give."""
+    if grad.numel() == 0:
+        dq, dk, dv, dbias, dsinks = (
+            query.new_zeros(0) if x is None else x.new_zeros(x.shape) for x in (query, key, value, bias, sinks)
+        )
+        return dq, dk, dv, dbias if bias_grad else query.new_zeros(0), dsinks
     features = aten_blocks.Features(
         begin, end, mask, bias, query_ids, key_ids, sinks, seed, scale, softcap, dropout_prob
     )

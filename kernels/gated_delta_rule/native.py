@@ -96,6 +96,8 @@ def check_arguments(
     check_sequence("gated_delta_rule", "value", value, "B, T, Hv, Dv")
     batch, length, heads, key_width = query.shape
     value_heads, value_width = value.shape[2:]
+    if key_width == 0:
+        raise ValueError(f"gated_delta_rule: query and key must have a width of at least 1, got {tuple(query.shape)}")
     if heads == 0 or value_heads % heads:
         raise ValueError(f"gated_delta_rule: value heads must be a multiple of {heads} heads, got {value_heads}")
     scalars = (batch, length, value_heads)

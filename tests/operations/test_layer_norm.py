@@ -119,3 +119,20 @@ def test_compile_and_export() -> None:
     expected = norm(x, weight, weight)
     torch.testing.assert_close(torch.compile(Module(), fullgraph=True, backend="aot_eager")(x, weight), expected)
     torch.testing.assert_close(torch.export.export(Module(), (x, weight)).module()(x, weight), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_large_calls_in_16_bits(dtype: torch.dtype) -> None:
+    """Of more numbers than are widened at once: the gradients of several blocks of rows are added up."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(9000, 64, generator=generator).to(dtype) for _ in range(2))
+    vectors = [torch.randn(64, generator=generator).to(dtype) for _ in range(2)]
+    leaves = [t.requires_grad_() for t in (x * 0.3, *vectors)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    for eps in (0.1, 1e-5):
+        got = layer_norm("aten")(*leaves, eps=eps)
+        expected = torch.nn.functional.layer_norm(wide[0], (64,), *wide[1:], eps)
+        grads = torch.autograd.grad(got, leaves, grad)
+        grads64 = torch.autograd.grad(expected, wide, grad.double())
+        for a, b in zip((got, *grads), (expected, *grads64), strict=True):
+            assert relative_rms_error(a, b) <= TOLERANCE[dtype]

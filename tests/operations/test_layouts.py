@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
-from easytorch.operations import OperationMetadata, OperationOutput, OperationRegistry
+from easytorch.operations import OperationMetadata, OperationOutput, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import TOLERANCE, relative_rms_error
 
 _spec = importlib.util.spec_from_file_location(
@@ -84,7 +84,9 @@ def _results(name: str, backend: str, arguments: dict[str, Any]) -> dict[str, Te
         result = [x for n, x in result.to_dict().items() if n != "attention_weights" and x is not None]
     outputs = list(result) if isinstance(result, list | tuple) else [result]
     total = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).reshape(x.shape)).sum() for x in outputs)
-    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if total.requires_grad:  # a result of no rows may depend on nothing
+        grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     found = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
     return found | {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
 
@@ -112,3 +114,66 @@ def test_any_layout(case: Any, implementation: str, layout: str) -> None:
             continue  # 0 but for rounding, as of a weight whose rows are alike
         error = relative_rms_error(got, want)
         assert error <= 4 * TOLERANCE[torch.float32], f"{name}: relative RMS error {error:.2g}"
+
+
+def _zero_sizes() -> list[Any]:
+    """Calls with no sequence, query, key, channel, expert or width of a value."""
+
+    def heads(batch: int, length: int, keys: int, value_dim: int) -> dict[str, Tensor]:
+        shapes = {"query": (batch, length, 4, 8), "key": (batch, keys, 2, 8), "value": (batch, keys, 2, value_dim)}
+        return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+    sizes = [(0, 3, 4, 8), (2, 0, 4, 8), (2, 3, 0, 8), (2, 3, 4, 0), (0, 1, 4, 0), (2, 1, 0, 8), (2, 1, 4, 0)]
+    calls = [
+        (name, {**heads(*size), **features})
+        for name in ("attention", "vanilla", "sdpa", "flash", "blocksparse", "ring", "decode")
+        for size in sizes
+        if size[1] == 1 or name != "decode"
+        for features in ({"causal": True}, {"sliding_window": 2, "causal": True}, {"sinks": torch.ones(4)})
+    ]
+    for shape in ((0, 4), (3, 0), (2, 0, 4)):
+        x, row = torch.ones(shape), torch.ones(shape[-1])
+        calls += [("rms_norm", {"x": x, "weight": row}), ("layer_norm", {"x": x, "weight": row, "bias": row})]
+        calls += [("swiglu", {"gate": x, "up": x}), ("geglu", {"gate": x, "up": x})]
+        calls += [("linear", {"x": x, "weight": torch.ones(5, shape[-1]), "bias": torch.ones(5)})]
+    none = torch.zeros(0, dtype=torch.int64)
+    for reduction in ("mean", "sum", "none"):
+        calls += [
+            ("cross_entropy", {"logits": torch.ones(0, 7), "labels": none, "reduction": reduction}),
+            (
+                "fused_linear_cross_entropy",
+                {
+                    "hidden": torch.ones(0, 5), "weight": torch.ones(7, 5), "labels": none, "reduction": reduction,
+                    "chunk_size": 2,
+                },
+            ),
+        ]  # fmt: skip
+    for rows, inner, width, experts in ((0, 4, 5, 2), (3, 0, 5, 2), (3, 4, 0, 2), (3, 4, 5, 0)):
+        sizes_of_groups = torch.full((experts,), 1 if rows else 0)
+        tensors = {"x": torch.ones(rows, inner), "weight": torch.ones(experts, inner, width)}
+        calls.append(
+            ("grouped_matmul", {**tensors, "group_sizes": sizes_of_groups, "bias": torch.ones(experts, width)})
+        )
+    for length in (1, 70):
+        for batch, channels, state in ((0, 3, 2), (2, 0, 2), (2, 3, 0)):
+            x, rows = torch.ones(batch, length, channels), torch.ones(batch, length, state)
+            calls.append(("ssm1", {"x": x, "dt": x, "A": -torch.ones(channels, state), "B": rows, "C": rows}))
+            x, rows = torch.ones(batch, length, 2 * channels, 3), torch.ones(batch, length, 1, state)
+            calls.append(("ssm2", {"x": x, "dt": x[..., 0], "A": -torch.ones(2 * channels), "B": rows, "C": rows}))
+            value, g = torch.ones(batch, length, 2 * channels, state), -torch.ones(batch, length, 2 * channels)
+            key = torch.ones(batch, length, 2, 4)
+            calls.append(("gated_delta_rule", {"query": key, "key": key, "value": value, "g": g, "beta": -g}))
+    return calls
+
+
+@pytest.mark.parametrize(("name", "arguments"), _zero_sizes(), ids=lambda x: x if isinstance(x, str) else "")
+def test_sizes_of_zero(name: str, arguments: dict[str, Any]) -> None:
+    expected = _results(name, "native", {n: _plain(x) for n, x in arguments.items()})
+    for implementation in fuzz.implementations(name):
+        if not fuzz.carries(fuzz.Case(name, arguments), implementation):
+            refusal = fuzz.run(name, implementation, arguments)
+            assert isinstance(refusal, UnsupportedOperationError), refusal
+            continue
+        got = _results(name, implementation, arguments)
+        for field, want in expected.items():
+            torch.testing.assert_close(got[field].double(), want, rtol=1e-4, atol=1e-5)
