@@ -2,6 +2,7 @@
 
     python scripts/bench_bridge.py [--size 2GB] [--only llama] [--repeats 5] [--naive] [--check]
     python scripts/bench_bridge.py --rss [--size 10GB]      memory above the start, instead of speed
+    python scripts/bench_bridge.py --commands [--only llama]    what `easytorch convert`, `inspect` and `diff` take
 
 Speed is bytes of the result a second, as a share of what `cp` and a sync of the same bytes reach in the same run, in
 turns; inputs are in the page cache, and the destination's sync is part of every time. `--naive` also runs what one
@@ -293,8 +294,55 @@ def memory(name: str, size: int, shard: int, scratch: Path) -> Iterator[dict[str
         shutil.rmtree(folder)
 
 
+# What a command may take on a model of a few kB, where there is nothing to do but to start, in seconds.
+_COMMAND_BARS = {"inspect": 0.4, "diff": 0.4, "convert": 0.8}
+# What takes long to import, and which of it a command needed.
+_HEAVY = ("torch", "transformers", "jax", "tensorstore", "numpy")
+
+
+def commands(name: str, size: int, repeats: int, scratch: Path) -> Iterator[dict[str, Any]]:
+    """One row for each command, run as a user types it: a process of its own, from its start to its end."""
+    torch, flax = scratch / "torch", scratch / "flax"
+    make(torch, MODELS[name], size, _WHOLE)
+    convert(torch, flax, to="flax")
+    typed = {
+        "inspect": ["inspect", torch],
+        "diff": ["diff", torch, flax],
+        "convert": ["convert", torch, scratch / "made", "--to", "flax"],
+    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for command, given in typed.items():
+        line = [sys.executable, "-m", "easytorch", *map(str, given)]
+        seconds, processor = [], []
+        # The first one, which compiles and fills the page cache, says what is imported and does not count.
+        told = subprocess.run([line[0], "-X", "importtime", *line[1:]], env=environment, capture_output=True, text=True)
+        for _ in range(repeats):
+            shutil.rmtree(scratch / "made", ignore_errors=True)
+            before, begun = os.times(), time.perf_counter()
+            subprocess.run(line, env=environment, capture_output=True, check=True)
+            seconds.append(time.perf_counter() - begun)
+            after = os.times()
+            processor.append(sum(after[2:4]) - sum(before[2:4]))
+        shutil.rmtree(scratch / "made", ignore_errors=True)
+        imports = {
+            parts[2].strip(): int(parts[1]) / 1e6
+            for text in told.stderr.splitlines()
+            if len(parts := text.split("|")) == 3 and parts[2].strip() in _HEAVY
+        }
+        yield {
+            "model": name,
+            "command": command,
+            "seconds": statistics.median(seconds),
+            "processor_seconds": statistics.median(processor),
+            "imports": imports,
+            "bar": _COMMAND_BARS[command],
+        }
+
+
 def missed(row: dict[str, Any]) -> list[str]:
     """The bars that a row does not reach."""
+    if "command" in row:
+        return [f"{row['bar']} s"] if row["seconds"] > row["bar"] else []
     if "VmRSS" in row:
         found = []
         if row["VmRSS"] > 2 * 10**9:
@@ -309,6 +357,10 @@ def missed(row: dict[str, Any]) -> list[str]:
 
 def show(row: dict[str, Any]) -> str:
     """A row of a Markdown table."""
+    if "command" in row:
+        imports = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row["imports"].items())
+        times = f"{row['seconds']:.2f} s / {row['bar']} | {row['processor_seconds']:.2f} s"
+        return f"| {row['model']} | `easytorch {row['command']}` | {times} | {imports} |"
     label = f"| {row['model']} {row['bytes'] / 1e9:.2f} GB | {row['direction']} |"
     if "VmRSS" in row:
         sizes = (row[key] / 1e6 for key in ("largest", "VmRSS", "RssAnon", "RssFile"))
@@ -321,6 +373,7 @@ def show(row: dict[str, Any]) -> str:
 _SPEED_HEAD = (
     "| model | direction | time | cp and sync | of cp's speed / bar | times the naive path |\n|---|---|---|---|---|---|"
 )
+_COMMANDS_HEAD = "| model | command | time / bar | processor | imports |\n|---|---|---|---|---|"
 _MEMORY_HEAD = (
     "| model | direction | largest tensor | RSS above start | anonymous | mapped files |\n|---|---|---|---|---|---|"
 )
@@ -333,6 +386,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="turns that count (5); the first one more does not")
     parser.add_argument("--naive", action="store_true", help="time the path written by hand too, once")
     parser.add_argument("--rss", action="store_true", help="memory instead of speed")
+    parser.add_argument("--commands", action="store_true", help="what the commands take, from their start to their end")
     parser.add_argument("--shard", type=parse_size, default=parse_size("1GB"), help="of shards with --rss (1GB)")
     parser.add_argument("--folder", type=Path, help="where to write: its disk is measured (the temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -342,15 +396,18 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    size = options.size or parse_size("10GB" if options.rss else "2GB")
+    size = options.size or parse_size("10GB" if options.rss else "1MB" if options.commands else "2GB")
     names = [options.only] if options.only else ["llama", "bert"] if options.rss else list(MODELS)
-    print(f"{installed()}\n\n{_MEMORY_HEAD if options.rss else _SPEED_HEAD}")
+    head = _MEMORY_HEAD if options.rss else _COMMANDS_HEAD if options.commands else _SPEED_HEAD
+    print(f"{installed()}\n\n{head}")
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for name in names:
             one = (
                 memory(name, size, options.shard, Path(scratch))
                 if options.rss
+                else commands(name, size, options.repeats, Path(scratch))
+                if options.commands
                 else speed(name, size, options.repeats, options.naive, Path(scratch))
             )
             for row in one:

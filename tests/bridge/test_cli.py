@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,3 +127,11 @@ def test_help_has_examples_and_completion_the_formats(run):
     environment["COMP_WORDS"] = "easytorch convert a b --to fla"
     done = subprocess.run([sys.executable, "-m", "easytorch"], env=environment, capture_output=True, text=True)
     assert "flax" in done.stdout.split()
+
+
+def test_inspect_reads_headers_and_loads_no_framework(tiny_torch):
+    command = [sys.executable, "-X", "importtime", "-m", "easytorch", "inspect", str(tiny_torch)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    imported = {line.split("|")[2].strip() for line in ended.stderr.splitlines() if line.count("|") == 2}
+    assert "numpy" in imported and not imported & {"torch", "transformers", "jax", "tensorstore", "safetensors"}
