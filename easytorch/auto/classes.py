@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
-from easytorch.auto.plugging import attention_for, native_class, plug_bridge
+from easytorch.auto.plugging import Choice, attention_for, native_class, plug_attention, plug_bridge, settled
 from easytorch.auto.report import report_on
 from easytorch.bridge.formats.sharding import read_json
 from easytorch.protocol import flax_trees
@@ -68,19 +68,18 @@ class EasyTorchAuto(_Base):
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
         """A model with new weights, as `transformers.AutoModel.from_config`."""
         if _wants_remote_code(cls, config, kwargs):
-            return report_on(plug_bridge(_theirs(cls).from_config(config, **kwargs)), _REMOTE)
-        model_class = _model_class(cls, config)
-        reason = _choose_attention(model_class, config, kwargs)
-        return report_on(plug_bridge(super().from_config(config, **kwargs)), reason)
+            return _finished(_theirs(cls).from_config(config, **kwargs), Choice(reason=_REMOTE))
+        config, choice = _choose_attention(_model_class(cls, config), config, kwargs)
+        return _finished(super().from_config(config, **kwargs), choice)
 
     @classmethod
     def from_flax(cls, config: PreTrainedConfig, params: Any, **kwargs: Any) -> Any:
         """A model of `config` with the weights of a tree of jax's world: see `BridgeMixin.from_flax`, whose kwargs."""
         model_class = _model_class(cls, config)
-        reason = _choose_attention(model_class, config, kwargs)
+        config, choice = _choose_attention(model_class, config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = flax_trees.from_flax(model_class, config, params, output_loading_info=True, **kwargs)
-        report_on(plug_bridge(model), reason)
+        _finished(model, choice)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -97,16 +96,18 @@ class EasyTorchAuto(_Base):
         if _wants_remote_code(cls, config, kwargs):
             kwargs.pop("strict", None)
             loaded = _theirs(cls).from_pretrained(path, *model_args, **kwargs)
-            report_on(plug_bridge(loaded[0] if isinstance(loaded, tuple) else loaded), _REMOTE)
+            _finished(loaded[0] if isinstance(loaded, tuple) else loaded, Choice(reason=_REMOTE))
             return loaded
         model_class = _model_class(cls, config)
-        reason = _choose_attention(model_class, config, kwargs)
+        config, choice = _choose_attention(model_class, config, kwargs)
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            kwargs["config"] = config
         wants_info = kwargs.pop("output_loading_info", False)
         if issubclass(model_class, NativeModel):
             model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
         else:
             model, info = _load_foreign(cls._load, model_class, path, model_args, kwargs)
-        report_on(plug_bridge(model), reason)
+        _finished(model, choice)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -138,13 +139,25 @@ def _theirs(auto: type) -> Any:
     return next(base for base in auto.__mro__ if base.__module__.startswith("transformers."))
 
 
-def _choose_attention(model_class: ModelClass, config: PreTrainedConfig, kwargs: dict[str, Any]) -> str | None:
-    """Put the choice into `kwargs`; returns why it is not our attention, or None."""
+def _choose_attention(
+    model_class: ModelClass, config: PreTrainedConfig, kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig, Choice]:
+    """The config to build from, and what the model gets; what transformers is to be told is put into `kwargs`."""
+    asked = kwargs.pop("attn_implementation", None)
+    if not issubclass(model_class, NativeModel):
+        config, of_config = settled(config)
+        asked = of_config if asked is None else asked
     wants_weights = bool(kwargs.get("output_attentions", config.output_attentions))
-    attention, reason = attention_for(model_class, config, kwargs.pop("attn_implementation", None), wants_weights)
-    if attention is not None:
-        kwargs["attn_implementation"] = attention
-    return reason
+    choice = attention_for(model_class, config, asked, wants_weights)
+    if choice.passed is not None:
+        kwargs["attn_implementation"] = choice.passed
+    return config, choice
+
+
+def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:
+    """The loaded `model` with what was chosen for it, and its report."""
+    plug_attention(model, choice)
+    return report_on(plug_bridge(model), choice.reason)
 
 
 def _load_foreign(

@@ -1,30 +1,28 @@
-"""Which class is native, and what transformers' own are given: our attention where they can have it, and the bridge.
+"""Which class is native, and what an instance of transformers' own is given once it is loaded.
 
-transformers accepts any registered attention name for any class. A class that computes attention by itself ignores it
-(bloom, mpt, deberta-v2), yet takes its mask from the name, which then is not the one its code expects: wrong numbers
-without an error. So a class is read before it is given our name.
+That is our attention, where trial.py shows that it gives transformers' numbers, and the bridge.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
-import re
-import sys
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from easytorch.auto.bound import bridge_of
+from easytorch.auto.tiny import configs_in
+from easytorch.auto.trial import attention_groups, try_attention
 from easytorch.bridge.families import families
-from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, INTERFACES
-from easytorch.protocol.bridge import BridgeMixin
+from easytorch.layers.attention import INTERFACES, OF_STOCK, OURS
+from easytorch.protocol.flax_trees import plain_config
 from easytorch.protocol.native import NativeModel
 
 ModelClass = type[PreTrainedModel]
 
-_BRIDGE = [name for name in vars(BridgeMixin) if not name.startswith("_")]
+# The names configs of plugged models have -> those users give.
+PUBLIC_NAMES = {ours: name for names in OF_STOCK.values() for name, ours in names.items()}
 
 
 def native_class(model_class: ModelClass) -> ModelClass:
@@ -35,76 +33,95 @@ def native_class(model_class: ModelClass) -> ModelClass:
     return getattr(importlib.import_module(f"easytorch.models.{family}"), model_class.__name__, model_class)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a model is loaded with. passed: the `attn_implementation` for transformers, None for its own choice.
+
+    ours: group of modules (`attention_groups`) -> the name of ours they get once loaded. reason: why not all do.
+    """
+
+    passed: str | dict[str, str] | None = None
+    ours: Mapping[str, str] = field(default_factory=dict)
+    reason: str | None = None
+
+
 def attention_for(
     model_class: ModelClass, config: PreTrainedConfig, asked: str | dict[str, str] | None, wants_weights: bool
-) -> tuple[str | dict[str, str] | None, str | None]:
-    """The `attn_implementation` to load with, None for transformers' own choice, and why when that is not ours.
+) -> Choice:
+    """The attention to load `model_class` with.
 
     wants_weights: the config is to say output_attentions=True, which transformers takes with "eager" alone.
     `ValueError` when ours was asked for by name and `model_class` cannot take it.
     """
     if issubclass(model_class, NativeModel):
-        return asked or _of_config(config) or ("eager" if wants_weights else "easytorch"), None
-    if asked is None and _of_config(config) in INTERFACES:  # transformers writes its choice into the config it is given
-        asked = _of_config(config)
+        return Choice(asked or _of_config(config) or ("eager" if wants_weights else "easytorch"))
+    if isinstance(asked, dict):
+        return _by_part(model_class, config, asked)
     if asked is None and wants_weights:
-        return None, "output_attentions=True in the config makes transformers take its own eager attention"
+        return Choice(reason="output_attentions=True in the config makes transformers take its own eager attention")
     if asked is None and _of_config(config) is None:
-        return _automatic(model_class, config)
+        trial = try_attention(model_class, config)
+        return Choice(None, dict.fromkeys(trial.plugged, "easytorch"), trial.reason)
     if asked not in INTERFACES:
-        return asked, f"attn_implementation={asked or _of_config(config)!r} was asked for"
-    refusal = refusal_of(model_class)
-    if refusal is not None:
-        raise ValueError(
-            f"attn_implementation={asked!r} cannot be obeyed: {refusal}; leave it out, or use transformers' "
-            f"own 'eager' or 'sdpa'"
-        )
-    return FLASH_FOR_TRANSFORMERS if asked == "flash" else asked, None
+        return Choice(asked, reason=f"attn_implementation={asked or _of_config(config)!r} was asked for")
+    trial = try_attention(model_class, config)
+    if trial.reason is not None:
+        raise _cannot_be_obeyed(asked, trial.reason)
+    return Choice(None, dict.fromkeys(trial.plugged, asked))
 
 
-def refusal_of(model_class: ModelClass) -> str | None:
-    """None when the attention of `model_class` can be ours, else the reason why not."""
-    name, code = model_class.__name__, _source(model_class.__module__)
-    has_attention = re.search(r"^class \w*Attention\w*\(", code, re.MULTILINE)
-    if has_attention and "ALL_ATTENTION_FUNCTIONS" not in code:
-        return f"{name} computes attention by itself and never calls transformers' AttentionInterface"
-    if re.search(r'_attn_implementation in \("eager", "sdpa"\)', code):
-        return f"{name} puts part of its attention into the mask for transformers' eager and sdpa only"
-    if not (model_class._supports_sdpa or model_class._supports_attention_backend or model_class._supports_flash_attn):
-        if not has_attention:
-            return f"{name} has no attention that could be replaced"
-        return f"{name} takes no attention but transformers' eager: its code needs that one's mask"
-    return None
+def plug_attention(model: PreTrainedModel, choice: Choice) -> None:
+    """Give the loaded `model`, and no other of its class, the attention that was chosen for it."""
+    if not choice.ours:
+        return
+    for name, group in attention_groups(model).items():
+        stock = group.config._attn_implementation
+        if name in choice.ours and stock in OF_STOCK:
+            group.switch(OF_STOCK[stock][PUBLIC_NAMES.get(choice.ours[name], choice.ours[name])])
+
+
+def settled(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str | None]:
+    """(a config transformers can build from, what the given one asks for): that of a plugged model has names of ours.
+
+    "easytorch" in it asks for nothing: every model loaded here has it.
+    """
+    if not any(part._attn_implementation in OURS for part in configs_in(config)):
+        return config, None
+    asked = PUBLIC_NAMES.get(config._attn_implementation or "")
+    return plain_config(config), None if asked == "easytorch" else asked
+
+
+def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str, str]) -> Choice:
+    """A dict names the attention of the model ("") and of the configs inside it: ours for some, theirs for others."""
+    theirs = {key: name for key, name in asked.items() if name not in INTERFACES}
+    wanted = {key: name for key, name in asked.items() if name in INTERFACES}
+    if not wanted:
+        return Choice(asked, reason=f"attn_implementation={asked!r} was asked for")
+    trial = try_attention(model_class, config)
+    keys = trial.keys
+    ours = {group: wanted[keys[group]] for group in trial.plugged if keys.get(group) in wanted}
+    for key, name in wanted.items():
+        refused = [reason for group, reason in trial.refusals.items() if keys.get(group, "") == key]
+        if refused:
+            raise _cannot_be_obeyed(name, "; ".join(refused))
+    return Choice(theirs or None, ours, f"attn_implementation={asked!r} was asked for" if theirs else None)
+
+
+def _cannot_be_obeyed(asked: str, reason: str) -> ValueError:
+    return ValueError(
+        f"attn_implementation={asked!r} cannot be obeyed: {reason}; leave it out, or use transformers' own 'eager' or "
+        f"'sdpa'"
+    )
 
 
 def plug_bridge(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives transformers' own class of `model`, once loaded here, what native ones have: `to_flax` and its kin."""
-    for name in _BRIDGE:
-        if not hasattr(type(model), name):
-            setattr(type(model), name, vars(BridgeMixin)[name])
+    """Gives `model`, if its class is transformers' own, what native ones have: `to_flax` and its kin, by instance."""
+    if not isinstance(model, NativeModel):
+        for name, bound in bridge_of(model).items():
+            setattr(model, name, bound)
     return model
-
-
-def _automatic(model_class: ModelClass, config: PreTrainedConfig) -> tuple[dict[str, str] | None, str | None]:
-    """Ours for the model and for each model inside it that can have it; None for the others leaves the choice open."""
-    refusals = {"": refusal_of(model_class)}
-    for key in config.sub_configs:
-        inner = getattr(config, key, None)
-        if inner is not None and type(inner) in transformers.AutoModel._model_mapping:
-            found: Any = transformers.AutoModel._model_mapping[type(inner)]
-            refusals[key] = refusal_of(found[0] if isinstance(found, tuple) else found)
-    reason = "; ".join(dict.fromkeys(filter(None, refusals.values()))) or None
-    chosen = {key: "easytorch" for key, refusal in refusals.items() if refusal is None}
-    return chosen or None, reason
 
 
 def _of_config(config: PreTrainedConfig) -> str | None:
     """What the config object itself asks for. "sdpa" is what transformers leaves there when nobody asks."""
     return None if config._attn_implementation in (None, "sdpa") else config._attn_implementation
-
-
-@functools.cache
-def _source(module: str) -> str:
-    """The code of a module; empty where it is not at hand (a notebook)."""
-    found = sys.modules[module]
-    return inspect.getsource(found) if getattr(found, "__file__", None) else ""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -30,6 +31,18 @@ FLASH_FOR_TRANSFORMERS = "easytorch_tiled"
 
 # attn_implementation -> what OperationMetadata.backend forces; None leaves the choice to the operation.
 INTERFACES = {"easytorch": None, "vanilla": "vanilla", "flash": "flash", FLASH_FOR_TRANSFORMERS: "flash"}
+# The same for classes that know transformers' eager attention alone, whose mask is added to the scores and says it all.
+EAGER_INTERFACES = {f"{name}_eager_mask": backend for name, backend in INTERFACES.items() if name != "flash"}
+OURS = frozenset({*INTERFACES, *EAGER_INTERFACES})
+# transformers' own attention of a class -> ours in its place, by the name that is asked for.
+OF_STOCK = {
+    "sdpa": {"easytorch": "easytorch", "vanilla": "vanilla", "flash": FLASH_FOR_TRANSFORMERS},
+    "eager": {
+        "easytorch": "easytorch_eager_mask",
+        "vanilla": "vanilla_eager_mask",
+        "flash": f"{FLASH_FOR_TRANSFORMERS}_eager_mask",
+    },
+}
 NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
 
 _OPERATIONS = {
@@ -59,9 +72,10 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+# What continuous batching tells its cache, and nothing else.
+_OF_PAGES = ("block_table", "cu_seq_lens_k", "logits_indices", "logits_processor_args", "read_index", "write_index")
 # These do, in ways the contract has no word for.
 _REFUSED = {
-    "cache": "a paged key/value cache (continuous batching)",
     "indices": "sparse attention by token indices",
     "block_indices": "sparse attention by block indices",
     "sinks": "sinks that differ by token",
@@ -89,6 +103,7 @@ def attend(
     position_bias: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    cache: PagedAttentionCache | None = None,
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -101,6 +116,10 @@ def attend(
     """
     for observe in OBSERVERS:
         observe(module)
+    if cache is not None:
+        kwargs["cu_seq_lens_k"] = cu_seq_lens_k
+        key, value = _paged(module, cache, key, value, attention_mask, kwargs)
+        cu_seq_lens_q = cu_seq_lens_k = None  # the mask says who sees whom
     _check_others(kwargs)
     length, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and _is_causal(module, is_causal)
@@ -116,6 +135,8 @@ def attend(
     mask, bias = _split_mask(attention_mask)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
+        if mask is not None:  # transformers adds both: a row that sees nothing then has the mean of all values
+            mask, bias = None, torch.where(mask, bias, torch.finfo(bias.dtype).min)
     if output_attentions or (output_attentions is None and getattr(_config_of(module), "output_attentions", False)):
         backend = _backend_with_weights(backend)
     output = _OPERATIONS[backend](
@@ -135,9 +156,44 @@ def attend(
     return output.attention_outputs, output.attention_weights
 
 
+def _paged(
+    module: nn.Module,
+    cache: PagedAttentionCache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of continuous batching: those of the call are stored in pages, those of its rows read."""
+    if not isinstance(cache, PagedAttentionCache) or mask is None:
+        raise UnsupportedOperationError(
+            f"EasyTorch's attention takes cache={type(cache).__name__} from generate_batch alone, which passes a "
+            f'PagedAttentionCache and a mask; load this model with attn_implementation="easytorch" or "sdpa"'
+        )
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    for name in _OF_PAGES:
+        kwargs.pop(name, None)
+    return key, value
+
+
+def attend_by_mask(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attend` where the mask alone says who sees whom, as transformers' eager attention has it."""
+    return attend(module, query, key, value, attention_mask, is_causal=False, **kwargs)
+
+
 _FUNCTIONS: dict[str, AttentionFunction] = {
     name: functools.partial(attend, backend=backend) for name, backend in NATIVE_INTERFACES.items()
-}
+} | {name: functools.partial(attend_by_mask, backend=backend) for name, backend in EAGER_INTERFACES.items()}
 
 
 def attention_mask(
@@ -164,6 +220,9 @@ def register_interfaces() -> None:
     for name in INTERFACES:
         AttentionInterface.register(name, _FUNCTIONS[name])
         AttentionMaskInterface.register(name, attention_mask)
+    for name in EAGER_INTERFACES:
+        AttentionInterface.register(name, _FUNCTIONS[name])
+        AttentionMaskInterface.register(name, eager_mask)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import BertConfig, Cache, DynamicCache, EncoderDecoderCache
+from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -23,6 +24,9 @@ from easytorch.protocol.native import NativeModel
 
 
 class BertEmbeddings(nn.Module):
+    position_ids: torch.Tensor
+    token_type_ids: torch.Tensor
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
@@ -30,6 +34,10 @@ class BertEmbeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        # read by code that was written for transformers' class; here positions are counted from the cache's length
+        positions = torch.arange(config.max_position_embeddings)[None]
+        self.register_buffer("position_ids", positions, persistent=False)
+        self.register_buffer("token_type_ids", torch.zeros_like(positions), persistent=False)
 
     def forward(
         self,
@@ -139,8 +147,11 @@ class BertAttention(nn.Module):
         self.self = (BertCrossAttention if cross else BertSelfAttention)(config, layer_idx, is_causal)
         self.output = BertAddNorm(config, config.hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> torch.Tensor:
-        return self.output(self.self(hidden_states, attention_mask, **kwargs)[0], hidden_states)
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attended, weights = self.self(hidden_states, attention_mask=attention_mask, **kwargs)
+        return self.output(attended, hidden_states), weights
 
 
 class BertIntermediate(nn.Module):
@@ -173,9 +184,9 @@ class BertLayer(GradientCheckpointingLayer):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        hidden_states = self.attention(hidden_states, attention_mask, **kwargs)
+        hidden_states, _ = self.attention(hidden_states, attention_mask, **kwargs)
         if encoder_hidden_states is not None and hasattr(self, "crossattention"):
-            hidden_states = self.crossattention(
+            hidden_states, _ = self.crossattention(
                 hidden_states, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states, **kwargs
             )
         return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size_feed_forward, 1, hidden_states)
@@ -220,9 +231,17 @@ class BertPreTrainedModel(NativeModel):
         "attentions": BertSelfAttention,
         "cross_attentions": BertCrossAttention,
     }
-    _keys_to_ignore_on_load_unexpected = [r"embeddings\.(position_ids|token_type_ids)$"]  # noqa: RUF012 - old buffers
+    # buffers of old checkpoints
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.(position_ids|token_type_ids)$"]  # noqa: RUF012
     optional_weights = (r"(^|\.)pooler\.",)
     head_weights = (r"^(cls|classifier|qa_outputs)\.",)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BertEmbeddings):  # loading starts on meta, where buffers have no values
+            init.copy_(module.position_ids, torch.arange(module.position_ids.shape[-1])[None])
+            init.zeros_(module.token_type_ids)
 
 
 class BertModel(BertPreTrainedModel):

@@ -138,6 +138,15 @@ class BertHeads(nn.Module):
         if sentence:
             self.seq_relationship = nn.Linear(config.hidden_size, 2)
 
+    def forward(
+        self, hidden_states: torch.Tensor, pooled: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """(B, T, D) -> word logits; with both heads also (B, D) -> sentence logits; (B, D) alone where that is all."""
+        if not hasattr(self, "predictions"):
+            return self.seq_relationship(hidden_states)
+        words = self.predictions(hidden_states)
+        return (words, self.seq_relationship(pooled)) if hasattr(self, "seq_relationship") else words
+
 
 class BertWordPredictor(BertPreTrainedModel):
     """A BERT whose `cls.predictions` is tied to its embedding."""
@@ -183,8 +192,7 @@ class BertForPreTraining(BertWordPredictor):
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
-        words = self.cls.predictions(outputs.last_hidden_state)
-        sentence = self.cls.seq_relationship(outputs.pooler_output)
+        words, sentence = self.cls(outputs.last_hidden_state, outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
             loss = F.cross_entropy(words.flatten(0, 1), labels.flatten())
@@ -234,7 +242,7 @@ class BertLMHeadModel(BertWordPredictor, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        logits = self.cls.predictions(keep_logits(outputs.last_hidden_state, logits_to_keep))
+        logits = self.cls(keep_logits(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -279,7 +287,7 @@ class BertForMaskedLM(BertWordPredictor):
             return_dict=True,
             **kwargs,
         )
-        logits = self.cls.predictions(outputs.last_hidden_state)
+        logits = self.cls(outputs.last_hidden_state)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -308,7 +316,7 @@ class BertForNextSentencePrediction(BertPreTrainedModel):
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
-        logits = self.cls.seq_relationship(outputs.pooler_output)
+        logits = self.cls(outputs.pooler_output)
         loss = None if labels is None else F.cross_entropy(logits, labels.flatten())
         return NextSentencePredictorOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

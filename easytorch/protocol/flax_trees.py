@@ -35,7 +35,7 @@ from easytorch.bridge.state import (
     tree_to_state_dict,
 )
 from easytorch.bridge.ties import held_apart
-from easytorch.layers.attention import INTERFACES
+from easytorch.layers.attention import OURS
 from easytorch.protocol.loading import check_shapes
 
 if TYPE_CHECKING:
@@ -77,8 +77,30 @@ def transform_fn(
     Weights that are `DTensor`s (FSDP, tensor parallel) are gathered one by one, so every process calls it.
     """
     _refuse_adapters(model)
-    config = _plain(model.config)
-    architecture = _architecture(type(model), config, model.state_dict())
+    return transform_for(
+        type(model),
+        model.config,
+        tuple(model.state_dict()),
+        framework=framework,
+        shardings=shardings,
+        copy=copy,
+        scheme=scheme,
+    )
+
+
+def transform_for(
+    model_class: ModelClass,
+    config: PreTrainedConfig,
+    names: Collection[str],
+    *,
+    framework: Framework = "numpy",
+    shardings: Shardings = None,
+    copy: bool | None = None,
+    scheme: str = "flax",
+) -> Transform:
+    """`transform_fn` of a model that is known by its class, its config and the names of its weights."""
+    config = plain_config(config)
+    architecture = _architecture(model_class, config, names)
     rules = _rules(architecture, config, scheme)
     fill = architecture.shapes if architecture.tie else ()
 
@@ -156,7 +178,7 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
     It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
     """
     _refuse_adapters(model)
-    config = _plain(model.config)
+    config = plain_config(model.config)
     weights = model.state_dict(keep_vars=True)
     if copy_weights:
         weights = copies.deepcopy(dict(weights))  # one call: what was tied stays tied
@@ -210,7 +232,7 @@ def _open(model_class: ModelClass, config: PreTrainedConfig, params: Any) -> tup
 def _architecture(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str] = ()) -> Architecture:
     """What transformers' own class holds. given: the names there are, torch's or the tree's."""
     with torch.device("meta"):
-        model = _their_class(model_class)(_plain(config))
+        model = _their_class(model_class)(plain_config(config))
     return architecture_like(model, given)
 
 
@@ -228,10 +250,14 @@ def _their_class(model_class: ModelClass) -> ModelClass:
     return getattr(transformers, model_class.__name__) if native else model_class
 
 
-def _plain(config: PreTrainedConfig) -> PreTrainedConfig:
+def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy without our attention, which transformers then chooses as it would."""
     config = copies.deepcopy(config)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if isinstance(part, PreTrainedConfig) and part._attn_implementation in INTERFACES:
-            part._attn_implementation = None
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        if part._attn_implementation in OURS:
+            part._attn_implementation_internal = None
+        inner = (getattr(part, name, None) for name in part.sub_configs)
+        waiting += [one for one in inner if isinstance(one, PreTrainedConfig)]
     return config

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from easytorch.protocol.native import NativeModel
 
 
+class MismatchedShapeError(CheckpointError, RuntimeError):
+    """A weight of another shape than the model's: also a `RuntimeError`, which is what transformers raises for it."""
+
+
 def check_loaded(
     model: NativeModel, info: dict[str, Any], source: str | None, *, ignore_mismatched_sizes: bool
 ) -> None:
@@ -60,11 +64,11 @@ def check_loaded_foreign(
 
 
 def check_shapes(model: PreTrainedModel, info: dict[str, Any], source: str | None, ignore: bool) -> None:
-    """`CheckpointError` naming the first weight whose shape is not the model's."""
+    """`MismatchedShapeError` naming the first weight whose shape is not the model's."""
     if ignore or not info["mismatched_keys"]:
         return
     name, given, expected = min(info["mismatched_keys"])
-    raise CheckpointError(
+    raise MismatchedShapeError(
         f"has shape {tuple(given)} in the checkpoint and {tuple(expected)} in {type(model).__name__}"
         f"{_others(info['mismatched_keys'])}; load it with the config it was saved with, or pass "
         f"ignore_mismatched_sizes=True to start those weights anew",

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
+from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.checkpoint import check_torch_files, flax_file
 from easytorch.protocol.flax_weights import load_flax
@@ -24,6 +25,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_attention_backend = True
+    _supports_flex_attn = True
     _can_compile_fullgraph = True
 
     # Patterns of weight names: those a checkpoint of the family may lack or hold in addition whatever its head, and
@@ -65,6 +67,10 @@ class NativeModel(BridgeMixin, PreTrainedModel):
             check_loaded(model, info, source, ignore_mismatched_sizes=ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model
 
+    def generate_batch(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate_batch` (continuous batching), whose failures are errors here."""
+        return generate_batch(self, super().generate_batch, inputs, *args, **kwargs)
+
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""
         super()._apply(fn, recurse)
@@ -89,13 +95,13 @@ class NativeModel(BridgeMixin, PreTrainedModel):
             return "easytorch"
         if attn_implementation == FLASH_FOR_TRANSFORMERS:
             return "flash"
-        if attn_implementation in NATIVE_INTERFACES:
+        if attn_implementation in NATIVE_INTERFACES or attn_implementation == "paged|eager":
             return attn_implementation
         registered = attn_implementation.removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS.valid_keys()
-        if not registered or "flash" in attn_implementation or attn_implementation == "flex_attention":
+        if not registered or "flash" in attn_implementation:
             names = ", ".join(repr(name) for name in NATIVE_INTERFACES if name != FLASH_FOR_TRANSFORMERS)
             raise ValueError(
-                f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes {names} or "
-                f"a name registered with transformers.AttentionInterface"
+                f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes {names}, "
+                f"'flex_attention' or a name registered with transformers.AttentionInterface"
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, is_init_check, allow_all_kernels)

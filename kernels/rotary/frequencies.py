@@ -42,7 +42,12 @@ class _Setting(NamedTuple):
     def factor(self) -> float:
         """How far the context is stretched: from what it was trained at to `max_positions`, unless given."""
         given = self.rope.get("factor")
-        return self.max_positions / self.rope["original_max_position_embeddings"] if given is None else given
+        return self.max_positions / self.trained if given is None else given
+
+    @property
+    def trained(self) -> int:
+        """The longest position that was trained: `max_positions` where the config does not say."""
+        return self.rope.get("original_max_position_embeddings") or self.max_positions
 
     def exponents(self, dim: int | None = None, of: int | None = None) -> Tensor:
         """2i / of for i below dim / 2."""
@@ -137,8 +142,7 @@ def _dynamic(s: _Setting) -> Frequencies:
 
 def _yarn(s: _Setting) -> Frequencies:
     """High frequencies stay, low ones are stretched by the factor, those between are mixed."""
-    rope, dim, factor = s.rope, s.dim, s.factor
-    trained = rope["original_max_position_embeddings"]
+    rope, dim, factor, trained = s.rope, s.dim, s.factor, s.trained
 
     def pair_of(rotations: float) -> float:
         """The pair that turns so often within the trained length."""
@@ -167,7 +171,7 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
 
 def _longrope(s: _Setting) -> Frequencies:
     """Each pair has its own two factors: one for lengths that were trained, one for those beyond."""
-    trained, given, factor = s.rope["original_max_position_embeddings"], s.rope.get("attention_factor"), s.factor
+    trained, given, factor = s.trained, s.rope.get("attention_factor"), s.factor
     short, long = (
         torch.tensor(s.rope[name], dtype=torch.float32, device=s.device) for name in ("short_factor", "long_factor")
     )
@@ -183,9 +187,7 @@ def _longrope(s: _Setting) -> Frequencies:
 def _llama3(s: _Setting) -> Frequencies:
     """Wavelengths within the trained length stay, those far beyond it are stretched, those between are mixed."""
     rope, factor, inverse = s.rope, s.rope["factor"], _default(s).inverse
-    low, high, trained = (
-        rope[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
+    low, high, trained = rope["low_freq_factor"], rope["high_freq_factor"], s.trained
     wavelength = 2 * math.pi / inverse
     kept = (trained / wavelength - low) / (high - low)
     mixed = (1 - kept) * inverse / factor + kept * inverse

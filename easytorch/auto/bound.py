@@ -1,0 +1,84 @@
+"""What `BridgeMixin` gives native models, as attributes of one instance of transformers' own class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from easytorch.bridge.memory import Tree
+from easytorch.protocol import flax_trees
+from easytorch.protocol.batching import generate_batch
+
+
+class Bound:
+    """`function(model, ...)` as an attribute of the model, which it keeps alive no more than a method would.
+
+    A reference back would make a cycle, and the weights of a deleted model would stay until Python looks for cycles.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: PreTrainedModel) -> None:
+        self.function = function
+        self._model = weakref.ref(model)
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError(f"the model that {self.function.__name__} belongs to has been deleted; keep it")
+        return self.function(model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        return Bound(self.function, copy.deepcopy(self._model(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bound, (self.function, self._model())
+
+
+class Transform:
+    """`BridgeMixin.pure_transform_fn` for one model: it keeps its names and its config, and none of its weights."""
+
+    def __init__(self, model_class: type[PreTrainedModel], config: Any, names: tuple[str, ...]) -> None:
+        self.described = (model_class, config, names)
+        self._function: flax_trees.Transform | None = None
+
+    def __call__(self, state_dict: Mapping[str, torch.Tensor]) -> Tree:
+        if self._function is None:  # made when it is first asked for: it builds the model's outline
+            self._function = flax_trees.transform_for(*self.described)
+        return self._function(state_dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transform, self.described
+
+
+def bridge_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The public names of `BridgeMixin`, for `model`, and `generate_batch`."""
+    transform = Transform(type(model), model.config, tuple(model.state_dict()))
+    batching = {"generate_batch": Bound(_generate_batch, model)} if hasattr(type(model), "generate_batch") else {}
+    return batching | {
+        "to_torch": Bound(flax_trees.to_torch, model),
+        "to_flax": Bound(flax_trees.to_flax, model),
+        "from_flax": FromFlax(type(model)),
+        "transform_fn": transform,
+        "pure_transform_fn": transform,
+    }
+
+
+def _generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate_batch` (continuous batching), whose failures are errors here."""
+    return generate_batch(model, functools.partial(type(model).generate_batch, model), *args, **kwargs)
+
+
+class FromFlax:
+    """`BridgeMixin.from_flax` of a class."""
+
+    def __init__(self, model_class: type[PreTrainedModel]) -> None:
+        self.model_class = model_class
+
+    def __call__(self, config: Any, params: Any, **kwargs: Any) -> Any:
+        return flax_trees.from_flax(self.model_class, config, params, **kwargs)

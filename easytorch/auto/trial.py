@@ -1,0 +1,377 @@
+"""Whether the attention of a transformers class may be ours: a small model of the class is run with both.
+
+transformers accepts any registered attention name for any class, and a class may yet build masks of its own, join them
+with masks made by name, or compute attention by itself: wrong numbers without an error. So nothing is concluded from
+what a class declares. A model of a few thousand weights is made from the config, and its outputs and gradients must be
+those of transformers' own attention under every kind of mask the class takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, StaticCache
+
+from easytorch.auto.inputs import Inputs, candidates
+from easytorch.auto.tiny import ATTEMPTS, configs_in, shrunken
+from easytorch.layers.attention import EAGER_INTERFACES, OBSERVERS, OF_STOCK
+
+ModelClass = type[PreTrainedModel]
+
+# Relative RMS. Both sides compute in float32, where the order of a sum is worth 1e-6; a mask that is misread changes
+# the outputs by more than 1e-2 with weights as large as these.
+TOLERANCE = 1e-4
+MOST_WEIGHTS, MOST_INPUTS = 8_000_000, 400_000
+
+# What another library's model can fail with when it is made small and given made-up inputs.
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+@dataclass
+class Trial:
+    """What was found. plugged: the groups (see `attention_groups`) whose attention may be ours; refusals: why not."""
+
+    plugged: frozenset[str] = frozenset()
+    refusals: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)  # group -> its key in config.sub_configs, "" for the model's own
+
+    @property
+    def reason(self) -> str | None:
+        return "; ".join(dict.fromkeys(self.refusals.values())) or None
+
+
+@dataclass
+class Group:
+    """The modules that find their attention by the name in one config object."""
+
+    config: PreTrainedConfig
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def switch(self, name: str) -> None:
+        self.config._attn_implementation_internal = name
+
+
+def attention_groups(model: nn.Module) -> dict[str, Group]:
+    """The config objects of `model`'s modules, each by the name of the first module that has it."""
+    groups: dict[int, tuple[str, Group]] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            groups.setdefault(id(config), (name, Group(config)))[1].modules.append(module)
+    return dict(groups.values())
+
+
+def _keys(model: PreTrainedModel) -> dict[str, str]:
+    """Group -> the key of its config, or of the one it is inside; a copy of the model's own counts as the model's."""
+    inside = {
+        id(part): key
+        for key in model.config.sub_configs
+        if (inner := getattr(model.config, key, None)) is not None
+        for part in configs_in(inner)
+    }
+    return {name: inside.get(id(group.config), "") for name, group in attention_groups(model).items()}
+
+
+def try_attention(model_class: ModelClass, config: PreTrainedConfig) -> Trial:
+    """The `Trial` of `model_class` under `config`; once a process for all configs that differ in sizes only."""
+    key = (model_class, _structure(config))
+    if key not in _TRIALS:
+        with _undisturbed():
+            _TRIALS[key] = _try(model_class, config)
+    return _TRIALS[key]
+
+
+_TRIALS: dict[tuple[ModelClass, str], Trial] = {}
+
+
+def _structure(config: PreTrainedConfig) -> str:
+    return json.dumps(shrunken(config).to_dict(), sort_keys=True, default=repr)
+
+
+def _try(model_class: ModelClass, config: PreTrainedConfig) -> Trial:
+    name = model_class.__name__
+    failure = None
+    for attempt in range(len(ATTEMPTS)):
+        try:
+            model = build(model_class, shrunken(config, attempt))
+            if not any(map(_is_attention, model.modules())):
+                return Trial(refusals={"": f"{name} has no attention that could be replaced"})
+            runs = list(_runs(model))
+        except FAILURES as error:
+            failure = failure or first_line(error)
+            continue
+        if runs:
+            trial = _compare(model, runs)
+            return replace(trial, keys=_keys(model))
+    failure = failure or "no inputs were found for it"
+    return Trial(refusals={"": f"{name} could not be tried with the EasyTorch attention ({failure})"})
+
+
+def build(model_class: ModelClass, config: PreTrainedConfig, most_weights: int = MOST_WEIGHTS) -> PreTrainedModel:
+    """A model of `config` in float32 with weights large enough that attention matters; `ValueError` if it is large."""
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in model_class._from_config(copy.deepcopy(config)).parameters())
+    if count > most_weights:
+        raise ValueError(f"{model_class.__name__} has {count} weights even when it is made small")
+    model = model_class._from_config(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                scale = 1.0 if weight.ndim < 2 else weight[0].numel() ** -0.5
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.5 * scale)
+    return model
+
+
+@dataclass
+class Run:
+    """One model inside the model and what it is called with."""
+
+    unit: nn.Module
+    case: str
+    call: Callable[[], Any]
+
+
+def _runs(model: PreTrainedModel) -> Iterator[Run]:
+    """Calls that transformers' own attention carries out: of the model, and of models in it that it did not run."""
+    run: set[nn.Module] = set()
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: run.add(module))
+        for module in model.modules()
+        if _is_attention(module)
+    ]
+    for unit in model.modules():
+        if not isinstance(unit, PreTrainedModel) or (unit is not model and not _lacking(unit, run)):
+            continue
+        small = (inputs for inputs in candidates(unit) if _small(inputs))
+        inputs = next((inputs for inputs in small if _works(functools.partial(unit, **inputs))), None)
+        if inputs is None:
+            continue
+        for case, call in cases(unit, inputs):
+            if _works(call):
+                yield Run(unit, case, call)
+    for handle in handles:
+        handle.remove()
+
+
+def _lacking(unit: nn.Module, run: set[nn.Module]) -> bool:
+    return any(_is_attention(module) and module not in run for module in unit.modules())
+
+
+def _small(inputs: Inputs) -> bool:
+    return sum(tensor.numel() for tensor in inputs.values()) <= MOST_INPUTS
+
+
+def _works(call: Callable[[], Any]) -> bool:
+    try:
+        with torch.no_grad():
+            call()
+    except FAILURES:
+        return False
+    return True
+
+
+def cases(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, call): no mask, padding on either side, 4D masks of both kinds, gradients, more tokens after a cache."""
+    yield "no mask", functools.partial(model, **inputs)
+    yield "gradients", functools.partial(gradients, model, inputs)
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        return
+    batch, length = tokens.shape[:2]
+    right = torch.ones(batch, length, dtype=torch.long)
+    right[0, length - 3 :] = 0
+    padded = {"padding on the right": right, "padding on the left": right.flip(1)}
+    for name, mask in padded.items():
+        yield name, functools.partial(model, **inputs, attention_mask=mask)
+    yield "gradients with padding", functools.partial(gradients, model, inputs | {"attention_mask": right.flip(1)})
+    seen = (torch.ones(length, length).tril() * right[:, None, None]).bool()
+    seen[1, :, 2] = False  # the third row of the second sequence sees nothing
+    seen[1, :, 2, :] = False
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    if model.config._attn_implementation not in (
+        "eager",
+        *EAGER_INTERFACES,
+    ):  # which would add it to the scores as zeros and ones
+        yield "a 4D boolean mask", functools.partial(model, **inputs, attention_mask=seen)
+    yield "a 4D additive mask", functools.partial(model, **inputs, attention_mask=added)
+    if "decoder_input_ids" in inputs:
+        yield "padded decoder", functools.partial(model, **inputs, attention_mask=right, decoder_attention_mask=right)
+    for name, mask in padded.items():
+        yield f"decoding after {name}", functools.partial(_decode, model, inputs, mask, static=False)
+    yield "decoding in a static cache", functools.partial(_decode, model, inputs, right.flip(1), static=True)
+
+
+def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The gradient of every weight."""
+    model.zero_grad(set_to_none=True)
+    with torch.enable_grad():
+        outputs = [tensor for tensor in tensors(model(**inputs)) if tensor.requires_grad]
+        generator = torch.Generator().manual_seed(1)
+        loss = sum((tensor * torch.randn(tensor.shape, generator=generator)).sum() for tensor in outputs)
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError("no output has a gradient")
+        loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _decode(model: Any, inputs: Inputs, mask: torch.Tensor, *, static: bool) -> list[Any]:
+    """The outputs of all tokens but two, then one, then one, through a cache."""
+    key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    tokens, length = inputs[key], inputs[key].shape[1]
+    if static:
+        config = model.config.get_text_config(decoder=True)
+        cache: Any = StaticCache(config=config, max_cache_len=length + 3)
+        if key == "decoder_input_ids":
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+    else:
+        cache = None
+    outputs = []
+    for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
+        step = inputs | {key: tokens[:, start:end], "use_cache": True, "past_key_values": cache}
+        step["attention_mask"] = mask if key == "decoder_input_ids" else mask[:, :end]
+        output = model(**step)
+        outputs.append(output)
+        cache = output.past_key_values
+        if cache is None:
+            raise ValueError("there is no cache")
+    return outputs
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    """The floating tensors of a model's output, without those of its caches."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, dict):
+        output = [value for name, value in output.items() if "past_key_values" not in name and "cache" not in name]
+    if isinstance(output, list | tuple):
+        return [tensor for item in output for tensor in tensors(item)]
+    return []
+
+
+def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
+    groups = attention_groups(model)
+    stock = {name: group.config._attn_implementation for name, group in groups.items()}
+    ours = {name: OF_STOCK[found]["easytorch"] for name, found in stock.items() if found in OF_STOCK}
+    expected = [_outputs(run) for run in runs]
+
+    def differs(names: Iterable[str]) -> tuple[str | None, set[nn.Module]]:
+        """The first difference with these groups switched, and the modules that called ours."""
+        called: set[nn.Module] = set()
+        for name in names:
+            groups[name].switch(ours[name])
+        OBSERVERS.append(called.add)
+        try:
+            for run, right in zip(runs, expected, strict=True):
+                reason = _difference(run, right)
+                if reason is not None:
+                    return reason, called
+            return None, called
+        finally:
+            OBSERVERS.remove(called.add)
+            for name in names:
+                groups[name].switch(stock[name])
+
+    reason, called = differs(ours)
+    refusals: dict[str, str] = {}
+    plugged, label = set(ours), type(model).__name__
+    if not called:
+        never = f"{label} computes attention by itself and never calls transformers' AttentionInterface"
+        return Trial(refusals={"": never})
+    if reason is not None:
+        plugged = set()
+        for name in ours:
+            found, by_it = differs([name])
+            if found is not None:
+                refusals[name] = f"{_label(model, name)} gives other numbers with the EasyTorch attention: {found}"
+            elif by_it:
+                plugged.add(name)
+        reason, called = differs(plugged)
+        if reason is not None:
+            return Trial(refusals={"": f"{label} gives other numbers with the EasyTorch attention: {reason}"})
+    used = {name for name in plugged if any(module in called for module in groups[name].modules)}
+    for name in plugged - used:
+        if any(_is_attention(module) for module in groups[name].modules):
+            refusals[name] = f"{_label(model, name)} did not call the EasyTorch attention when it was tried"
+    return Trial(frozenset(plugged - set(refusals)), refusals)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def _label(model: nn.Module, name: str) -> str:
+    return type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
+
+
+def _outputs(run: Run) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [tensor.clone() for tensor in tensors(run.call())]
+
+
+def _difference(run: Run, expected: list[torch.Tensor]) -> str | None:
+    try:
+        given = _outputs(run)
+    except FAILURES as error:
+        return f"{run.case}: {first_line(error)}"
+    error = difference(given, expected)
+    return None if error is None else f"{run.case}: {error}"
+
+
+def difference(given: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = TOLERANCE) -> str | None:
+    """None, or by how much `given` is off. Where transformers' own is not finite nothing is asked of ours."""
+    if [tensor.shape for tensor in given] != [tensor.shape for tensor in expected]:
+        return "outputs of other shapes"
+    worst = 0.0
+    scale = max((_rms(right[right.isfinite()]) for right in expected), default=0.0)
+    for ours, right in zip(given, expected, strict=True):
+        known = right.isfinite()
+        if not ours[known].isfinite().all():
+            return "numbers that are not finite"
+        size = _rms(right[known])
+        if size > 1e-6 * scale:  # a gradient that is nothing but rounding says nothing
+            worst = max(worst, _rms(ours[known] - right[known]) / size)
+    return f"off by {worst:.1%}" if worst > tolerance else None
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return tensor.double().square().mean().sqrt().item() if tensor.numel() else 0.0
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random numbers, devices, modes, warnings and logs as if no trial had been."""
+    dtype, level = torch.get_default_dtype(), logging.root.manager.disable
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            logging.disable(level)

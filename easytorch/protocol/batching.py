@@ -1,0 +1,57 @@
+"""`generate_batch` with our attention, which transformers' continuous batching takes under the name "sdpa"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from easytorch.layers.attention import OF_STOCK, OURS
+
+_AS = {stock["easytorch"]: name for name, stock in OF_STOCK.items()}
+
+
+def generate_batch(model: PreTrainedModel, generate: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate`, which is transformers' `generate_batch`, of `model`; `RuntimeError` where a request fails.
+
+    Left to itself it logs what went wrong in its thread and returns fewer results, or none.
+    """
+    with _known_attention(model):
+        results = generate(inputs, *args, **kwargs)
+    failed = {name: result.error for name, result in results.items() if result.error is not None}
+    if failed or len(results) < len(inputs):
+        reasons = "; ".join(f"{name}: {error}" for name, error in failed.items()) or "see the log above for the reason"
+        raise RuntimeError(
+            f"generate_batch finished {len(results) - len(failed)} of {len(inputs)} requests of "
+            f"{type(model).__name__} with attn_implementation={model.config._attn_implementation!r}: {reasons}"
+        )
+    return results
+
+
+@contextmanager
+def _known_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Our automatic choice under the name of transformers' own; that of native models stays ours."""
+    configs = {id(module.config): module.config for module in model.modules() if _has_ours(module)}
+    names = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation_internal = _AS[config._attn_implementation]
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = names[key]
+
+
+def _has_ours(module: torch.nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    if not isinstance(config, PreTrainedConfig) or config._attn_implementation not in OURS:
+        return False
+    if config._attn_implementation not in _AS:
+        raise ValueError(
+            f"generate_batch runs with attn_implementation='easytorch', 'sdpa' or 'eager', this model has "
+            f"{config._attn_implementation!r}; change it with model.set_attn_implementation('easytorch')"
+        )
+    return True

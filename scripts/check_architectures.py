@@ -1,0 +1,312 @@
+"""Every model type of the installed transformers, small and with random weights: our auto classes against its own.
+
+    python scripts/check_architectures.py --out build/architectures.jsonl --markdown docs/architectures.md
+    python scripts/check_architectures.py --types t5,gemma3          # some of them, printed
+    python scripts/check_architectures.py --sample 12 --seed 3       # some of them, drawn
+
+A type is built from its own config made small (easytorch/auto/tiny.py), by `easytorch.AutoModel*` and by
+`transformers.AutoModel*` with the same weights, and both are run without a mask, with padding on either side, with 4D
+masks, token by token through caches, backwards, and by `generate`. One process does the work and is replaced when a
+type takes too long or too much memory. What --out already holds is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import logging
+import multiprocessing
+import random
+import resource
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MEMORY = 5 << 30
+# What generates is tried first, then what stands for the type in general, then whatever there is.
+AUTOS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModel")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", help="model types, separated by commas; otherwise all that transformers knows")
+    parser.add_argument("--sample", type=int, help="how many to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw and of the inputs")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one type")
+    parser.add_argument("--out", type=Path, help="results, one JSON object a line; a later run goes on from there")
+    parser.add_argument("--markdown", type=Path, help="write the table of all results of --out there")
+    options = parser.parse_args(arguments)
+    types = options.types.split(",") if options.types else model_types()
+    if options.sample:
+        types = sorted(random.Random(options.seed).sample(types, options.sample))
+    results = {result["type"]: result for result in _read(options.out)}
+    with Worker(options.timeout, options.seed) as worker:
+        for done, name in enumerate(types):
+            if name in results:
+                continue
+            results[name] = worker.check(name)
+            print(f"{done + 1}/{len(types)} {line_of(results[name])}", flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(results[name]) + "\n")
+    if options.markdown:
+        options.markdown.write_text(table(list(results.values())))
+    wrong = [name for name in types if results[name]["status"] in ("different", "fails")]
+    print(summary([results[name] for name in types]))
+    if wrong:
+        print(f"seed {options.seed}: wrong: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+def model_types() -> list[str]:
+    """Every model type that an auto class of the installed transformers makes a model of."""
+    import transformers
+
+    from easytorch.auto import MODELS
+
+    names = set()
+    for auto in MODELS:
+        for config in getattr(transformers, auto)._model_mapping:
+            names.add(config.model_type)
+    return sorted(filter(None, names))
+
+
+class Worker:
+    """A process that checks one type after the other, started again after one that it did not survive."""
+
+    def __init__(self, timeout: float, seed: int) -> None:
+        self.timeout, self.seed = timeout, seed
+        self.process: Any = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def check(self, model_type: str) -> dict[str, Any]:
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.connection, other = context.Pipe()
+            self.process = context.Process(target=work, args=(other, self.seed), daemon=True)
+            self.process.start()
+            other.close()
+            self.connection.recv()  # imports are done
+        self.connection.send(model_type)
+        with contextlib.suppress(EOFError):
+            if self.connection.poll(self.timeout):
+                return self.connection.recv()
+            self._stop()
+            return {"type": model_type, "status": "not tried", "reason": f"took more than {self.timeout:.0f} s"}
+        code = self.process.exitcode
+        self._stop()
+        return {"type": model_type, "status": "fails", "reason": f"ended the process ({code})"}
+
+    def _stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.connection.close()
+            self.process = None
+
+
+def work(connection: Connection, seed: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    connection.send("ready")
+    while True:
+        connection.send(check(connection.recv(), seed))
+
+
+def check(model_type: str, seed: int = 0) -> dict[str, Any]:
+    """One row of the table: type, class, attention groups that are ours, layers that called it, and the verdict."""
+    import copy
+
+    import torch
+    import transformers
+
+    import easytorch
+    from easytorch.auto.inputs import candidates
+    from easytorch.auto.tiny import ATTEMPTS, shrunken
+    from easytorch.auto.trial import FAILURES, build, difference, first_line, tensors
+
+    result: dict[str, Any] = {"type": model_type, "status": "not tried"}
+    try:
+        config = transformers.CONFIG_MAPPING[model_type]()
+    except FAILURES as error:
+        return result | {"reason": f"its config has no defaults: {first_line(error)}"}
+    autos = [*AUTOS, *(name for name in easytorch.auto.MODELS if name not in AUTOS)]
+    auto = next((name for name in autos if type(config) in getattr(transformers, name)._model_mapping), None)
+    if auto is None:
+        return result | {"reason": "no auto class makes it"}
+    found = getattr(transformers, auto)._model_mapping[type(config)]
+    model_class = found[0] if isinstance(found, tuple) else found
+    result |= {"class": model_class.__name__, "auto": auto}
+    theirs = inputs = None
+    for attempt in range(len(ATTEMPTS)):
+        try:
+            theirs = build(model_class, shrunken(config, attempt))
+            inputs = _working(theirs, candidates(theirs, seed))
+        except FAILURES as error:
+            result.setdefault("reason", f"cannot be made small: {first_line(error)}")
+            continue
+        if inputs is not None:
+            break
+    if theirs is None or inputs is None:
+        return result | {"reason": result.get("reason", "no inputs were found for it")}
+    result.pop("reason", None)
+    torch.manual_seed(0)
+    try:
+        ours = getattr(easytorch, auto).from_config(shrunken(config, attempt)).eval()
+        ours.load_state_dict(theirs.state_dict())
+    except FAILURES as error:
+        return result | {"status": "fails", "reason": f"loading: {first_line(error)}"}
+    compared, wrong = 0, []
+    for (case, expected), (_, given) in zip(_calls(theirs, inputs), _calls(ours, copy.deepcopy(inputs)), strict=True):
+        try:
+            torch.manual_seed(0)
+            right = tensors(expected())
+        except FAILURES:
+            continue  # transformers does not carry it either
+        compared += 1
+        try:
+            torch.manual_seed(0)
+            off = difference(tensors(given()), right)
+        except FAILURES as error:
+            off = first_line(error)
+        if off is not None:
+            wrong.append(f"{case}: {off}")
+    report = ours.easytorch_report
+    result |= {"native": report.native, "layers": len(report.layers), "called": len(report.called or ())}
+    result |= {"compared": compared}
+    if report.reason is not None:
+        result["reason"] = report.reason
+    if wrong:
+        return result | {"status": "different", "reason": "; ".join(wrong)}
+    return result | {"status": "equal" if result["called"] else "stock"}
+
+
+def _calls(model: Any, inputs: dict[str, Any]) -> list[tuple[str, Any]]:
+    import functools
+
+    import torch
+
+    from easytorch.auto.trial import cases
+
+    def quietly(call: Any) -> Any:
+        with torch.no_grad():
+            return call()
+
+    calls = [(name, functools.partial(quietly, call)) for name, call in cases(model, inputs)]
+    if model.can_generate() and "input_ids" in inputs:
+        tokens = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :3] = 0
+        for cache in ("dynamic", "static"):
+            calls.append((f"generate with a {cache} cache", functools.partial(_generate, model, tokens, mask, cache)))
+    return calls
+
+
+def _generate(model: Any, inputs: dict[str, Any], mask: Any, cache: str) -> Any:
+    ids = model.generate(
+        **inputs,
+        attention_mask=mask,
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        num_beams=1,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
+    return ids.float()
+
+
+def _working(model: Any, tried: Any) -> dict[str, Any] | None:
+    import torch
+
+    from easytorch.auto.trial import FAILURES, MOST_INPUTS
+
+    for inputs in tried:
+        if sum(tensor.numel() for tensor in inputs.values()) > MOST_INPUTS:
+            continue
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except FAILURES:
+            continue
+        return inputs
+    return None
+
+
+def _read(file: Path | None) -> list[dict[str, Any]]:
+    if file is None or not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def line_of(result: dict[str, Any]) -> str:
+    layers = f"{result['called']}/{result['layers']} layers" if "layers" in result else ""
+    return f"{result['type']} {result.get('class', '')}: {result['status']} {layers} {result.get('reason', '')}".strip()
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    counts = collections.Counter(result["status"] for result in results)
+    return f"{len(results)} types: " + ", ".join(f"{count} {status}" for status, count in counts.most_common())
+
+
+_HEAD = """# Architectures
+
+Every model type of transformers {version}, from its own config made small, by `easytorch.AutoModel*` and by
+transformers' own auto classes with the same weights: no mask, padding on either side, 4D masks, decoding through
+dynamic and static caches, gradients, `generate`. `scripts/check_architectures.py` makes this page; relative RMS
+differences above 1e-4 count as different.
+
+| Status | Types | |
+|---|---|---|
+| equal | {equal} | our attention runs, and every number compared is transformers' own |
+| stock | {stock} | transformers' own attention is kept, for the reason given; every number is its own |
+| not tried | {not_tried} | could not be built or run small, so transformers' own attention is kept |
+| different, fails | {wrong} | a defect |
+
+Layers: how many of the attention layers called ours in the first forward of what could be run. Reason: why not all.
+
+| Type | Class | Status | Layers | Compared | Reason |
+|---|---|---|---|---|---|
+"""
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    import transformers
+
+    counts = collections.Counter(result["status"] for result in results)
+    head = _HEAD.format(
+        version=transformers.__version__,
+        equal=counts["equal"],
+        stock=counts["stock"],
+        not_tried=counts["not tried"],
+        wrong=counts["different"] + counts["fails"],
+    )
+    rows = []
+    for result in sorted(results, key=lambda result: result["type"]):
+        layers = f"{result['called']} of {result['layers']}" if "layers" in result else ""
+        name = result.get("class", "") + (" (native)" if result.get("native") else "")
+        reason = result.get("reason", "").replace("|", "\\|").replace("<", "&lt;")
+        rows.append(
+            f"| {result['type']} | {name} | {result['status']} | {layers} | {result.get('compared', '')} | {reason} |"
+        )
+    return head + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
