@@ -41,14 +41,15 @@ def main() -> None:
     ids = torch.randint(2, 100, (1, options.prompt), generator=torch.Generator().manual_seed(0))
     times: dict[str, list[float]] = {name: [] for name in models}
     with torch.inference_mode():
-        for name, model in models.items():
+        for model in models.values():
             decode(model, ids, 2)
         for round_ in range(options.rounds):
             names = list(models)[:: 1 if round_ % 2 else -1]
             for name in names:
                 times[name].append(decode(models[name], ids, options.tokens))
     weights = sum(weight.numel() for weight in models["easytorch"].parameters())
-    print(f"{weights / 1e9:.2f} B weights, {options.dtype}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    print(f"{weights / 1e9:.2f} B weights, {options.dtype}, torch {torch.__version__}, {threads} threads")
     for name, seconds in times.items():
         middle = statistics.median(seconds)
         print(f"{name:12} {1e3 * middle:8.2f} ms a token  {1 / middle:7.1f} tokens/s")

@@ -137,9 +137,8 @@ def check(model_type: str, seed: int = 0) -> dict[str, Any]:
     import transformers
 
     import easytorch
-    from easytorch.auto.inputs import candidates
-    from easytorch.auto.tiny import ATTEMPTS, shrunken
-    from easytorch.auto.trial import FAILURES, build, difference, first_line, tensors
+    from easytorch.auto.tiny import shrunken
+    from easytorch.auto.trial import FAILURES, attempts, build, difference, first_line, tensors
 
     result: dict[str, Any] = {"type": model_type, "status": "not tried"}
     try:
@@ -150,19 +149,24 @@ def check(model_type: str, seed: int = 0) -> dict[str, Any]:
     auto = next((name for name in autos if type(config) in getattr(transformers, name)._model_mapping), None)
     if auto is None:
         return result | {"reason": "no auto class makes it"}
-    found = getattr(transformers, auto)._model_mapping[type(config)]
+    try:
+        found = getattr(transformers, auto)._model_mapping[type(config)]
+    except FAILURES as error:
+        return result | {"reason": f"transformers does not hold its class: {first_line(error)}"}
     model_class = found[0] if isinstance(found, tuple) else found
     result |= {"class": model_class.__name__, "auto": auto}
     theirs = inputs = None
-    for attempt in range(len(ATTEMPTS)):
+    config.architectures = [model_class.__name__]  # without it transformers cannot choose among several classes
+    for attempt, most in attempts():
         try:
-            theirs = build(model_class, shrunken(config, attempt))
-            inputs = _working(theirs, candidates(theirs, seed))
+            theirs = build(model_class, shrunken(config, attempt), most)
+            part, inputs = _working(theirs, seed)
         except FAILURES as error:
             result.setdefault("reason", f"cannot be made small: {first_line(error)}")
             continue
         if inputs is not None:
             break
+        result.setdefault("reason", "no inputs were found for it")
     if theirs is None or inputs is None:
         return result | {"reason": result.get("reason", "no inputs were found for it")}
     result.pop("reason", None)
@@ -173,7 +177,8 @@ def check(model_type: str, seed: int = 0) -> dict[str, Any]:
     except FAILURES as error:
         return result | {"status": "fails", "reason": f"loading: {first_line(error)}"}
     compared, wrong = 0, []
-    for (case, expected), (_, given) in zip(_calls(theirs, inputs), _calls(ours, copy.deepcopy(inputs)), strict=True):
+    theirs, run = theirs.get_submodule(part), ours.get_submodule(part)
+    for (case, expected), (_, given) in zip(_calls(theirs, inputs), _calls(run, copy.deepcopy(inputs)), strict=True):
         try:
             torch.manual_seed(0)
             right = tensors(expected())
@@ -189,7 +194,7 @@ def check(model_type: str, seed: int = 0) -> dict[str, Any]:
             wrong.append(f"{case}: {off}")
     report = ours.easytorch_report
     result |= {"native": report.native, "layers": len(report.layers), "called": len(report.called or ())}
-    result |= {"compared": compared}
+    result |= {"compared": compared} | ({"part": part} if part else {})
     if report.reason is not None:
         result["reason"] = report.reason
     if wrong:
@@ -232,21 +237,25 @@ def _generate(model: Any, inputs: dict[str, Any], mask: Any, cache: str) -> Any:
     return ids.float()
 
 
-def _working(model: Any, tried: Any) -> dict[str, Any] | None:
+def _working(model: Any, seed: int) -> tuple[str, dict[str, Any] | None]:
+    """The first model inside `model`, itself first, that inputs were found for: its name there, and they."""
     import torch
+    from transformers import PreTrainedModel
 
+    from easytorch.auto.inputs import candidates
     from easytorch.auto.trial import FAILURES, MOST_INPUTS
 
-    for inputs in tried:
-        if sum(tensor.numel() for tensor in inputs.values()) > MOST_INPUTS:
-            continue
-        try:
-            with torch.no_grad():
-                model(**inputs)
-        except FAILURES:
-            continue
-        return inputs
-    return None
+    for name, part in model.named_modules():
+        for inputs in candidates(part, seed) if isinstance(part, PreTrainedModel) else ():
+            if sum(tensor.numel() for tensor in inputs.values()) > MOST_INPUTS:
+                continue
+            try:
+                with torch.no_grad():
+                    part(**inputs)
+            except FAILURES:
+                continue
+            return name, inputs
+    return "", None
 
 
 def _read(file: Path | None) -> list[dict[str, Any]]:
@@ -301,7 +310,8 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in sorted(results, key=lambda result: result["type"]):
         layers = f"{result['called']} of {result['layers']}" if "layers" in result else ""
         name = result.get("class", "") + (" (native)" if result.get("native") else "")
-        reason = result.get("reason", "").replace("|", "\\|").replace("<", "&lt;")
+        reason = "; ".join(filter(None, (result.get("reason"), result.get("part") and f"run: {result['part']}")))
+        reason = reason.replace("|", "\\|").replace("<", "&lt;")
         rows.append(
             f"| {result['type']} | {name} | {result['status']} | {layers} | {result.get('compared', '')} | {reason} |"
         )

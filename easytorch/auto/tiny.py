@@ -49,7 +49,7 @@ _WIDTHS = re.compile(
     r"(.*_)?lora_rank|dim|dim_feedforward|feedforward_dim|ffn_hidden_size|(.*_)?ffn_dim|width|output_dim|proj_dim|"
     r"word_embed_proj_dim|(.*_)?hidden_dim|conv_dim|(.*_)?intermediate_size(_mlp)?|vision_output_dim|lru_width|"
     r"out_hidden_size|embed_dim_per_stage|(.*_)?expert_ffn_size|moe_intermediate_size|neck_hidden_sizes|emb_dim|"
-    r"output_channels|backbone_channel_list|(.*_)?attention_size|hidden_size_per_layer_input|fusion_hidden_size|query_dim"
+    r"output_channels|backbone_channel_list|(.*_)?attention_size|hidden_size_per_layer_input|fusion_hidden_size|query_dim|num_pos_feats"
 )
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts|moe_num_experts|num_experts_per_layer")
 _EXPERTS_A_TOKEN = re.compile(r"num_experts_per_tok(en)?|moe_(k|topk|top_k)|top_k|num_selected_experts|moe_topk")
@@ -183,12 +183,22 @@ def _shrink_rotary(part: PreTrainedConfig, by: int) -> None:
     if not isinstance(rope, dict):
         return
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        section = one.get("mrope_section")
-        if section:
-            one["mrope_section"] = [max(1, size // by) for size in section]
+        if "rope_type" in one:
+            one["mrope_section"] = _section(part, one, by)
         for name in ("short_factor", "long_factor"):
             if isinstance(one.get(name), list):
                 one[name] = one[name][: max(1, len(one[name]) // by)]
+
+
+def _section(part: PreTrainedConfig, rope: dict[str, Any], by: int) -> list[int]:
+    """How many pairs turn by time, height and width; some classes have a default that the small head does not fit."""
+    if rope.get("mrope_section") and all(size % by == 0 for size in rope["mrope_section"]):
+        return [size // by for size in rope["mrope_section"]]
+    head = getattr(part, "head_dim", None) or (
+        getattr(part, "hidden_size", 0) // (getattr(part, "num_attention_heads", 0) or 1)
+    )
+    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 
 
 def _shrink_image(part: PreTrainedConfig) -> None:

@@ -168,7 +168,7 @@ def _paged(
     if not isinstance(cache, PagedAttentionCache) or mask is None:
         raise UnsupportedOperationError(
             f"EasyTorch's attention takes cache={type(cache).__name__} from generate_batch alone, which passes a "
-            f'PagedAttentionCache and a mask; load this model with attn_implementation="easytorch" or "sdpa"'
+            f'PagedAttentionCache and a mask; load this model with attn_implementation="easytorch", "sdpa" or "eager"'
         )
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     for name in _OF_PAGES:
@@ -183,12 +183,16 @@ def attend_by_mask(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    backend: str | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend` where the mask alone says who sees whom, as transformers' eager attention has it."""
-    return attend(module, query, key, value, attention_mask, is_causal=False, **kwargs)
+    learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if backend is None and learning:  # ATen's fused kernel has other gradients of rows that are masked throughout
+        backend = "vanilla"
+    return attend(module, query, key, value, attention_mask, backend=backend, is_causal=False, **kwargs)
 
 
 _FUNCTIONS: dict[str, AttentionFunction] = {

@@ -1,0 +1,210 @@
+"""A class is tried before its attention becomes ours, and only the loaded instance changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import transformers as t
+
+import easytorch
+from easytorch.auto import trial
+from easytorch.auto.tiny import configs_in, shrunken
+from easytorch.auto.trial import difference, try_attention
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+GQA = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+IDS = torch.tensor([[5, 9, 33, 71, 8, 20, 21], [4, 4, 90, 12, 60, 3, 3]])
+MASK = torch.tensor([[1] * 7, [0] * 2 + [1] * 5])
+
+
+def mistral(**changes) -> t.MistralConfig:
+    return t.MistralConfig(**GQA | changes)
+
+
+class ForgetsPadding(t.MistralForCausalLM):
+    """Puts padding into the mask for transformers' eager and sdpa only."""
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        if self.config._attn_implementation not in ("eager", "sdpa"):
+            attention_mask = None
+        return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+
+
+class ForgetsGradients(t.MistralForCausalLM):
+    """The same numbers, and other gradients."""
+
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids, **kwargs)
+        if self.config._attn_implementation != "sdpa":
+            output.logits = output.logits + output.logits.detach() - output.logits
+            output.logits.requires_grad_(torch.is_grad_enabled())
+        return output
+
+
+class ForgetsTheCache(t.MistralForCausalLM):
+    """Wrong where one token follows a cache."""
+
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids, **kwargs)
+        if self.config._attn_implementation != "sdpa" and input_ids.shape[1] == 1:
+            output.logits = output.logits * 1.01
+        return output
+
+
+@pytest.mark.parametrize("model_class, case", [
+    (ForgetsPadding, "padding"), (ForgetsGradients, "gradients"), (ForgetsTheCache, "decoding"),
+])  # fmt: skip
+def test_a_class_that_gives_other_numbers_keeps_transformers_attention(model_class, case, caplog) -> None:
+    class Config(t.MistralConfig):
+        model_type = f"mistral-{case}"
+
+    model_class.config_class = Config
+    easytorch.AutoModelForCausalLM.register(Config, model_class, exist_ok=True)
+    model = easytorch.AutoModelForCausalLM.from_config(Config(**GQA)).eval()
+    report = model.easytorch_report
+    assert case in report.reason and "gives other numbers" in report.reason and case in caplog.text
+    assert model.config._attn_implementation == "sdpa" and model(IDS).logits.shape == (2, 7, 97)
+    assert report.called == () and len(report.not_replaced) == 2
+    for name in ("easytorch", "vanilla", "flash"):
+        with pytest.raises(ValueError, match=rf"'{name}' cannot be obeyed: .*{case}"):
+            easytorch.AutoModelForCausalLM.from_config(Config(**GQA), attn_implementation=name)
+
+
+def test_a_class_that_cannot_be_tried_keeps_transformers_attention() -> None:
+    class Demanding(t.MistralForCausalLM):
+        def forward(self, input_ids, something_else, **kwargs):
+            raise NotImplementedError
+
+    found = try_attention(Demanding, mistral())  # although the model inside it could be run
+    assert not found.plugged and "Demanding could not be run" in found.reason
+    found = try_attention(t.AutoformerModel, t.AutoformerConfig())
+    assert not found.plugged and "could not be tried" in found.reason
+
+
+def test_one_trial_serves_configs_that_differ_in_sizes(monkeypatch) -> None:
+    tried = []
+    monkeypatch.setattr(trial, "_TRIALS", {})
+    monkeypatch.setattr(trial, "_try", lambda model_class, config: tried.append(model_class) or trial.Trial())
+    large = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    for layers in (2, 30):  # both shrink to the same
+        try_attention(t.MistralForCausalLM, t.MistralConfig(**large, num_hidden_layers=layers))
+    assert len(tried) == 1
+    try_attention(t.MistralModel, t.MistralConfig(**large))
+    try_attention(t.MistralForCausalLM, t.MistralConfig(**large, sliding_window=None))
+    assert len(tried) == 3
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    torch.manual_seed(3)
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            found = trial._TRIALS.pop((t.MistralModel, ""), None) or try_attention(
+                t.MistralModel, mistral(vocab_size=61)
+            )
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(dtype)
+    assert found.plugged == {""} and torch.equal(torch.get_rng_state(), state)
+    assert not t.MistralModel.__dict__.get("easytorch_report")
+
+
+def test_loading_changes_the_instance_and_not_its_class() -> None:
+    classes = [t.GPT2LMHeadModel, t.GPT2Model, t.GPT2PreTrainedModel, t.PreTrainedModel]
+    config = t.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    first = t.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    first.set_attn_implementation("eager")  # transformers itself then keeps on the class what it found
+    before = [set(vars(one)) for one in classes]
+    model = easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    assert [set(vars(one)) for one in classes] == before
+    assert type(model) is t.GPT2LMHeadModel and model.config._attn_implementation == "easytorch"
+    assert config._attn_implementation in (None, "sdpa")
+    other = t.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    assert other.config._attn_implementation == "sdpa" and not hasattr(other, "to_flax")
+    # the config of a plugged model builds transformers' own model again, and one of ours
+    assert easytorch.AutoModelForCausalLM.from_config(model.config).config._attn_implementation == "easytorch"
+
+
+def test_the_bridge_of_an_instance_is_copied_pickled_and_let_go() -> None:
+    model = easytorch.AutoModel.from_config(mistral()).eval()
+    names = set(model.transform_fn(model.state_dict()))
+    again = pickle.loads(pickle.dumps(model))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in (again, twin):
+            one.embed_tokens.weight.zero_()
+            tree = one.to_flax()
+            assert not tree["embed_tokens"]["embedding"].any() and set(tree) == names
+    assert model.to_flax()["embed_tokens"]["embedding"].any()
+    loaded = model.from_flax(model.config, model.to_flax())
+    torch.testing.assert_close(loaded(IDS)[0], model(IDS)[0])
+    model(IDS)
+    transform, ghost, state = model.pure_transform_fn, weakref.ref(model), dict(model.state_dict())
+    gc.collect()
+    gc.disable()
+    try:
+        del model, loaded
+        assert ghost() is None, "a cycle keeps the weights of a deleted model"
+    finally:
+        gc.enable()
+    assert set(transform(state)) == names
+
+
+def test_a_dict_of_attentions_names_the_parts() -> None:
+    vision = t.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    config = t.LlavaConfig(text_config=t.LlamaConfig(**GQA), vision_config=vision, image_token_index=96)
+    load = easytorch.AutoModel.from_config
+    model = load(copy.deepcopy(config), attn_implementation={"text_config": "vanilla", "vision_config": "eager"})
+    assert model.config.text_config._attn_implementation == "vanilla"
+    assert model.config.vision_config._attn_implementation == "eager"
+    model = load(copy.deepcopy(config), attn_implementation={"": "eager"})
+    assert model.config._attn_implementation == "eager" and "asked for" in model.easytorch_report.reason
+    model = load(copy.deepcopy(config), attn_implementation="flash")
+    assert model.config.text_config._attn_implementation == "easytorch_tiled"
+
+
+def test_a_class_of_eager_attention_gets_its_mask() -> None:
+    """Its mask is added, always there, and all there is: `is_causal` and booleans mean nothing to it."""
+    config = shrunken(t.PegasusXConfig())
+    ours = easytorch.AutoModel.from_config(copy.deepcopy(config)).eval()
+    assert ours.config._attn_implementation == "easytorch_eager_mask"
+    theirs = t.AutoModel.from_config(copy.deepcopy(config)).eval()
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.arange(20, 38).view(2, 9)
+    with torch.no_grad():
+        for inputs in ({}, {"attention_mask": torch.tensor([[1] * 9, [0] * 4 + [1] * 5])}):
+            given, expected = (one(ids, decoder_input_ids=ids, **inputs)[0] for one in (ours, theirs))
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+    assert len(ours.easytorch_report.called) >= 2
+    assert ours.to_torch().config._attn_implementation == "eager"
+
+
+def test_difference() -> None:
+    one = torch.ones(4)
+    assert difference([one], [one]) is None
+    assert "off by" in difference([one * 1.001], [one])
+    assert "shapes" in difference([one], [one, one]) and "shapes" in difference([one[:2]], [one])
+    bad = torch.tensor([1.0, 1.0, 1.0, float("nan")])
+    assert "not finite" in difference([bad], [one]) and difference([one], [bad]) is None
+
+
+def test_small_configs_keep_what_makes_an_architecture() -> None:
+    config = shrunken(t.Gemma2Config())
+    assert config.hidden_size <= 300 and config.num_attention_heads * config.head_dim <= 256
+    assert {"sliding_attention", "full_attention"} <= set(config.layer_types) and config.sliding_window == 4
+    assert (
+        config.num_hidden_layers == len(config.layer_types) and config.num_key_value_heads < config.num_attention_heads
+    )
+    config = shrunken(t.LlavaConfig())
+    vision, text = config.vision_config, config.text_config
+    assert config.image_token_index < text.vocab_size <= 320
+    assert vision.image_size % vision.patch_size == 0 and len(list(configs_in(config))) == 3
+    assert t.LlavaConfig().text_config.hidden_size == 4096  # the defaults are left alone

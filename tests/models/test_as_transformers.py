@@ -1,0 +1,183 @@
+"""What code written for transformers' own Llama and BERT finds on the native ones: plans, buffers, hooks, arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import easytorch
+from easytorch.bridge.errors import CheckpointError
+from easytorch.kernels.rotary.frequencies import inverse_frequencies
+
+IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"])
+def test_plans_of_parallelism_are_transformers(make_pair, llama_config, name, tied) -> None:
+    ours, theirs = make_pair(name, llama_config(tie_word_embeddings=tied))
+    for plan in ("_tp_plan", "_pp_plan", "_fsdp_plan"):
+        assert getattr(ours, plan) == getattr(theirs, plan)
+    if name == "LlamaForCausalLM":
+        assert ours._tp_plan["lm_head"] == "colwise_gather_output" and ours._fsdp_plan["lm_head"] == "keep_full_weight"
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope"])
+def test_rope_without_the_trained_length_takes_that_of_the_config(kind) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    given = inverse_frequencies(rope, head_dim=8, max_position_embeddings=64)
+    named = rope | {"original_max_position_embeddings": 64}
+    expected = inverse_frequencies(named, head_dim=8, max_position_embeddings=64)
+    assert torch.equal(given.inverse, expected.inverse) and given.attention_factor == expected.attention_factor
+    other = inverse_frequencies(rope | {"original_max_position_embeddings": 16}, head_dim=8, max_position_embeddings=64)
+    assert kind == "longrope" or not torch.equal(given.inverse, other.inverse)
+
+
+def test_yarn_set_after_the_config_was_made(make_pair, llama_config) -> None:
+    config = llama_config()
+    config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    ours, theirs = make_pair("LlamaForCausalLM", config)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [{"": "eager"}, {"": "vanilla"}, "flex_attention"])
+def test_attention_by_dict_and_flex(make_pair, llama_config, asked) -> None:
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config())
+    model = easytorch.AutoModelForCausalLM.from_config(llama_config(), attn_implementation=asked).eval()
+    model.load_state_dict(theirs.state_dict())
+    assert model.config._attn_implementation == (asked[""] if isinstance(asked, dict) else asked)
+    if isinstance(asked, dict):
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, theirs(IDS).logits, rtol=1e-5, atol=1e-5)
+    ours.set_attn_implementation(asked)
+    assert ours.config._attn_implementation == model.config._attn_implementation
+
+
+def test_generate_batch(make_pair, llama_config) -> None:
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config(), attn_implementation="easytorch")
+    settings = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 9, 33], [4, 4, 90, 12, 60], [7]]
+    results = [
+        {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
+        for found in (
+            model.generate_batch(prompts, generation_config=settings, progress_bar=False) for model in (ours, theirs)
+        )
+    ]
+    assert results[0] == results[1] and len(results[0]) == 3
+    assert ours.config._attn_implementation == "easytorch"
+    ours.set_attn_implementation("vanilla")
+    with pytest.raises(ValueError, match=r"generate_batch runs with .*'vanilla'"):
+        ours.generate_batch(prompts, generation_config=settings)
+
+
+def test_generate_batch_raises_what_went_wrong(make_pair, llama_config) -> None:
+    ours, _ = make_pair("LlamaForCausalLM", llama_config())
+
+    def broken(module, args):
+        raise FloatingPointError("the fourth layer")
+
+    ours.lm_head.register_forward_pre_hook(broken)
+    settings = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with pytest.raises(RuntimeError, match="generate_batch finished 0 of 2 requests"):
+        ours.generate_batch([[5, 9], [4]], generation_config=settings, progress_bar=False)
+
+
+def test_a_shape_that_differs_is_a_runtime_error_too(llama_config, tmp_path) -> None:
+    easytorch.AutoModelForCausalLM.from_config(llama_config()).save_pretrained(tmp_path)
+    for kind in (RuntimeError, CheckpointError, ValueError):
+        with pytest.raises(kind, match="ignore_mismatched_sizes=True"):
+            easytorch.AutoModelForCausalLM.from_pretrained(tmp_path, config=llama_config(vocab_size=50))
+
+
+def test_buffers_of_bert(make_pair, bert_config, tmp_path) -> None:
+    ours, theirs = make_pair("BertModel", bert_config())
+    ours.save_pretrained(tmp_path)
+    for model in (ours, easytorch.AutoModel.from_pretrained(tmp_path)):
+        given, expected = dict(model.named_buffers()), dict(theirs.named_buffers())
+        assert set(given) == set(expected)
+        assert all(torch.equal(given[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "BertForPreTraining", "BertLMHeadModel", "BertForNextSentencePrediction"]
+)
+def test_hooks_see_what_they_see_in_transformers(make_pair, bert_config, name) -> None:
+    config = bert_config(is_decoder=name == "BertLMHeadModel")
+    seen: list[dict] = []
+    for model in make_pair(name, config):
+        calls: dict = {}
+
+        def note(module, args, kwargs, output, calls=calls, model=model):
+            where = next(name for name, one in model.named_modules() if one is module)
+            calls[where] = (sorted(kwargs.keys() & {"hidden_states", "attention_mask"}), type(output).__name__)
+
+        for path in ("cls", "bert.encoder.layer.0.attention"):
+            model.get_submodule(path).register_forward_hook(note, with_kwargs=True)
+        model(IDS)
+        seen.append(calls)
+    assert seen[0] == seen[1] and set(seen[0]) == {"cls", "bert.encoder.layer.0.attention"}
+
+
+def test_llama_attention_is_called_by_keyword(make_pair, llama_config) -> None:
+    for model in make_pair("LlamaForCausalLM", llama_config()):
+        calls = []
+        layer = model.model.layers[0].self_attn
+
+        def note(module, args, kwargs, calls=calls):
+            calls.append((args, set(kwargs)))
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+        model(IDS)
+        args, names = calls[0]
+        assert args == () and {"hidden_states", "attention_mask", "position_embeddings", "past_key_values"} <= names
+
+
+def test_native_classes_stand_beside_transformers(make_pair, llama_config) -> None:
+    """docs/architecture.md: `isinstance` names transformers.PreTrainedModel, or the native class."""
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config())
+    assert isinstance(ours, transformers.PreTrainedModel) and not isinstance(ours, transformers.LlamaForCausalLM)
+    assert isinstance(ours.to_torch(), transformers.LlamaForCausalLM) and type(ours).__name__ == type(theirs).__name__
+
+
+def test_eps_of_every_norm_is_that_of_the_config(make_pair, llama_config, bert_config) -> None:
+    """Small activations, where eps is what counts."""
+    for name, config in (
+        ("LlamaModel", llama_config(rms_norm_eps=0.3)),
+        ("BertModel", bert_config(layer_norm_eps=0.3)),
+    ):
+        ours, theirs = make_pair(name, config)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(IDS)[0], theirs(IDS)[0], rtol=1e-5, atol=1e-5)
+        plain = type(ours)(type(config)(**{**config.to_dict(), "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-12})).eval()
+        plain.load_state_dict(ours.state_dict())
+        with torch.no_grad():
+            assert (plain(IDS)[0] - ours(IDS)[0]).abs().max() > 1e-2
+
+
+def test_each_dropout_of_bert_acts_and_only_in_training(make_pair, bert_config) -> None:
+    """Each rate alone makes training random: attention, the three kinds of hidden dropout, the classifier's."""
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    for name, rate in quiet.items():
+        assert rate == 0.0
+        ours, theirs = make_pair("BertForSequenceClassification", bert_config(**quiet | {name: 0.5}))
+        for model in (ours, theirs):
+            with torch.no_grad():
+                torch.testing.assert_close(model(IDS).logits, model(IDS).logits)
+                model.train()
+                assert not torch.allclose(model(IDS).logits, model(IDS).logits), name
+    ours, _ = make_pair("BertModel", bert_config(**dict.fromkeys(quiet, 0.0) | {"hidden_dropout_prob": 0.5}))
+    layer = ours.encoder.layer[0].train()
+    states = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+    for module, inputs in (
+        (layer.attention.output, (states, states)),
+        (layer.output, (torch.randn(1, 3, 37, generator=torch.Generator().manual_seed(1)), states)),
+        (ours.embeddings.train(), (IDS, None, None, None, 0)),
+    ):
+        assert not torch.allclose(module(*inputs), module(*inputs))
+    ours, _ = make_pair("BertModel", bert_config(**quiet | {"attention_probs_dropout_prob": 0.5}))
+    attention = ours.encoder.layer[0].attention.train()
+    assert not torch.allclose(attention(states)[0], attention(states)[0])
+    assert torch.equal(attention.eval()(states)[0], attention(states)[0])
