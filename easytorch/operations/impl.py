@@ -287,7 +287,9 @@ class OperationImpl(BaseOperation):
         for dimension, (length, axes) in enumerate(zip(tensor.shape, spec, strict=False)):
             names = (axes,) if isinstance(axes, str) else axes or ()
             # without a mesh nothing is known of its axes
-            if not sizes or (all(name in sizes for name in names) and length % math.prod(map(sizes.get, names)) == 0):
+            if not sizes or (
+                all(name in sizes for name in names) and length % math.prod(sizes[name] for name in names) == 0
+            ):
                 fitted[dimension] = axes
         return tuple(fitted) if any(axes is not None for axes in fitted) else ()
 

@@ -159,13 +159,13 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
         if sliding_window < 1:
             raise ValueError(f"attention: sliding_window must be at least 1, got {sliding_window}")
         return _bounded(sliding_window - 1), _bounded(sliding_window - 1)
-    pair = isinstance(sliding_window, tuple | list) and len(sliding_window) == 2
-    if not pair or not all(side is None or is_integer(side) for side in sliding_window):
+    sides = sliding_window if isinstance(sliding_window, tuple | list) else ()
+    if len(sides) != 2 or not all(side is None or is_integer(side) for side in sides):
         raise TypeError(
             f"attention: sliding_window must be an integer, or a pair (left, right) of integers or None, got "
             f"{described(sliding_window)}"
         )
-    left, right = (None if side is None or side == -1 else side for side in sliding_window)
+    left, right = (None if side is None or side == -1 else side for side in sides)
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"attention: sliding_window sides must be None, -1 or at least 0, got {sliding_window}")
     return _bounded(left), _bounded(right)

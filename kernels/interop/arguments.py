@@ -7,7 +7,7 @@ hand, on the CPU and in no graph; kernels elsewhere must not read outside their 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def _unwrapped(operation: str, name: str, value: Any) -> Any:
     return value.item()
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
     """True for int, NumPy's integers and those of a graph; not for bool."""
     return not isinstance(value, bool) and (isinstance(value, int | torch.SymInt) or _is_numpy_integer(value))
 
