@@ -95,10 +95,13 @@ def attention(
         attn_mask, empty_rows = _lower(query, seen, bias)
     if not torch.compiler.is_compiling():  # a question about symbolic strides would be one more guard
         query, key, value = readable(query), readable(key), readable(value)
+    grouped = False
+    if heads != kv_heads:  # likewise: compiled for any number of heads, or traced, the comparison is no bool
+        grouped = True
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         attn_mask=attn_mask, dropout_p=dropout_prob, is_causal=causal_flag, scale=softmax_scale,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=grouped,
     )  # fmt: skip
     if empty_rows is not None:
         output = torch.where(empty_rows, 0.0, output)

@@ -1,6 +1,7 @@
 """aten_flash.py as torch operators: `easytorch::aten_flash_forward` and `_backward`, on the CPU.
 
-`attention` works under autograd, torch.func, torch.compile (no graph break) and torch.export; vmap runs it in turn.
+`attention` works under autograd, to any order (beyond the first by blocked.py), torch.func, torch.compile (no graph
+break) and torch.export; vmap runs it in turn.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import aten_flash
+from easytorch.kernels.attention import aten_flash, blocked
 from easytorch.kernels.attention.aten_flash_tiles import Extras, Settings
 from easytorch.kernels.attention.contract import band_of, check_features, check_tensors
 from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.kernels.interop.torch_func import transforming
 
 
 def attention(
@@ -43,7 +45,9 @@ def attention(
     seed_tensor = None
     if dropout_prob > 0.0:
         seed_tensor = torch.as_tensor(draw_seed() if seed is None else seed, dtype=torch.int64)
-    return _Flash.apply(
+    # a tracer takes the operator and not what stands around it, which neither exports nor compiles without a gradient
+    run = _Flash.apply if transforming() else aten_flash_forward
+    return run(
         query, key, value, mask, bias, query_segment_ids, key_segment_ids, sinks, seed_tensor,
         dim**-0.5 if softmax_scale is None else float(softmax_scale), left, right,
         None if softcap is None else float(softcap), dropout_prob,
@@ -133,7 +137,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_bias, needs_sinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
-    dq, dk, dv, dbias, dsinks = aten_flash_backward(grad, *ctx.saved_tensors, *ctx.static, needs_bias)
+    # autograd asks for a graph of the gradients themselves, or torch.func, which always does
+    run = _Gradients.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else aten_flash_backward
+    dq, dk, dv, dbias, dsinks = run(grad, *ctx.saved_tensors, *ctx.static, needs_bias)
     tensors = (dq, dk, dv, None, dbias if needs_bias else None, None, None, dsinks if needs_sinks else None, None)
     return *tensors, *(None,) * len(ctx.static)
 
@@ -152,7 +158,48 @@ class _Flash(torch.autograd.Function):
             return aten_flash_forward(*arguments)
 
     setup_context = staticmethod(_keep)
-    backward = staticmethod(torch.autograd.function.once_differentiable(_gradients))  # type: ignore[assignment]
+    backward = staticmethod(_gradients)  # type: ignore[assignment]
+
+
+class _Gradients(torch.autograd.Function):
+    """`aten_flash_backward`, whose own gradient is that of the definition's: it forms all scores."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return aten_flash_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:10])
+        ctx.static = inputs[10:]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        grad, query, key, value, mask, bias, query_ids, key_ids, sinks, seed = ctx.saved_tensors
+        scale, left, right, softcap, dropout_prob, bias_grad = ctx.static
+        leaves: dict[str, Tensor] = {"query": query, "key": key, "value": value}
+        if bias is not None and bias_grad:
+            leaves["bias"] = bias
+        if sinks is not None:
+            leaves["sinks"] = sinks
+
+        def attend(leaves: dict[str, Tensor]) -> Tensor:
+            return blocked.attention(
+                mask=mask, query_segment_ids=query_ids, key_segment_ids=key_ids, sliding_window=(left, right),
+                softcap=softcap, softmax_scale=scale, dropout_prob=dropout_prob, seed=seed,
+                **({"bias": bias, "sinks": sinks} | leaves),
+            )  # fmt: skip
+
+        def gradients(grad: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+            return torch.func.vjp(attend, leaves)[1](grad)[0]
+
+        given = dict(zip(("query", "key", "value", "bias", "sinks"), cotangents, strict=True))
+        of_grad, found = torch.func.vjp(gradients, grad, leaves)[1]({name: given[name] for name in leaves})
+        names = ("query", "key", "value", "mask", "bias", "query_ids", "key_ids", "sinks", "seed")
+        return of_grad, *(found.get(name) for name in names), *(None,) * len(ctx.static)
 
 
 def _in_turn(operator: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from easytorch.kernels.interop.torch_func import transforming
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.recurrence.arguments import wide_dtype
 from easytorch.kernels.recurrence.precision import without_autocast
 from easytorch.kernels.ssm1.native import check_arguments, finish, first_state, time_step
-from easytorch.kernels.ssm1.scan import Scan
+from easytorch.kernels.ssm1.scan import Scan, scan
 
 # Tokens up to which an operator of its own costs more than it saves.
 SHORT = 16
@@ -38,7 +39,8 @@ def ssm1(
         with without_autocast(x):
             outputs, last = _short(step, tokens, A, B, C, state, first)
             return finish(outputs, x, D, z), last
-    outputs, last, _ = Scan.apply(step, tokens, A.t().unsqueeze(0), B, C, state.transpose(1, 2), first)
+    run = Scan.apply if transforming() else scan
+    outputs, last, _ = run(step, tokens, A.t().unsqueeze(0), B, C, state.transpose(1, 2), first)
     return finish(outputs, x, D, z), last.transpose(1, 2)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from easytorch.kernels.recurrence.precision import without_autocast
 
@@ -115,15 +114,39 @@ scan.register_autograd(autograd, setup_context=setup_context)
 
 
 class Scan(torch.autograd.Function):
-    """`scan`, also inside the transforms of torch.func, which refuse the gradient an operator registers."""
+    """`scan` inside the transforms of torch.func, which refuse the gradient an operator registers."""
 
     generate_vmap_rule = True
     setup_context = staticmethod(setup_context)
-    backward = staticmethod(once_differentiable(autograd))  # type: ignore[assignment]
 
     @staticmethod
     def forward(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return scan(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, last_grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        return *_ScanGradients.apply(grad, last_grad, *ctx.saved_tensors), None
+
+
+class _ScanGradients(torch.autograd.Function):
+    """`scan_backward`, of which torch.func records a gradient whether or not it is asked for."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return scan_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise RuntimeError(
+            "ssm1: the gradient of its scan has no gradient of its own; for second derivatives force the definition, "
+            "OperationMetadata(backend='native') or EASYTORCH_OPS=ssm1=native"
+        )
 
 
 @scan.register_vmap
