@@ -196,3 +196,15 @@ def test_check_mode_and_runtime_dtype(compared: list[str], cpu: str) -> None:
     assert len(compared) == len(FORCED)
     half = OperationRegistry.create("linear", OperationMetadata(runtime_dtype=torch.bfloat16))
     assert half(x, weight).dtype == torch.bfloat16
+
+
+@needs_onednn
+@pytest.mark.parametrize("forced", FORCED)
+def test_a_strided_bias(forced: str | None) -> None:
+    """oneDNN reads N numbers in a row: beside the bias there lies something else."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, pairs = (torch.randn(shape, generator=generator) for shape in ((3, 8), (5, 8), (5, 2)))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            linear(forced)(x, weight, pairs[:, 0]), F.linear(x, weight, pairs[:, 0].contiguous())
+        )
