@@ -249,6 +249,7 @@ def test_training_states_give_their_parameters():
         assert paths(*inside)[0] == with_statistics
     assert paths("params/params/a", "params/batch_stats/a/mean", "step")[0] == with_statistics
     assert paths("params/a", "batch_stats/batch_stats/a/mean", "step")[0] == with_statistics
+    assert paths("params/params/a", "params/batch_stats/a/mean", "batch_stats/b", "step")[0] == with_statistics
 
 
 def test_another_tree_of_a_training_state():
