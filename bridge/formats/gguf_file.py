@@ -219,7 +219,7 @@ class Gguf:
         with (folder / file).open("ab") as stream:
             for info in tensors:
                 for piece in _stored_elements(info, kinds[info.name], source):
-                    stream.write(piece)
+                    stream.write(piece.data)
                 _pad(stream)
                 source.wrote(info)
             for array in derived.values():

@@ -133,7 +133,9 @@ class PickleFile(Closing):
 
 def _start(tensor: torch.Tensor) -> int:
     """The byte of the archive where the storage of a tensor that was loaded on meta begins."""
-    return tensor.untyped_storage()._checkpoint_offset
+    start = tensor.untyped_storage()._checkpoint_offset
+    assert start is not None, "torch says it of every storage that it loads on meta"
+    return start
 
 
 def _end(tensor: torch.Tensor) -> int:
