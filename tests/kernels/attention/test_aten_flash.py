@@ -56,8 +56,8 @@ FEATURES: dict[str, Any] = {
     "left_padding_of_each": lambda n: {"mask": torch.arange(n) >= torch.tensor([7, n // 2])[:, None, None, None],
                                        "causal": True, "sliding_window": 9},
     "right_padding": lambda n: {"mask": (torch.arange(n) < n // 3)[None, None, None], "sliding_window": (4, None)},
-    "documents_apart": lambda n: {"query_segment_ids": torch.ones(2, n), "sliding_window": (5, 3),
-                                  "key_segment_ids": (torch.arange(n) > n // 2).float().repeat(2, 1)},
+    "documents_apart": lambda n: {"query_segment_ids": torch.ones(2, n, dtype=torch.int64), "sliding_window": (5, 3),
+                                  "key_segment_ids": (torch.arange(n) > n // 2).long().repeat(2, 1)},
     "mask_heads": lambda n: {"mask": torch.rand(1, 4, n, n) > 0.3, "causal": True},
     "everything": lambda n: {
         **_documents(n), "mask": torch.rand(2, 1, n, n) > 0.2, "bias": torch.randn(4, n, 1), "softcap": 3.0,
