@@ -51,22 +51,29 @@ def _title(info: CheckpointInfo) -> str:
     return printable(f"{info.path}: {info.format}{family}, {len(info.tensors)} tensors, {size}")
 
 
-def _tree(info: CheckpointInfo) -> Tree:
-    from easytorch.bridge.trees import nested
+# A branch of the tree by the part of the names it stands for, with those below it.
+_Branches = dict[str, tuple[Tree, "_Branches"]]
 
-    root = Tree("", hide_root=True)
+
+def _tree(info: CheckpointInfo) -> Tree:
+    """Every tensor under the parts of its name; one whose name begins another's stands beside that one's branch."""
     separator = "." if info.scheme == "torch" else "/"
-    _grow(root, nested({tensor.name.replace(separator, "/"): tensor for tensor in info.tensors}))
+    root = Tree("", hide_root=True)
+    branches: _Branches = {}
+    for tensor in info.tensors:
+        *parents, name = tensor.name.split(separator)
+        branch, below = root, branches
+        for parent in parents:
+            if parent not in below:
+                below[parent] = branch.add(Text(printable(parent), style="cyan")), {}
+            branch, below = below[parent]
+        branch.add(_line(name, tensor))
     return root
 
 
-def _grow(branch: Tree, children: dict[str, TensorInfo | dict]) -> None:
+def _line(name: str, tensor: TensorInfo) -> Text:
     from easytorch.bridge.sizes import human_size
 
-    for name, child in children.items():
-        if isinstance(child, dict):
-            _grow(branch.add(Text(printable(name), style="cyan")), child)
-        else:
-            shape = "x".join(map(str, child.shape)) or "scalar"
-            facts = ("  " + shape, "green"), f"  {child.packed or child.dtype}  {human_size(child.stored_bytes)}"
-            branch.add(Text.assemble(printable(name), *facts, no_wrap=True, overflow="ignore"))
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    facts = ("  " + shape, "green"), f"  {tensor.packed or tensor.dtype}  {human_size(tensor.stored_bytes)}"
+    return Text.assemble(printable(name), *facts, no_wrap=True, overflow="ignore")

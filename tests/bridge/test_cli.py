@@ -129,6 +129,18 @@ def test_help_has_examples_and_completion_the_formats(run):
     assert "flax" in done.stdout.split()
 
 
+@pytest.mark.parametrize(
+    "names", [("a", "a.w"), ("a.w", "a"), ("", "."), ("a.b.c", "a", "a.b"), ("a.b", "a/b", "a..b")]
+)
+def test_inspect_shows_names_that_begin_other_names(run, tmp_path, names):
+    save_file({name: torch.zeros(1 + number) for number, name in enumerate(names)}, tmp_path / "model.safetensors")
+    code, out, _ = run("inspect", tmp_path / "model.safetensors")
+    assert code == 0
+    for number, name in enumerate(names):
+        line = f"{name.rpartition('.')[2]}  {1 + number}  float32  {4 + 4 * number} B"
+        assert sum(shown.lstrip("│├└─ ") == line.lstrip() for shown in out.splitlines()) == 1, out
+
+
 def test_inspect_reads_headers_and_loads_no_framework(tiny_torch):
     command = [sys.executable, "-X", "importtime", "-m", "easytorch", "inspect", str(tiny_torch)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
