@@ -258,15 +258,15 @@ def test_in_a_graph_vmap_and_checkpointing(length: int) -> None:
         forward = staticmethod(step)
 
     exported = torch.export.export(Module(), given).module()  # takes the plan for any length: other sums
-    torch.testing.assert_close(exported(*given), expected, rtol=1e-5, atol=1e-5)
+    assert relative_rms_error(exported(*given), expected) <= TOLERANCE[torch.float32]
     singles = tuple(x[:, None] for x in given[:4])
     mapped = torch.func.vmap(step, in_dims=(0, 0, 0, 0, None, None))(*singles, *given[4:])
-    torch.testing.assert_close(mapped[:, 0], expected)
+    assert relative_rms_error(mapped[:, 0], expected) <= TOLERANCE[torch.float32]
     leaf = given[2].clone().requires_grad_()
     loss = torch.utils.checkpoint.checkpoint(step, *given[:2], leaf, *given[3:], use_reentrant=False).sum()
     got = torch.autograd.grad(loss, leaf)[0]
     want = torch.func.grad(lambda latent: step(*given[:2], latent, *given[3:]).sum())(given[2])
-    torch.testing.assert_close(got, want)
+    assert relative_rms_error(got, want) <= TOLERANCE[torch.float32]
 
 
 def test_differential_mode(compared: list[str]) -> None:
