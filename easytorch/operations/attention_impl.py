@@ -13,6 +13,7 @@ from easytorch.operations.impl import OperationImpl
 from easytorch.operations.metadata import OperationMetadata
 
 _INFINITY = float("inf")
+_SETTINGS = frozenset(("softmax_scale", "dropout_prob", "seed"))
 
 
 class AttentionFeatures(TypedDict, total=False):
@@ -51,7 +52,7 @@ class AttentionImpl(OperationImpl):
             isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and isinstance(args[2], Tensor)
         ):
             super().check_call(args, kwargs)
-        if kwargs:
+        if not _SETTINGS.isdisjoint(kwargs):
             get = kwargs.get
             scale, dropout_prob, seed = get("softmax_scale"), get("dropout_prob", 0.0), get("seed")
             if (
