@@ -28,16 +28,19 @@ class Bound:
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self._alive(), *args, **kwargs)
+
+    def _alive(self) -> PreTrainedModel:
         model = self._model()
         if model is None:
             raise ReferenceError(f"the model that {self.function.__name__} belongs to has been deleted; keep it")
-        return self.function(model, *args, **kwargs)
+        return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        return Bound(self.function, copy.deepcopy(self._model(), memo))
+        return Bound(self.function, copy.deepcopy(self._alive(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Bound, (self.function, self._model())
+        return Bound, (self.function, self._alive())
 
 
 class Transform:

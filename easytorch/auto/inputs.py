@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from easytorch.auto.tiny import configs_in
 
@@ -18,7 +17,7 @@ BATCH, LENGTH = 2, 9
 _FIRST_ID, _LAST_ID = 20, 200  # between the ids that mean something and those moved into a small vocabulary
 
 
-def candidates(model: nn.Module, seed: int = 0) -> Iterator[Inputs]:
+def candidates(model: PreTrainedModel, seed: int = 0) -> Iterator[Inputs]:
     """What `model` may be called with, the likeliest first; whoever asks tries them."""
     names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
     generator = torch.Generator().manual_seed(seed)

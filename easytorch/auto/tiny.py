@@ -11,7 +11,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -218,5 +218,5 @@ def _shrink_image(part: PreTrainedConfig) -> None:
         part.max_source_positions = 16
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

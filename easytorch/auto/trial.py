@@ -192,7 +192,7 @@ def _works(call: Callable[[], Any]) -> bool:
     return True
 
 
-def cases(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Any]]]:
+def cases(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, call): no mask, padding on either side, 4D masks of both kinds, gradients, more tokens after a cache."""
     yield "no mask", functools.partial(model, **inputs)
     yield "gradients", functools.partial(gradients, model, inputs)
@@ -347,8 +347,8 @@ def _difference(run: Run, expected: list[torch.Tensor]) -> str | None:
         given = _outputs(run)
     except FAILURES as error:
         return f"{run.case}: {first_line(error)}"
-    error = difference(given, expected)
-    return None if error is None else f"{run.case}: {error}"
+    off = difference(given, expected)
+    return None if off is None else f"{run.case}: {off}"
 
 
 def difference(given: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = TOLERANCE) -> str | None:

@@ -136,7 +136,8 @@ def attend(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
         if mask is not None:  # transformers adds both: a row that sees nothing then has the mean of all values
-            mask, bias = None, torch.where(mask, bias, torch.finfo(bias.dtype).min)
+            bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
+            mask = None
     if output_attentions or (output_attentions is None and getattr(_config_of(module), "output_attentions", False)):
         backend = _backend_with_weights(backend)
     output = _OPERATIONS[backend](
@@ -196,8 +197,9 @@ def attend_by_mask(
 
 
 _FUNCTIONS: dict[str, AttentionFunction] = {
-    name: functools.partial(attend, backend=backend) for name, backend in NATIVE_INTERFACES.items()
-} | {name: functools.partial(attend_by_mask, backend=backend) for name, backend in EAGER_INTERFACES.items()}
+    **{name: functools.partial(attend, backend=backend) for name, backend in NATIVE_INTERFACES.items()},
+    **{name: functools.partial(attend_by_mask, backend=backend) for name, backend in EAGER_INTERFACES.items()},
+}
 
 
 def attention_mask(

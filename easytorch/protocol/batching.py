@@ -34,7 +34,7 @@ def generate_batch(model: PreTrainedModel, generate: Callable[..., Any], inputs:
 @contextmanager
 def _known_attention(model: torch.nn.Module) -> Iterator[None]:
     """Our automatic choice under the name of transformers' own; that of native models stays ours."""
-    configs = {id(module.config): module.config for module in model.modules() if _has_ours(module)}
+    configs = {id(config): config for module in model.modules() if (config := _ours(module)) is not None}
     names = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
         config._attn_implementation_internal = _AS[config._attn_implementation]
@@ -45,13 +45,14 @@ def _known_attention(model: torch.nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = names[key]
 
 
-def _has_ours(module: torch.nn.Module) -> bool:
+def _ours(module: torch.nn.Module) -> PreTrainedConfig | None:
+    """The module's config where that names an attention of ours."""
     config = getattr(module, "config", None)
     if not isinstance(config, PreTrainedConfig) or config._attn_implementation not in OURS:
-        return False
+        return None
     if config._attn_implementation not in _AS:
         raise ValueError(
             f"generate_batch runs with attn_implementation='easytorch', 'sdpa' or 'eager', this model has "
             f"{config._attn_implementation!r}; change it with model.set_attn_implementation('easytorch')"
         )
-    return True
+    return config

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class MismatchedShapeError(CheckpointError, RuntimeError):
     """A weight of another shape than the model's: also a `RuntimeError`, which is what transformers raises for it."""
 
+    __init__ = CheckpointError.__init__  # not RuntimeError's, which takes no place
+
 
 def check_loaded(
     model: NativeModel, info: dict[str, Any], source: str | None, *, ignore_mismatched_sizes: bool

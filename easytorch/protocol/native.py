@@ -69,7 +69,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
 
     def generate_batch(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate_batch` (continuous batching), whose failures are errors here."""
-        return generate_batch(self, super().generate_batch, inputs, *args, **kwargs)
+        return generate_batch(self, super().generate_batch, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""

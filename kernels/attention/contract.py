@@ -155,7 +155,7 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
     """(left, right), None meaning unbounded on that side. -1 is accepted for None, as in flash-attn."""
     if sliding_window is None:
         return None, None
-    if is_integer(sliding_window):
+    if not isinstance(sliding_window, tuple) and is_integer(sliding_window):
         if sliding_window < 1:
             raise ValueError(f"attention: sliding_window must be at least 1, got {sliding_window}")
         return _bounded(sliding_window - 1), _bounded(sliding_window - 1)

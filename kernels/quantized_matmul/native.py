@@ -35,5 +35,5 @@ def check_arguments(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor
             f"{tuple(weight.shape)} and {given}"
         )
     if not floating(x) or (bias is not None and not floating(bias)):
-        given = x.dtype if bias is None else f"{x.dtype} and {bias.dtype}"
+        given = f"{x.dtype}" if bias is None else f"{x.dtype} and {bias.dtype}"
         raise ValueError(f"quantized_matmul takes floating x and bias, got {given}")
