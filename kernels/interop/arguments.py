@@ -78,6 +78,8 @@ def check_eps(operation: str, eps: float) -> None:
 
 def _unwrapped(operation: str, name: str, value: Any) -> Any:
     """The number in one of NumPy's, which are not all Python's."""
+    if isinstance(value, Tensor) and value.dim() == 0 and torch.jit.is_tracing():
+        return value  # what torch.jit.trace makes of a size, and of what is computed from it
     if isinstance(value, bool | Tensor) or not (hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0):
         raise TypeError(f"{operation}: {name} must be a number, got {described(value)}")
     return value.item()
