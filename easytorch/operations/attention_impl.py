@@ -9,6 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.kernels.interop.arguments import check_flag
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.metadata import OperationMetadata
 
@@ -52,6 +53,9 @@ class AttentionImpl(OperationImpl):
             isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and isinstance(args[2], Tensor)
         ):
             super().check_call(args, kwargs)
+        causal = kwargs.get("causal")
+        if causal is not None and causal is not True and causal is not False:
+            check_flag("attention", "causal", causal)
         if not _SETTINGS.isdisjoint(kwargs):
             get = kwargs.get
             scale, dropout_prob, seed = get("softmax_scale"), get("dropout_prob", 0.0), get("seed")

@@ -6,13 +6,14 @@ import inspect
 import logging
 import math
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from easytorch.kernels.interop.arguments import described
+from easytorch.kernels.interop.arguments import check_flag, described
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.base import BaseOperation
 from easytorch.operations.check import compare_with_definition
@@ -58,6 +59,7 @@ class OperationImpl(BaseOperation):
     _no_tensor_before: ClassVar[int]  # the place of the first tensor after those, else the number of places
     _required: ClassVar[int]  # how many tensors may not be left out
     _tensor_names: ClassVar[frozenset[str]]
+    _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -69,6 +71,7 @@ class OperationImpl(BaseOperation):
         cls._no_tensor_before = later[0] if later else len(cls._positional or ())
         cls._required = sum(not optional for _, _, optional in cls._tensors)
         cls._tensor_names = frozenset(name for _, name, _ in cls._tensors)
+        cls._flags = _flags_of(cls.forward_native)
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
@@ -141,6 +144,8 @@ class OperationImpl(BaseOperation):
                 if not isinstance(value, torch.Tensor):
                     break
             else:
+                if kwargs or given > leading:
+                    self._check_flags(args, kwargs)
                 return
         if most is not None and given > len(most):
             raise TypeError(
@@ -157,6 +162,13 @@ class OperationImpl(BaseOperation):
             if not (isinstance(value, torch.Tensor) or (optional and value is None)):
                 what = "is missing" if value is _ABSENT else f"must be a torch.Tensor, got {described(value)}"
                 raise TypeError(f"{self.primary_name()}: {name} {what}")
+        self._check_flags(args, kwargs)
+
+    def _check_flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, name in self._flags:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            if value is not None and value is not True and value is not False:
+                check_flag(self.primary_name(), name, value)
 
     def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """The method that `choose_freely` would choose, where nothing has to be said about it; None: ask that one.
@@ -329,6 +341,21 @@ def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str,
         if _TENSOR.fullmatch(str(p.annotation).removesuffix(" | None"))
     )
     return tensors, tuple(p.name for p in places)
+
+
+def _flags_of(definition: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    """Off a method's signature: place and name of what is a `bool`, those of `**options: Unpack[Options]` with it."""
+    found = []
+    for place, parameter in enumerate(list(inspect.signature(definition).parameters.values())[1:]):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            options = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
+            known = getattr(definition, "__globals__", {})
+            kinds = getattr(known.get(options[1]), "__annotations__", {}) if options else {}
+            found += [(sys.maxsize, n) for n, kind in kinds.items() if getattr(kind, "__forward_arg__", "") == "bool"]
+        elif str(parameter.annotation) == "bool":
+            keyword = parameter.kind is parameter.KEYWORD_ONLY
+            found.append((sys.maxsize if keyword else place, parameter.name))
+    return tuple(found)
 
 
 def mesh_axis_sizes(mesh: Any) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_number, check_scale
 from easytorch.kernels.ring.layout import LAYOUTS
 
 MODES = ("__autoregressive__", "__prefill__", "__train__", "__insert__")
@@ -46,8 +47,12 @@ class OperationMetadata:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating torch.dtype or None, got {dtype!r}")
-        if not 0.0 <= self.dropout_prob < 1.0:
+        check_scale("OperationMetadata", "softmax_scale", self.softmax_scale)
+        check_number("OperationMetadata", "dropout_prob", self.dropout_prob)
+        if self.dropout_prob is None or not 0.0 <= self.dropout_prob < 1.0:
             raise ValueError(f"dropout_prob must be in [0, 1), got {self.dropout_prob}")
+        if not (self.backend is None or isinstance(self.backend, str)):
+            raise TypeError(f"backend must be the name of an implementation or a backend, got {self.backend!r}")
         if self.sequence_layout not in LAYOUTS:
             raise ValueError(f"sequence_layout must be one of {', '.join(LAYOUTS)}, got {self.sequence_layout!r}")
         if self.mode is not None and self.mode not in MODES:

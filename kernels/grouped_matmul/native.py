@@ -66,7 +66,10 @@ def check_arguments(
             f"{', '.join(sorted(map(str, dtypes)))}; cast them, or call it under autocast"
         )
     limits = bounds(group_sizes)
-    if limits is not None and (limits[0] < 0 or int(group_sizes.sum()) > x.shape[0]):
+    # each by itself first: the sum of large ones overflows
+    if limits is not None and (
+        limits[0] < 0 or limits[1] > x.shape[0] or int(group_sizes.sum(dtype=torch.int64)) > x.shape[0]
+    ):
         raise ValueError(
             f"grouped_matmul: group_sizes must not be negative nor sum to more than the {x.shape[0]} rows of x, got "
             f"{group_sizes.tolist()}"

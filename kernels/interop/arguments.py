@@ -100,6 +100,16 @@ def check_integer(operation: str, name: str, value: Any) -> None:
         raise TypeError(f"{operation}: {name} must be an integer, got {described(value)}")
 
 
+def check_flag(operation: str, name: str, value: Any) -> None:
+    """`TypeError` for what is not a truth value: any word, "no" too, would count as True. None is False."""
+    if value is None or isinstance(value, bool | torch.SymBool) or (is_integer(value) and value in (0, 1)):
+        return
+    # NumPy's bool, and a tensor that a trace has made of one
+    if str(getattr(value, "dtype", "")).endswith("bool") and math.prod(value.shape) == 1:
+        return
+    raise TypeError(f"{operation}: {name} must be True or False, got {described(value)}")
+
+
 def bounds(tensor: Tensor) -> tuple[int, int] | None:
     """The least and the greatest of some integers; None where they are not at hand, or there are none."""
     if not tensor.is_cpu or tensor.numel() == 0 or not eager() or torch.jit.is_tracing():

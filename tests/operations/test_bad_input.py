@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def test_every_operation_has_a_call_that_fits() -> None:
 
 
 def test_a_sample_of_wrong_arguments() -> None:
-    failures = [str(failure) for failure in fuzz.sample(SEED, 200)]
+    failures = [str(failure) for failure in fuzz.sample(SEED, 100)]
     assert not failures, f"seed {SEED}:\n" + "\n".join(failures)
 
 
@@ -127,7 +128,7 @@ def test_lengths_group_sizes_and_positions_out_of_range(backend: str | None) -> 
             with pytest.raises(ValueError, match=r"decode: lengths must be in 0\.\.5"):
                 run("decode", backend, {**given, "lengths": torch.tensor(lengths * many)})
     x, weight = torch.ones(4, 3), torch.ones(2, 3, 5)
-    for sizes in ([3, 2], [-1, 2]):
+    for sizes in ([3, 2], [-1, 2], [2**62, 2**62], [2**63 - 1, 1]):  # some overflow when they are added
         with pytest.raises(ValueError, match="group_sizes must not be negative nor sum to more than the 4 rows"):
             run("grouped_matmul", backend, {"x": x, "weight": weight, "group_sizes": torch.tensor(sizes)})
     heads, table = torch.ones(2, 10, 1, 4), torch.ones(20, 4)
@@ -139,6 +140,40 @@ def test_lengths_group_sizes_and_positions_out_of_range(backend: str | None) -> 
     for offset in (-1, 2.0, 11):
         with pytest.raises((ValueError, TypeError), match="offset"):
             run("rotary", backend, {"query": heads, "key": heads, "cos": table, "sin": table, "offset": offset})
+
+
+FLAGS = {
+    "gated_delta_rule": "use_qk_l2norm", "grouped_matmul": "transposed", "rotary": "interleaved", "ssm1": "dt_softplus",
+    "ssm2": "dt_softplus",
+}  # fmt: skip
+CAUSAL = (*ATTENTIONS, "multi_latent_attention", "ragged_page_attention", "ragged_page_multi_latent_attention")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_neither_true_nor_false(name: str) -> None:
+    """Any word, "no" too, would count as True."""
+    flag = "causal" if name in CAUSAL else FLAGS.get(name)
+    assert [f for _, f in OperationRegistry.get(name)._flags] == ([flag] if flag else [])
+    arguments = CASES[name][0].arguments
+    for wrong in ("no", 2, 0.0, [], Tensor([1, 0])) if flag else ():
+        for backend in filter(lambda b: fuzz.carries(CASES[name][0], b), backends(name)):
+            with pytest.raises(TypeError, match=f"{flag} must be True or False, got"):
+                run(name, backend, {**arguments, flag: wrong})
+    for right in (True, np.bool_(True), 1, torch.tensor(True)) if flag == "causal" else ():
+        run(name, None, {**arguments, flag: right})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"softmax_scale": float("nan")}, {"softmax_scale": float("inf")}, {"softmax_scale": "1"},
+        {"softmax_scale": True}, {"dropout_prob": "0.1"}, {"dropout_prob": None}, {"backend": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_no_call_could_take(settings: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
+        OperationMetadata(**settings)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])

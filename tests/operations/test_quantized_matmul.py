@@ -104,6 +104,17 @@ def test_numbers_that_the_formats_hold_exactly() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_group_has_a_scale_of_its_own(kind: str) -> None:
+    """A row and a group of numbers a million times smaller lose no digit to their neighbours."""
+    factor = torch.ones(3, 64)
+    factor[:, 16:32] = 2.0**-20
+    factor[1] *= 2.0**-20
+    numbers, format, symmetric = torch.randn(3, 64), kind.removesuffix("_zero"), not kind.endswith("_zero")
+    small, alike = (quantize(x, format, 16, symmetric=symmetric).dequantize() for x in (numbers * factor, numbers))
+    torch.testing.assert_close(small / factor, alike)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: str) -> None:
     weight = torch.randn(3, 40)
     weight[:, 16:32] = 0.0
