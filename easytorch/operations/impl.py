@@ -345,7 +345,7 @@ def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str,
 
 def _flags_of(definition: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
     """Off a method's signature: place and name of what is a `bool`, those of `**options: Unpack[Options]` with it."""
-    found = []
+    found: list[tuple[int, str]] = []
     for place, parameter in enumerate(list(inspect.signature(definition).parameters.values())[1:]):
         if parameter.kind is parameter.VAR_KEYWORD:
             options = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
