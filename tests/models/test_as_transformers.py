@@ -11,6 +11,8 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.kernels.rotary.frequencies import inverse_frequencies
 
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
+# Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
+SMALL_CACHE = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -63,14 +65,15 @@ def test_generate_batch(make_pair, llama_config) -> None:
     results = [
         {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
         for found in (
-            model.generate_batch(prompts, generation_config=settings, progress_bar=False) for model in (ours, theirs)
+            model.generate_batch(prompts, generation_config=settings, continuous_batching_config=SMALL_CACHE)
+            for model in (ours, theirs)
         )
     ]
     assert results[0] == results[1] and len(results[0]) == 3
     assert ours.config._attn_implementation == "easytorch"
     ours.set_attn_implementation("vanilla")
     with pytest.raises(ValueError, match=r"generate_batch runs with .*'vanilla'"):
-        ours.generate_batch(prompts, generation_config=settings)
+        ours.generate_batch(prompts, generation_config=settings, continuous_batching_config=SMALL_CACHE)
 
 
 def test_generate_batch_raises_what_went_wrong(make_pair, llama_config) -> None:
@@ -82,7 +85,7 @@ def test_generate_batch_raises_what_went_wrong(make_pair, llama_config) -> None:
     ours.lm_head.register_forward_pre_hook(broken)
     settings = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with pytest.raises(RuntimeError, match="generate_batch finished 0 of 2 requests"):
-        ours.generate_batch([[5, 9], [4]], generation_config=settings, progress_bar=False)
+        ours.generate_batch([[5, 9], [4]], generation_config=settings, continuous_batching_config=SMALL_CACHE)
 
 
 def test_a_shape_that_differs_is_a_runtime_error_too(llama_config, tmp_path) -> None:
