@@ -122,24 +122,24 @@ def write_stream(file, leaves):
 
 def test_an_old_state(llama_leaves, tmp_path):
     """`EasyDeLState.save_state`: the parameters two levels down, text, numbers and an optimizer beside them."""
+    LLAMA.save_pretrained(tmp_path / "easydel")
     leaves = {f"params/params/{name}": leaf for name, leaf in llama_leaves.items()}
     leaves |= {"step": 3, "opt_state/0/mu": np.ones(3), "hyperparameters/model_type": "llama", "tx": None}
-    write_stream(tmp_path / "state.easy", leaves)
-    LLAMA.save_pretrained(tmp_path)
-    convert(tmp_path, tmp_path / "torch", to="torch", verify=True)
+    write_stream(tmp_path / "easydel/state.easy", leaves)
+    convert(tmp_path / "easydel", tmp_path / "torch", to="torch", verify=True)
     found = load_file(tmp_path / "torch/model.safetensors")
     np.testing.assert_array_equal(found["lm_head.weight"], llama_leaves["lm_head/kernel"].T)
-    with EasydelMsgpack().open(tmp_path / "state.easy") as reader:
+    with EasydelMsgpack().open(tmp_path / "easydel/state.easy") as reader:
         assert reader.metadata == {"hyperparameters/model_type": '"llama"', "tx": "null"}
 
 
 def test_norms_of_other_versions(llama_leaves, tmp_path):
     """RMSNorm's leaf has been called `scale` too."""
+    LLAMA.save_pretrained(tmp_path / "easydel")
     leaves = {name.replace("norm/kernel", "norm/scale"): leaf for name, leaf in llama_leaves.items()}
     assert set(leaves) != set(llama_leaves)
-    write_stream(tmp_path / "model.easydel", leaves)
-    LLAMA.save_pretrained(tmp_path)
-    convert(tmp_path, tmp_path / "torch", to="torch")
+    write_stream(tmp_path / "easydel/model.easydel", leaves)
+    convert(tmp_path / "easydel", tmp_path / "torch", to="torch")
     found = load_file(tmp_path / "torch/model.safetensors")
     np.testing.assert_array_equal(found["model.norm.weight"], llama_leaves["model/norm/kernel"])
 
@@ -193,11 +193,11 @@ def test_the_head_of_an_untied_t5(tmp_path, family, to):
 
 
 def test_safetensors(llama_leaves, tmp_path):
-    LLAMA.save_pretrained(tmp_path)
+    LLAMA.save_pretrained(tmp_path / "easydel")
     dotted = {name.replace("/", "."): np.ascontiguousarray(leaf) for name, leaf in llama_leaves.items()}
-    save_file(dotted, tmp_path / "easydel-model.parameters")
-    assert inspect(tmp_path).scheme == "easydel"
-    convert(tmp_path, tmp_path / "torch", to="torch")
+    save_file(dotted, tmp_path / "easydel/easydel-model.parameters")
+    assert inspect(tmp_path / "easydel").scheme == "easydel"
+    convert(tmp_path / "easydel", tmp_path / "torch", to="torch")
     found = load_file(tmp_path / "torch/model.safetensors")
     np.testing.assert_array_equal(found["lm_head.weight"], llama_leaves["lm_head/kernel"].T)
 

@@ -182,8 +182,8 @@ def test_written_as_the_scripts_read_it(model, tmp_path):
 def test_read_without_a_config(model, tmp_path):
     """A training checkpoint in the folder of its model: sizes are read off the shapes, the optimizer is left out."""
     folder, leaves, output = model
-    write_t5x(tmp_path / "checkpoint_900", leaves, inline=("encoder/encoder_norm/scale",))
-    report = convert(tmp_path, tmp_path / "torch", to="torch")
+    write_t5x(tmp_path / "run/checkpoint_900", leaves, inline=("encoder/encoder_norm/scale",))
+    report = convert(tmp_path / "run", tmp_path / "torch", to="torch")
     assert any("left out (state)" in note for note in report.notes)
     same_tensors(tmp_path / "torch", folder)
     theirs = json.loads((folder / "config.json").read_text())
