@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.unconverted import ADAPTER_CONFIG
 
 # Weights of any kind, and what belongs to a training run and not to the model.
@@ -63,6 +64,16 @@ def stands_inside(file: Path, folder: Path) -> bool:
     # models--org--name/snapshots/<revision>/..., whose files are links into models--org--name/blobs.
     snapshots = next((parent for parent in (inside, *inside.parents) if parent.name == "snapshots"), None)
     return snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
+
+
+def refuse_foreign_config(file: Path, source: Path) -> None:
+    """`CheckpointError` for a config.json of `source` that is a link out of it: its content would go along."""
+    folder = source if source.is_dir() else source.parent
+    if file.parent == folder and file.is_symlink() and not stands_inside(file, folder):
+        raise CheckpointError(
+            "is a link to a file outside of the folder; copy that there, or give it by its own name (`--config`)",
+            file=file,
+        )
 
 
 def set_config_dtype(config: Path, dtype: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from easytorch import __version__
 from easytorch.bridge.atomic import refuse_existing, staged, sweep
 from easytorch.bridge.checkpoint import Checkpoint, Renamed
-from easytorch.bridge.companions import copy_companions, set_config_dtype
+from easytorch.bridge.companions import copy_companions, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, RoundingFormat, TokenizedReader, WritableFormat
@@ -29,7 +29,7 @@ from easytorch.bridge.writing import digest, write_files
 
 # What files of one format are called, and no folder of another.
 _FILE_SUFFIXES = frozenset(
-    (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".gguf", ".npz", ".easydel", ".h5", ".onnx", ".json")
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".gguf", ".npz", ".easydel", ".h5", ".onnx", ".json")
 )
 
 
@@ -49,6 +49,8 @@ class Conversion:
         drop: Collection[str] = (),
     ) -> None:
         refuse_adapter_beside(source)
+        if checkpoint.config is not None:
+            refuse_foreign_config(checkpoint.config.file, source)
         self._checkpoint = checkpoint
         self._target = target
         self._dtype = dtype
@@ -75,7 +77,7 @@ class Conversion:
 
     def _single_file(self) -> str | None:
         suffix = self._form.suffix
-        if self._destination.suffix in _FILE_SUFFIXES - {suffix}:
+        if self._destination.suffix != suffix and self._destination.suffix.lower() in _FILE_SUFFIXES:
             own = "a folder" if suffix is None else f"a folder, or a file called *{suffix}"
             raise CheckpointError(
                 f"is the name of a {self._destination.suffix} file, and {self._form.name} is {own}; give such a name",

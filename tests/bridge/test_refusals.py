@@ -149,7 +149,19 @@ def test_a_dtype_too_small_for_a_weight_names_it(tiny_torch, tmp_path, to):
         convert(tiny_torch, tmp_path / f"bf16 {name}", to=to, dtype="bf16", verify=True)
 
 
-@pytest.mark.parametrize("name", ["a.bin", "a.gguf", "a.msgpack", "config.json"])
+def test_a_config_linked_from_elsewhere_does_not_go_along(tiny_torch, tmp_path):
+    config = tiny_torch / "config.json"
+    config.rename(tmp_path / "elsewhere.json")
+    config.symlink_to(tmp_path / "elsewhere.json")
+    for source, to in ((tiny_torch, "torch"), (tiny_torch, "flax"), (tiny_torch / "model.safetensors", "flax")):
+        with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside .*--config"):
+            convert(source, tmp_path / "new", to=to)
+        assert not (tmp_path / "new").exists()
+    convert(tiny_torch, tmp_path / "new", to="flax", config=tmp_path / "elsewhere.json")
+    assert json.loads((tmp_path / "new/config.json").read_text()) == json.loads(config.read_text())
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.gguf", "a.msgpack", "a.ckpt", "a.BIN", "a.SafeTensors", "config.json"])
 def test_a_file_name_of_another_format_makes_no_folder(tiny_flax, tmp_path, name):
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=rf"is the name of a \{Path(name).suffix} file.*\*\.safetensors"):
