@@ -127,12 +127,13 @@ def attend(
         # transformers skips the mask here only for the first tokens of a preallocated cache: the rest of it is empty
         key, value, keys = key[:, :, :length], value[:, :, :length], length
         position_bias = None if position_bias is None else position_bias[..., :length]
-    segments: dict[str, torch.Tensor] = {}
+    # only what the call has: every argument is handed on five times, at each layer of each token
+    features: dict[str, Any] = {"causal": causal}
     if cu_seq_lens_q is not None:
         starts = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        segments["query_segment_ids"] = _segment_ids(cu_seq_lens_q, query.shape[0], length)
-        segments["key_segment_ids"] = _segment_ids(starts, query.shape[0], keys)
-    mask, bias = _split_mask(attention_mask)
+        features["query_segment_ids"] = _segment_ids(cu_seq_lens_q, query.shape[0], length)
+        features["key_segment_ids"] = _segment_ids(starts, query.shape[0], keys)
+    mask, bias = (None, None) if attention_mask is None else _split_mask(attention_mask)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
         if mask is not None:  # transformers adds both: a row that sees nothing then has the mean of all values
@@ -140,20 +141,21 @@ def attend(
             mask = None
     if output_attentions or (output_attentions is None and getattr(_config_of(module), "output_attentions", False)):
         backend = _backend_with_weights(backend)
-    output = _OPERATIONS[backend](
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        sliding_window=sliding_window if attention_mask is None else None,
-        softcap=softcap,
-        sinks=s_aux,
-        softmax_scale=scaling,
-        dropout_prob=dropout if module.training else 0.0,
-        **segments,
-    )
+    if mask is not None:
+        features["mask"] = mask
+    if bias is not None:
+        features["bias"] = bias
+    if sliding_window is not None and attention_mask is None:
+        features["sliding_window"] = sliding_window
+    if softcap is not None:
+        features["softcap"] = softcap
+    if s_aux is not None:
+        features["sinks"] = s_aux
+    if scaling is not None:
+        features["softmax_scale"] = scaling
+    if dropout and module.training:
+        features["dropout_prob"] = dropout
+    output = _OPERATIONS[backend](query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **features)
     return output.attention_outputs, output.attention_weights
 
 
@@ -239,9 +241,9 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return getattr(module, "is_causal", not type(module).__module__.startswith("transformers."))
 
 
-def _split_mask(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _split_mask(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(mask, bias): a boolean mask, or a floating one that is added to the scores."""
-    if mask is None or mask.dtype == torch.bool:
+    if mask.dtype == torch.bool:
         return mask, None
     if mask.is_floating_point():
         return None, mask

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from easytorch.kernels.linear.preference import smallest_weight
 from easytorch.operations import OperationRegistry
-from easytorch.operations.environment import checking, forced_by_environment
+from easytorch.operations.environment import checking, forced_by_environment, untouched
 
 _OPERATION = OperationRegistry.create("linear")
 
@@ -28,6 +28,9 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     EASYTORCH_OPS or EASYTORCH_CHECK asks. A layer that something stands in for or listens to (PEFT, quantization,
     FSDP, accelerate, hooks, parametrizations) is called as it is; deciding costs 0.8 us, the smallest layer 6.5.
     """
+    # the dtype first: it answers for nearly every layer of a model in half precision
+    if x.dtype != torch.float32 and untouched():
+        return layer(x)
     if type(layer) is nn.Linear and (_profits(layer, x) or _asked()) and not _watched(layer):
         return _OPERATION(x, layer.weight, layer.bias)
     return layer(x)

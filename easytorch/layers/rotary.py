@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from easytorch.kernels.rotary.frequencies import Frequencies, cos_sin, inverse_frequencies
 from easytorch.operations import OperationRegistry
 
+_OPERATION = OperationRegistry.create("rotary")
+
 
 class RotaryEmbedding(nn.Module):
     """cos and sin of every position, for each rope type of transformers (linear, dynamic, yarn, longrope, llama3, ...).
@@ -63,4 +65,4 @@ def apply_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T, H, D), (B, T, K, D), cos and sin (B, T, R) -> query and key turned by their positions."""
-    return OperationRegistry.create("rotary")(query, key, cos, sin, interleaved=interleaved)
+    return _OPERATION(query, key, cos, sin, interleaved=interleaved)

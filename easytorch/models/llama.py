@@ -6,6 +6,8 @@ Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, LlamaConfig
@@ -114,7 +116,8 @@ class LlamaAttention(nn.Module):
         query = linear(self.q_proj, hidden_states).view(batch, length, -1, self.head_dim)
         key = linear(self.k_proj, hidden_states).view(batch, length, -1, self.head_dim)
         value = linear(self.v_proj, hidden_states).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        query, key = (states.transpose(1, 2) for states in apply_rotary(query, key, *position_embeddings))
+        query, key = apply_rotary(query, key, *position_embeddings)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = interface_of(self.config._attn_implementation)
@@ -194,7 +197,7 @@ class LlamaModel(LlamaPreTrainedModel):
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past)[None]
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         # generate(assistant_early_exit=n) drafts with the first n layers by lowering the config's number for a while
-        for layer in self.layers[: self.config.num_hidden_layers]:
+        for layer in itertools.islice(self.layers, self.config.num_hidden_layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,

@@ -44,7 +44,7 @@ class DecodeAttention(AttentionImpl):
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
         if backend == "aten":
-            return aten.supports(query, key, value, **features)
+            return aten.supports(query, key, value, dropout_prob=features.get("dropout_prob", 0.0))
         if backend == "xla":
             return xla_decode_tpu.supports(query, key, value, **features)
         from easytorch.kernels.decode import triton_decode

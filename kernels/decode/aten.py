@@ -99,6 +99,14 @@ def decode(
 
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
+    if (
+        lengths is mask is bias is query_segment_ids is key_segment_ids is sliding_window is softcap is sinks is None
+        and dropout_prob == 0.0
+        and not torch.compiler.is_compiling()
+    ):  # as of most tokens that are generated: what follows takes as long as the attention of a short cache
+        keys = check_decode(query, key, value, None)[1]
+        if keys > 0 and key.numel() < _LARGE:
+            return _fused(query, key, value, None, softmax_scale, False)
     batch, keys, *_ = check_decode(
         query, key, value, lengths, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
         key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
@@ -158,7 +166,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
     if features.query_ids is not None and features.key_ids is not None:
         same = (features.query_ids == features.key_ids)[:, None, None]
         seen = same if seen is None else seen & same
-    batch, _, heads, dim = query.shape
+    dim = query.shape[3]
     _, keys, kv_heads, _ = key.shape
     large = free and key.numel() >= _LARGE
     scale = dim**-0.5 if features.scale is None else features.scale
@@ -179,15 +187,24 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Feat
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)
+    return _fused(query, key, value, attn_mask, features.scale, large)
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, large: bool
+) -> Tensor:
+    """All keys by ATen's kernel, or by parts of a large cache."""
+    batch, _, heads, dim = query.shape
+    kv_heads = key.shape[2]
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
+    # as ATen reads them, and as a model's cache mostly lies: contiguous is sooner known than readable
+    keys, values = key.transpose(1, 2), value.transpose(1, 2)
     if not torch.compiler.is_compiling():
-        rows, key, value = readable(rows), readable(key), readable(value)
-    if large and _faster_split(key, value):
-        output = attend_split(rows, key, value, attn_mask, scale)
+        rows, keys, values = readable(rows), readable(keys), readable(values)
+    if large and _faster_split(key := keys.transpose(1, 2), value := values.transpose(1, 2)):
+        output = attend_split(rows, key, value, attn_mask, dim**-0.5 if scale is None else scale)
     else:
-        output = F.scaled_dot_product_attention(
-            rows, key.transpose(1, 2), value.transpose(1, 2), attn_mask=attn_mask, scale=features.scale
-        )
+        output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=attn_mask, scale=scale)
     return output.reshape(batch, 1, heads, value.shape[3])
 
 

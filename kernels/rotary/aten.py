@@ -41,6 +41,11 @@ def rotary(
         turns = torch.complex(cos[..., :half].to(wide), sin[..., :half].to(wide))
         return _turn_pairs(query, turns), _turn_pairs(key, turns)
     below, above = sin.chunk(2, -1)
+    if not learning and query.shape[1] == 1 and query.dtype == key.dtype:
+        # one token: a step takes longer to call than to compute, and is the same for the heads of both
+        heads = query.shape[2]
+        turned = _turn_halves(torch.cat((query, key), 2), cos, below, above, _signed(query, cos, below, above))
+        return turned[:, :, :heads], turned[:, :, heads:]
     if learning:
         return _Halves.apply(query, cos, below, above), _Halves.apply(key, cos, below, above)
     signed = _signed(query, cos, below, above)

@@ -88,6 +88,20 @@ def test_the_definition_has_the_bits_of_transformers(dtype: torch.dtype) -> None
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_one_token_has_the_bits_of_one_among_many(rotated: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(3, 5, 6, 16).to(dtype), torch.randn(3, 5, 2, 16).to(dtype)
+    cos, sin = (table.to(dtype) for table in (_angles(3, 5, rotated).cos(), _angles(3, 5, rotated).sin()))
+    together = rotary(query, key, cos, sin)
+    for t in range(5):
+        one = slice(t, t + 1)
+        alone = rotary(query[:, one], key[:, one], cos[:, one], sin[:, one])
+        for turned, expected in zip(alone, together, strict=True):
+            assert torch.equal(turned, expected[:, one])
+
+
 @paths
 def test_positions_choose_rows_of_the_tables(rotary: OperationImpl) -> None:
     q, k, angles = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), _angles(1, 20, 16)[0].float()

@@ -1,0 +1,71 @@
+"""What one token of the native Llama costs beside its arithmetic, against transformers' class, counted, not timed."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+import easytorch
+
+LAYERS = 3
+
+
+class _Count(TorchDispatchMode):
+    """The calls that reach ATen's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _step(model: nn.Module) -> tuple[collections.Counter[str], int]:
+    """The ATen calls and the Python calls of the token after a prompt."""
+    ids = torch.arange(2, 10)[None]
+    with torch.inference_mode():
+        for _ in range(2):  # what is done once is not a token's
+            cache = DynamicCache(config=model.config)
+            model(ids, past_key_values=cache, use_cache=True)
+            model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        with _Count() as count:
+            model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        python = 0
+
+        def called(frame: Any, event: str, argument: Any) -> None:
+            nonlocal python
+            python += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(called)
+        try:
+            model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        finally:
+            sys.setprofile(before)
+    return count.calls, python
+
+
+def test_a_token_takes_few_calls() -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        vocab_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ours = easytorch.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    (aten, python), (aten_of_theirs, python_of_theirs) = _step(ours), _step(theirs)
+    assert aten.total() <= aten_of_theirs.total(), aten - aten_of_theirs
+    # operations choose and check, which is Python; 1.3 when this was written
+    assert python <= 1.4 * python_of_theirs
