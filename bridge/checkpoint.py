@@ -20,7 +20,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, given_config
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
-from easytorch.bridge.formats.renamed import without
+from easytorch.bridge.formats.renamed import RenamedReader, without
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
@@ -28,10 +28,10 @@ from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
-from easytorch.bridge.steps import at_step, step_read
+from easytorch.bridge.steps import at_step, step_folder, step_read
 from easytorch.bridge.ties import held_apart, untied
-from easytorch.bridge.unconverted import note_on_fp8, refuse_quantized
-from easytorch.bridge.unwrap import UnwrappedReader
+from easytorch.bridge.unconverted import note_on_narrow, refuse_quantized
+from easytorch.bridge.unwrap import UnwrappedReader, in_collections
 
 
 @dataclass
@@ -82,6 +82,16 @@ class Checkpoint(Closing):
         self._torch = reader
 
     @property
+    def weights(self) -> Reader:
+        """What of `reader` is read as the model's."""
+        return self._weights
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The names that the user left out of the weights."""
+        return self._dropped
+
+    @property
     def config(self) -> Config | None:
         """Its config.json, given, found beside it or read off its names and shapes; None where that says nothing."""
         return self._config
@@ -122,7 +132,10 @@ class Checkpoint(Closing):
         refuse_quantized(self.needed_config.content, self.needed_config.file)
         if self.scheme == TORCH:
             weights = by_hub_names(self._weights, self.architecture.names)
-            notes = [*self._left_out(), *note_on_fp8(weights.tensors)]
+            floating = {
+                name for name, tensor in self.architecture.names.tensors.items() if tensor.dtype.is_floating_point
+            }
+            notes = [*self._left_out(), *note_on_narrow(weights.tensors, floating)]
             return self._from_torch(Renamed(weights, notes=notes), scheme, checked=not strict)
         torch = self._to_torch(strict)
         if scheme != TORCH:
@@ -145,7 +158,10 @@ class Checkpoint(Closing):
 
         scheme: torch's, or any other for the names of the table's leaves. Tied weights are those of its rows.
         """
-        table, tensors = compile_rules(rules), self._weights.tensors
+        table = compile_rules(rules)
+        if self.scheme != TORCH and isinstance(self._weights, RenamedReader):
+            self._weights = in_collections(self._weights, table)
+        tensors = self._weights.tensors
         if not tensors:
             raise CheckpointError("holds no tensors", file=self.reader.files[0])
         if (scheme == TORCH) == (self.scheme == TORCH):
@@ -189,11 +205,15 @@ class Checkpoint(Closing):
 
     def _to_torch(self, strict: bool) -> Renamed:
         rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self._weights.tensors)
-        side = self._side = SideFile.beside(self.reader.files[0])
+        if self._side is None:
+            self._side = SideFile.beside(self.reader.files[0])
+        side = self._side
         kept, tied = ({}, []) if side is None else (side.tensors, side.tied)
         table = compile_rules(rules)
         if beside := tuple((name, None, BUFFER) for name in kept if not table.knows(name)):
             table = compile_rules((*rules, *beside))
+        if isinstance(self._weights, RenamedReader):
+            self._weights = in_collections(self._weights, table)
         same = same_data(self._weights)
         plan = plan_to_torch(self._weights.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
         plan.keep(kept.values())
@@ -270,8 +290,12 @@ def open_checkpoint(
     form, file = registry.find(path if step is None else at_step(path, step), prefer=prefer)
     if isinstance(config, Config):
         found: Config | None = config
+    elif config is not None:
+        found = given_config(Path(config))
     else:
-        found = find_config(path) if config is None else given_config(Path(config))
+        found = find_config(path)
+        if found is None and (folder := step_folder(path, file)) is not None:
+            found = find_config(folder)
     reader = form.open(file, writable=writable)
     try:
         kept = without(reader, drop) if drop else reader

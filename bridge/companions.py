@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.unconverted import ADAPTER_CONFIG
+from easytorch.bridge.steps import step_folder, steps_in
+from easytorch.bridge.unconverted import ADAPTER_CONFIG, adapter_in
 
 # Weights of any kind, and what belongs to a training run and not to the model.
 _WEIGHTS = (
@@ -28,15 +29,30 @@ def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) ->
 
     weights: files and folders of the checkpoint itself. Hidden names are left out: they are caches and version control.
     Links are followed to files in the folder alone: a checkpoint from elsewhere may hold one to any file of its reader.
+    Of a run's steps it is the one with the weights whose files go along, to where they stand in a model's folder.
     """
+    listed = list(weights)
+    step = step_folder(source, listed[0]) if listed else None
+    if step is None:
+        return _copy(source, destination, listed)
+    notes = _copy(source, destination, [*listed, *steps_in(source).values()])
+    return [*notes, *_copy(step, destination, listed)]
+
+
+def _copy(source: Path, destination: Path, left: Iterable[Path]) -> list[str]:
+    """The files of `source` but for what stands in `left`."""
     notes: list[str] = []
-    left_out = {path.resolve() for path in weights}
+    left_out = {path.resolve() for path in left}
     if source.resolve() in left_out:
         return notes
     for parent, folders, files in os.walk(source):
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and Path(parent, name).resolve() not in left_out
         )
+        if Path(parent) != source and adapter_in(Path(parent)) is not None:
+            notes.append(f"{parent} is left out: it is an adapter (PEFT), which is not converted; merge it first")
+            folders.clear()
+            continue
         for name in sorted(files):
             file = Path(parent, name)
             if (
@@ -69,7 +85,7 @@ def stands_inside(file: Path, folder: Path) -> bool:
 def refuse_foreign_config(file: Path, source: Path) -> None:
     """`CheckpointError` for a config.json of `source` that is a link out of it: its content would go along."""
     folder = source if source.is_dir() else source.parent
-    if file.parent == folder and file.is_symlink() and not stands_inside(file, folder):
+    if file.parent in (folder, *steps_in(folder).values()) and file.is_symlink() and not stands_inside(file, folder):
         raise CheckpointError(
             "is a link to a file outside of the folder; copy that there, or give it by its own name (`--config`)",
             file=file,

@@ -22,7 +22,7 @@ from easytorch.bridge.rules import Rules
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource
-from easytorch.bridge.unconverted import refuse_adapter_beside
+from easytorch.bridge.unconverted import refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.way_back import lost_tensor
 from easytorch.bridge.writing import digest, write_files
@@ -51,6 +51,10 @@ class Conversion:
         refuse_adapter_beside(source)
         if checkpoint.config is not None:
             refuse_foreign_config(checkpoint.config.file, source)
+        if dtype is not None and checkpoint.scheme == target.scheme == TORCH:
+            if checkpoint.config is not None:
+                refuse_quantized(checkpoint.config.content, checkpoint.config.file)
+            refuse_cast(checkpoint.weights.tensors)
         self._checkpoint = checkpoint
         self._target = target
         self._dtype = dtype

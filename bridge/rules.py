@@ -35,7 +35,7 @@ from itertools import combinations
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.patterns import Bindings, Pattern, choices_in, has_prefix, parse
 from easytorch.bridge.transforms import Transform, transform_called
-from easytorch.bridge.unconverted import is_quantized
+from easytorch.bridge.unconverted import is_adapters, is_quantized
 
 Rule = tuple[str | tuple[str, ...], str | tuple[str, ...] | None, str | Transform]
 Rules = tuple[Rule, ...]
@@ -214,6 +214,11 @@ class RuleTable:
             return (
                 "belongs to quantized weights, which are not converted, and config.json has no `quantization_config`; "
                 "dequantize the model first (`model.dequantize()`, then `save_pretrained`)"
+            )
+        if is_adapters(name):
+            return (
+                "belongs to a model with an adapter (PEFT), and adapters are not converted; save what "
+                "`PeftModel.merge_and_unload()` returns"
             )
         known = [pattern.like(name) for rule in (*self.weights, *self.buffers) for pattern in rule.torch]
         return f"no rule of this family names it{nearest(name, known)}; remove it or add a rule"

@@ -29,10 +29,15 @@ def at_step(path: Path, step: int) -> Path:
     return found[step]
 
 
+def step_folder(path: Path, file: Path) -> Path | None:
+    """The folder of the step that `file`, which was opened for `path`, belongs to; None where `path` is no run."""
+    return next((one for one in steps_in(path).values() if file == one or one in file.parents), None)
+
+
 def step_read(path: Path, file: Path) -> str | None:
     """What to say of the step that `file`, which was opened for `path`, belongs to; None where it is no run's."""
     found = steps_in(path)
-    read = next((one for one, folder in found.items() if file == folder or folder in file.parents), None)
+    read = next((one for one, folder in found.items() if folder == step_folder(path, file)), None)
     if read is not None:
         return f"step {read} is read, of {', '.join(map(str, found))}"
     own = _STEP.search(path.name) if path.is_dir() else None

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Reader
+from easytorch.bridge.formats.base import PartialReader, Reader
 from easytorch.bridge.formats.renamed import RenamedReader
+from easytorch.bridge.rules import RuleTable
 
 _PARAMS, _BATCH_STATS = "params", "batch_stats"
 _COLLECTIONS = {_PARAMS, _BATCH_STATS}
@@ -28,7 +29,10 @@ _TRAINING = frozenset(
 # Names that wrap the parameters wherever they stand, and names that do beside a training state or as its inner tree.
 _WRAPPERS = (_PARAMS,)
 _WRAPPERS_IN_TRAINING = ("model", "target", "state", "train_state", "graphstate", "optimizer", "opt")
+# What training states call the collections that are no parameters (scenic, flax's examples before 0.5, T5X).
+_MUTABLE = ("model_state", "extra_variables", "mutable_variables", "flax_mutables")
 _VARIABLES = ("value", ".value", "raw_value")
+_GENERATOR = ("count", "key")
 
 # The keys that lead to a tensor, from where the parameters begin, and its name.
 _Named = list[tuple[list[str], str]]
@@ -48,16 +52,19 @@ def unwrapped(tensors: Iterable[str], params_key: str | None = None) -> Unwrappe
     given = list(tensors)
     names: _Named = [(name.split("/"), name) for name in given]
     taken: list[str] = []
+    names = _beside_parameters(names)
     if params_key is not None:
         names, taken = _at(params_key.strip("/").split("/"), names)
     while (key := _wrapper([path for path, _ in names])) is not None:
-        names = [(path[1:], name) for path, name in names if path[0] == key and len(path) > 1]
+        names = _beside_parameters([(path[1:], name) for path, name in names if path[0] == key and len(path) > 1])
         taken.append(key)
     if any(path[0] == _BATCH_STATS for path, _ in names):
         names = _collections(names)
         taken += [] if params_key is not None or len(names) == len(given) else [_PARAMS]
     if all(path[-1] in _VARIABLES and len(path) > 1 for path, _ in names):
-        names = [(path[:-1], name) for path, name in names if "rngs" not in path]
+        names = [(path[:-1], name) for path, name in names]
+    # An nnx module's generators: `drop/rngs/count` and `key`, or those of each stream, `drop/rngs/default/key`.
+    names = [(path, name) for path, name in names if not ("rngs" in path[-3:-1] and path[-1] in _GENERATOR)]
     found: dict[str, str] = {}
     for path, name in names:
         if found.setdefault("/".join(path), name) != name:
@@ -78,7 +85,7 @@ def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
         if wrapper is None:
             trees = ", ".join(sorted({path[0] for path, _ in names if len(path) > 1})) or "none"
             raise CheckpointError(f"there is no tree called {'/'.join(key)!r} in the checkpoint; its trees are {trees}")
-        inner = [(path[1:], name) for path, name in inner if path[0] == wrapper and len(path) > 1]
+        inner = _beside_parameters([(path[1:], name) for path, name in inner if path[0] == wrapper and len(path) > 1])
         taken.append(wrapper)
     statistics = [(path, name) for path, name in inner if path[0] == _BATCH_STATS and len(path) > 1]
     inside = {path[0] for path, _ in chosen}
@@ -86,6 +93,17 @@ def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
         parameters = [(path if inside == {_PARAMS} else [_PARAMS, *path], name) for path, name in chosen]
         chosen = parameters + statistics
     return chosen, [*taken, *key]
+
+
+def _beside_parameters(names: _Named) -> _Named:
+    """`names` with the statistics of batches that stand in a tree of other collections, `model_state/batch_stats/...`,
+    beside the parameters."""
+    if not any(path[0] == _PARAMS for path, _ in names):
+        return names
+    return [
+        (path[1:] if path[0] in _MUTABLE and len(path) > 2 and path[1] == _BATCH_STATS else path, name)
+        for path, name in names
+    ]
 
 
 def _collections(names: _Named) -> _Named:
@@ -120,6 +138,31 @@ def _wrapper(paths: list[list[str]]) -> str | None:
         if key in branches and ((others and others <= _TRAINING | {"state"}) or inner & {_PARAMS, "target"}):
             return key
     return None
+
+
+def in_collections(tree: RenamedReader, table: RuleTable) -> RenamedReader:
+    """`tree` with its leaves in `params` and `batch_stats`, where `table` knows them there and they stand in neither.
+
+    A file does not say which leaves of an nnx tree are statistics, as the module itself does: the table does.
+    """
+    if all(table.leaf_rule(path) is not None for path in tree.tensors):
+        return tree
+    names = {}
+    for path in tree.tensors:
+        placed = [name for one in (_PARAMS, _BATCH_STATS) if table.leaf_rule(name := f"{one}/{path}") is not None]
+        if len(placed) != 1:
+            return tree
+        names[placed[0]] = path
+    return _Collected(tree, names)
+
+
+class _Collected(RenamedReader):
+    """What `in_collections` gives."""
+
+    def __init__(self, tree: RenamedReader, names: dict[str, str]) -> None:
+        super().__init__(tree, names)
+        self.left_out = tree.left_out if isinstance(tree, PartialReader) else ()
+        self.tree = tree.tree if isinstance(tree, UnwrappedReader) else ""
 
 
 class UnwrappedReader(RenamedReader):

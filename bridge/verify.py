@@ -100,10 +100,15 @@ def compare_sides(checkpoint: Checkpoint, source: Path, written: Path, scheme: s
         return OutputCheck(None)
     if TORCH not in (checkpoint.scheme, scheme):
         return OutputCheck(None, "outputs were not compared: neither side is torch's")
-    torch_folder, other = (source, written) if checkpoint.scheme == TORCH else (written, source)
+    torch_folder = source if checkpoint.scheme == TORCH else written
     if not any((torch_folder / name).is_file() for name in _LOADED):
         return OutputCheck(None, "outputs were not compared: transformers does not load the torch side's format")
-    return compare_outputs(torch_folder, other, checkpoint.config)
+    if checkpoint.scheme != TORCH:
+        # The open one: of a run or a training state, what the user chose of it.
+        return _compare(torch_folder, checkpoint, checkpoint.config)
+    if checkpoint.dropped:
+        return OutputCheck(None, "outputs were not compared: transformers would load what was dropped")
+    return compare_outputs(torch_folder, written, checkpoint.config)
 
 
 def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCheck:
@@ -111,6 +116,11 @@ def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCh
 
     `CheckpointError` when they differ by more than `TOLERANCE`.
     """
+    with open_checkpoint(other, config=config) as checkpoint:
+        return _compare(torch_folder, checkpoint, config)
+
+
+def _compare(torch_folder: Path, other: Checkpoint, config: Config) -> OutputCheck:
     forward = _FORWARDS.get(config.model_type)
     if forward is None:
         return OutputCheck(None, f"outputs were not compared: no jax forward of {config.model_type!r} is here")
@@ -120,11 +130,10 @@ def compare_outputs(torch_folder: Path, other: Path, config: Config) -> OutputCh
     if (reason := _not_carried(settings)) is not None:
         return OutputCheck(None, f"outputs were not compared: the jax forward does not carry {reason}")
     inputs = forward.inputs(settings, np.random.default_rng(_SEED))
-    with open_checkpoint(other, config=config) as checkpoint:
-        if (reason := _unfit(checkpoint)) is not None:
-            return OutputCheck(None, f"outputs were not compared: {reason}")
-        got, with_head = _jax_outputs(forward, checkpoint, settings, inputs)
-        expected = _torch_outputs(torch_folder, config, checkpoint.architecture.base, inputs, with_head)
+    if (reason := _unfit(other)) is not None:
+        return OutputCheck(None, f"outputs were not compared: {reason}")
+    got, with_head = _jax_outputs(forward, other, settings, inputs)
+    expected = _torch_outputs(torch_folder, config, other.architecture.base, inputs, with_head)
     if not np.isfinite(expected).all() and not np.isfinite(got).all():
         return OutputCheck(None, "outputs were not compared: they are not finite numbers")
     difference = float(np.abs(got - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny))
@@ -166,7 +175,7 @@ def _not_carried(settings: Any) -> str | None:
 
 def _unfit(checkpoint: Checkpoint) -> str | None:
     """Why the weights cannot be computed with: both models in float32 must fit into the memory that is free."""
-    tensors = checkpoint.reader.tensors.values()
+    tensors = checkpoint.weights.tensors.values()
     narrow = FLOATING - {"float64"}
     if odd := next((info for info in tensors if info.dtype not in narrow), None):
         return f"{odd.name} is {odd.dtype}"

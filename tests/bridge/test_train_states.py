@@ -166,12 +166,143 @@ def test_nnx_lists_and_statistics_go_back():
         assert torch.equal(tensor, changed[name]), name
     optimizer = nnx.ModelAndOptimizer(module, optax.adam(1e-3))
     assert set(tree_to_state_dict(optimizer, BLOCK_RULES)) == set(changed)
-    with pytest.raises(CheckpointError, match=r"layers/1/kernel.*is missing"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.weight.*is missing"):
         fewer = {name: tensor for name, tensor in changed.items() if name != "layers.1.weight"}
         state_dict_to_tree(fewer, BLOCK_RULES, like=module)
     with pytest.raises(CheckpointError, match="has no place"):
-        state_dict_to_tree({**changed, "layers.2.bias": torch.ones(4)}, BLOCK_RULES, like=module)
+        more = {"layers.2.bias": torch.ones(4), "layers.2.weight": torch.ones(4, 4)}
+        state_dict_to_tree({**changed, **more}, BLOCK_RULES, like=module)
+
+
+def _without_kinds(tree):
+    """A nnx module's state as files hold it: nothing says which leaves are statistics."""
+    return {
+        str(key): _without_kinds(child)
+        if isinstance(child, dict)
+        else np.asarray(jax.random.key_data(child) if jnp.issubdtype(child.dtype, jax.dtypes.prng_key) else child)
+        for key, child in tree.items()
+    }
+
+
+PLAIN_RULES = tuple((name, path.partition("/")[2], layout) for name, path, layout in BLOCK_RULES)
+
+
+@pytest.mark.parametrize("kind", ["msgpack", "orbax"])
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("rules", [BLOCK_RULES, PLAIN_RULES], ids=["collections", "plain"])
+def test_nnx_statistics_in_a_file(tmp_path, kind, values, rules):
+    module = Blocks(nnx.Rngs(0))
+    module.norm.mean[...] = jnp.arange(4.0)
+    tree = _without_kinds(nnx.to_pure_dict(nnx.state(module)))
+    if values:
+        tree = nested({f"{path}/value": leaf for path, leaf in flat(tree).items()})
+    if kind == "msgpack":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/flax_model.msgpack").write_bytes(flax.serialization.to_bytes(tree))
+    else:
+        with ocp.StandardCheckpointer() as saver:
+            saver.save(tmp_path / "run", tree)
+    report = convert(tmp_path / "run", tmp_path / "out", to="torch", rules=rules)
+    assert "2 arrays beside the parameters are left out (drop)" in " ".join(report.notes)
+    found, expected = load_file(tmp_path / "out/model.safetensors"), tree_to_state_dict(module, BLOCK_RULES)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_nnx_resnet_in_a_file(resnet, tmp_path):
+    """The family's own rules call the leaves `params/...` and `batch_stats/...`."""
+    variables = flax_trees.to_flax(resnet)
+    tree = nested({**flat(variables["params"]), **flat(variables["batch_stats"])})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/flax_model.msgpack").write_bytes(flax.serialization.to_bytes(tree))
+    content = {**CONFIG.to_dict(), "architectures": ["ResNetForImageClassification"]}
+    (tmp_path / "run/config.json").write_text(json.dumps(content))
+    convert(tmp_path / "run", tmp_path / "out", to="torch", verify=True)
+    assert_same(load_file(tmp_path / "out/model.safetensors"), resnet.state_dict())
+
+
+@pytest.mark.parametrize("key", ["model_state", "flax_mutables"])
+def test_statistics_in_a_tree_of_their_own(resnet, tmp_path, key):
+    variables = flax_trees.to_flax(resnet)
+    shifted = nested({path: leaf + 1 for path, leaf in flat(variables["params"]).items()})
+    state = {"params": variables["params"], "ema_params": shifted, key: {"batch_stats": variables["batch_stats"]}}
+    for name, given in {"run": state, "nested": {"train_state": state, "epoch": np.int32(3)}}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "flax_model.msgpack").write_bytes(flax.serialization.to_bytes({**given, "step": np.int32(1)}))
+        content = {**CONFIG.to_dict(), "architectures": ["ResNetForImageClassification"]}
+        (folder / "config.json").write_text(json.dumps(content))
+        convert(folder, tmp_path / f"{name}-out", to="torch")
+        assert_same(load_file(tmp_path / f"{name}-out/model.safetensors"), resnet.state_dict())
+        convert(folder, tmp_path / f"{name}-ema", to="torch", params_key="ema_params")
+        assert_same(load_file(tmp_path / f"{name}-ema/model.safetensors"), resnet.state_dict(), 1)
 
 
 def test_paths_of_a_state_stay_flat():
     assert flat(nested({"a/0": 1, "a/1": 2})) == {"a/0": 1, "a/1": 2}
+
+
+LLAMA = transformers.LlamaConfig(
+    hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
+)
+
+
+def _llama():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(LLAMA)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("chosen", [{}, {"step": 1}, {"step": 1, "params_key": "ema_params"}])
+def test_the_outputs_of_what_was_chosen_are_compared(tmp_path, chosen):
+    """Of a state with counters and optimizer, and not of the run's last step or its other tree."""
+    params = jax.tree.map(jnp.asarray, flax_trees.to_flax(_llama()))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            trees = {
+                "params": jax.tree.map(lambda leaf, by=step: leaf * by, params),
+                "ema_params": jax.tree.map(lambda leaf, by=step: -leaf * by, params),
+            }
+            optimizer = optax.adam(1e-3).init(params)
+            manager.save(step, args=ocp.args.StandardSave({**trees, "opt_state": optimizer, "step": np.int32(step)}))
+        manager.wait_until_finished()
+    content = {**LLAMA.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "run/config.json").write_text(json.dumps(content))
+    report = convert(tmp_path / "run", tmp_path / "out", to="torch", verify=True, **chosen)
+    assert report.outputs_difference is not None and report.outputs_difference < 1e-5, report.notes
+    factor = -1 if "params_key" in chosen else 1 if "step" in chosen else 2
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(found["lm_head.weight"], factor * _llama().state_dict()["lm_head.weight"])
+
+
+def test_what_is_dropped_is_not_compared(tmp_path):
+    _llama().save_pretrained(tmp_path / "torch")
+    folder = tmp_path / "torch"
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": True}))
+    report = convert(folder, tmp_path / "flax", to="flax", verify=True, drop=["lm_head.weight"])
+    assert "would load what was dropped" in " ".join(report.notes)
+
+
+@pytest.mark.parametrize("kind", ["torch", "orbax"])
+def test_each_step_with_its_own_files(tmp_path, kind):
+    """config.json and the tokenizer in the folders of the steps, as transformers' Trainer saves them."""
+    model = _llama()
+    for step in (1, 2):
+        folder = tmp_path / f"run/checkpoint-{step}"
+        if kind == "torch":
+            model.save_pretrained(folder)
+        else:
+            folder.parent.mkdir(exist_ok=True)
+            model.save_pretrained(tmp_path / f"{step}")
+            convert(tmp_path / f"{step}", folder, to="orbax")
+        (folder / "vocab.txt").write_text(f"of {step}")
+    (tmp_path / "run/README.md").write_text("of the run")
+    convert(tmp_path / "run", tmp_path / "out", to="flax" if kind == "torch" else "torch", step=1)
+    names = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*")}
+    assert {"config.json", "vocab.txt", "README.md"} <= names
+    assert (tmp_path / "out/vocab.txt").read_text() == "of 1"
+    assert not any(name.startswith("checkpoint-") for name in names)
