@@ -191,9 +191,11 @@ def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
         sinh = e.unary("negate", sinh)
     zero, turned = e.like(b, 0), e.unary(other, a)
     imaginary = e.binary("multiply", turned, sinh)
-    # 0 * inf where a or b is 0.
+    # 0 * inf where a or b is 0, and in the real part of a sine where a is.
     vanishes = e.binary("or", e.compare("EQ", turned, zero), e.compare("EQ", b, zero))
-    return _complex(e, e.binary("multiply", e.unary(name, a), cosh), e.select(vanishes, zero, imaginary))
+    first = e.unary(name, a)
+    real = e.select(e.compare("EQ", first, zero), first, e.binary("multiply", first, cosh))
+    return _complex(e, real, e.select(vanishes, zero, imaginary))
 
 
 def _tan(e: Emitter, x: Value) -> Value:
