@@ -222,7 +222,7 @@ def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
         return _bitcast(joined if target_dtype.bits > 8 else joined.reshape(x.shape[:-1]), target_dtype)
     if target_dtype is DType.BOOL:
         data = wide(x).view(np.uint8) if source.bits == 4 else np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        each = data.reshape(*x.shape, -1, 1)
+        each = data.reshape(*x.shape, max(source.bits // 8, 1), 1)
         return (
             np.unpackbits(each, axis=-1, count=min(source.bits, 8), bitorder="little")
             .astype(bool)

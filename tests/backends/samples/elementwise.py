@@ -366,13 +366,14 @@ def _bitcast() -> list[Sample]:
                     exact=True,
                 )
             )
-    empty = np.zeros((0, 4), np.uint8)
-    for target in (DType.UINT32, DType.UINT4):
+    empty = (*((DType.UINT8, to) for to in (DType.UINT32, DType.UINT4, DType.BOOL)), (DType.INT4, DType.BOOL))
+    for source, target in (*empty, (DType.FLOAT32, DType.BOOL), (DType.BOOL, DType.INT32), (DType.BOOL, DType.UINT4)):
+        last = max(_width(target) // _width(source), 1)
         found.append(
             Sample(
                 OpType.BITCAST,
-                f"nothing to {target}",
-                (empty,),
+                f"nothing of {source} to {target}",
+                (np.zeros((0, last), source.numpy),),
                 lambda b, x, target=target: b.bitcast(x, target),
                 host=lambda x, target=target: _bits_of(x, target),
                 exact=True,
