@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -175,13 +176,13 @@ def _sorts() -> list[Sample]:
             exact=True,
         )
     )
-    for dims in ((0,), (1,), (0, 3), (3, 0)):
+    for comparator, dims in itertools.product((less, not_pointwise), ((0,), (1,), (0, 3), (3, 0))):
         found.append(
             Sample(
                 OpType.SORT,
-                f"{list(dims)}",
+                f"{list(dims)} {comparator.__name__}",
                 (normal(DType.FLOAT32, *dims),),
-                lambda b, x, dims=dims: b.sort(less, len(dims) - 1, True, x),
+                lambda b, x, dims=dims, comparator=comparator: b.sort(comparator, len(dims) - 1, True, x),
                 host=lambda x: x,
                 exact=True,
             )

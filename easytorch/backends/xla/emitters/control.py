@@ -48,6 +48,8 @@ def _sort(e: Emitter, *inputs: Value, comparator: Graph, axis: int, is_stable: b
     count = len(inputs) - len(comparator.captures)
     operands, captures = inputs[:count], inputs[count:]
     dimensions = operands[0].dimensions
+    if 0 in dimensions:
+        return tuple(operands)
     if any(capture.rank for capture in captures) or not _is_pointwise(comparator):
         ranks = _ranks(e, operands, captures, comparator, axis)
         return _sort_by(e, ranks, operands, axis)
@@ -79,7 +81,7 @@ def _ranks(e: Emitter, operands: Sequence[Value], captures: Sequence[Value], com
     """The place of each element in the stable order along `axis`, by comparing all pairs, one after the other."""
     dimensions = operands[0].dimensions
     count, total = dimensions[axis], operands[0].shape.size
-    lines = total // count if count else 0
+    lines = total // count
     order = (*(other for other in range(len(dimensions)) if other != axis), axis)
     flat = [e.reshape(transpose(e, operand, order), total) for operand in operands]
     pairs = Shape(DType.BOOL, (lines * count * count,))
