@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterator
@@ -152,8 +151,7 @@ def _choose_attention(
     choice = attention_for(model_class, config, asked, wants_weights)
     if choice.passed is not None:
         kwargs["attn_implementation"] = choice.passed
-    # The name of ours goes into the config, which from_config shares with its caller and with other models of it.
-    return copy.deepcopy(config) if choice.ours else config, choice
+    return config, choice
 
 
 def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:

@@ -97,10 +97,6 @@ def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str,
     wanted = {key: name for key, name in asked.items() if name in INTERFACES}
     if not wanted:
         return Choice(asked, reason=f"attn_implementation={asked!r} was asked for")
-    parts = ["", *config.sub_configs]
-    if unknown := sorted(set(wanted) - set(parts)):
-        has = f"{type(config).__name__} has the parts {parts}"
-        raise ValueError(f"attn_implementation={asked!r} names {unknown}; {has}")
     trial = try_attention(model_class, config)
     keys = trial.keys
     ours = {group: wanted[keys[group]] for group in trial.plugged if keys.get(group) in wanted}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_architectures.py"
-SEED, DRAWN = 9, 2
+SEED, DRAWN = 9, 6
 
 _spec = importlib.util.spec_from_file_location("check_architectures", SCRIPT)
 assert _spec is not None and _spec.loader is not None
@@ -30,6 +30,7 @@ OFFENDERS = {
     "kosmos-2": None,
     "t5": 6,  # rows that see no key
     "bigbird_pegasus": None,  # gradients of rows that see no key
+    "falcon": 0,
     "qwen2_vl": None,
     "bert": 2,
     "llama": 2,

@@ -12,6 +12,7 @@ import pytest
 from easytorch import backends
 from easytorch.backends import ConvolveAxesConfig, OpType, PadAxis, ReduceOpType, make_shape
 from easytorch.backends.dtypes import DType
+from easytorch.backends.numpy_ops.reduction import BLOCK
 from easytorch.backends.shapeinference import accepted_dtypes
 
 # Bytes for each element of operands and result (places and masks are words of their own), and for blocks of work.
@@ -94,3 +95,18 @@ def test_elements(op_type: OpType) -> None:
             arrays = [np.ones(count, dtype.numpy)] * (1 if unary else 2)
             peak, elements = extra(lambda b, *x: getattr(b, op_type.method)(*x), *arrays)
             assert peak <= A_ELEMENT * elements, f"{dtype}: {peak >> 20} MiB for {elements} elements"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_block_by_block(masked: bool) -> None:
+    """Equal scores: each query gets the mean of the values up to its own, in the last block as in the first."""
+    count = 1500
+    backend = backends.new("numpy")
+    b = backend.builder("blocks")
+    zeros = b.constant(np.zeros((1, 1, count, 1), np.float32))
+    values = b.constant(np.arange(count, dtype=np.float32), 1, 1, count, 1)
+    mask = b.constant(np.tri(count, dtype=bool), 1, 1, count, count) if masked else None
+    program = b.compile(b.scaled_dot_product_attention(zeros, zeros, values, mask, is_causal=not masked))
+    found = backend.buffer_to_numpy(program.execute([])[0])
+    assert count * count > 2 * BLOCK
+    np.testing.assert_allclose(found.ravel(), np.arange(count) / 2, rtol=1e-5)

@@ -12,7 +12,7 @@ import torch
 import easytorch.frontend
 
 # (size, k): insertion sort alone, nth_element, then std::sort of many, partial_sort of a few of many, everything.
-SIZES = ((3, 2), (8, 3), (40, 7), (70, 33), (130, 129), (128, 2), (200, 3), (320, 5), (50, 50), (64, 1))
+SIZES = ((3, 2), (8, 3), (40, 7), (70, 33), (130, 129), (128, 2), (200, 3), (50, 50), (64, 1))
 
 
 class Ordered(torch.nn.Module):
@@ -42,8 +42,8 @@ def ties(shape: tuple[int, ...], levels: int, dtype: torch.dtype, seed: int) -> 
     ("count", "k", "backend"),
     [
         *((*size, "torch") for size in SIZES),
-        *((count, k, "numpy") for count, k in SIZES if count < 100),
-        *((*size, "xla:cpu") for size in ((8, 3), (70, 33), (128, 2))),
+        *((*size, "numpy") for size in ((3, 2), (40, 7), (50, 50))),
+        *((*size, "xla:cpu") for size in ((8, 3), (70, 33))),
     ],
 )
 def test_topk(count: int, k: int, backend: str) -> None:
@@ -58,7 +58,9 @@ def test_topk(count: int, k: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "descending", "backend"),
     [
-        *((dtype, flag, "torch") for dtype in (torch.bfloat16, torch.int64, torch.bool) for flag in (False, True)),
+        (torch.bfloat16, True, "torch"),
+        (torch.int64, False, "torch"),
+        (torch.bool, True, "torch"),
         (torch.float32, True, "numpy"),
         (torch.float32, False, "xla:cpu"),
     ],
