@@ -42,7 +42,8 @@ class Architecture:
     shapes: Mapping[str, tuple[int, ...]]
     base: str
     tie: bool
-    names: HubNames
+    # `HubNames`, or `OutlinedNames`, which have no `model`: those who need one ask for the built architecture.
+    names: Any
     given: Collection[str] = ()
     apart: frozenset[str] = frozenset()
 
@@ -56,7 +57,7 @@ def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    _refuse_counts(config.content, config, tensors)
+    refuse_counts(config.content, config, tensors)
     if config.model_type not in transformers.CONFIG_MAPPING:
         hint = nearest(config.model_type, transformers.CONFIG_MAPPING)
         raise CheckpointError(
@@ -100,11 +101,11 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
     )
 
 
-def _refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:
+def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:
     """Refuses layers and experts by the billion, each of which would be a module or a name."""
     for key, value in content.items():
         if isinstance(value, dict):
-            _refuse_counts(value, config, tensors)
+            refuse_counts(value, config, tensors)
         if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
             raise CheckpointError(f"`{key}` is {value}; {_MOST_LABELS} is the most", file=config.file)
         if key in _STAGES:

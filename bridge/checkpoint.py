@@ -22,6 +22,7 @@ from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
 from easytorch.bridge.formats.renamed import RenamedReader, without
 from easytorch.bridge.fused import by_hub_names
+from easytorch.bridge.outline import describes, outline_of
 from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
@@ -80,6 +81,7 @@ class Checkpoint(Closing):
         self._config = config
         self._side: SideFile | None = None
         self._torch = reader
+        self._outlined: Architecture | None = None
 
     @property
     def weights(self) -> Reader:
@@ -115,6 +117,27 @@ class Checkpoint(Closing):
         deepest = max((min(info.shape) for info in tensors.values() if len(info.shape) > 1), default=0)
         return architecture_of(self.needed_config, len(tensors) if given else len(tensors) + deepest, given)
 
+    @property
+    def _known(self) -> Architecture:
+        """`architecture`, or the same off an outline where that has described the weights."""
+        return self._outlined or self.architecture
+
+    def _by_outline(self, scheme: str) -> Architecture | None:
+        """The architecture off its family's outline, where the weights are just those it lists."""
+        if {scheme, self.scheme} != {TORCH, "flax"}:
+            return None
+        found = outline_of(self.needed_config, len(self._weights.tensors))
+        if found is None:
+            return None
+        table = compile_rules(flax_rules(self.needed_config, found))
+        return found if describes(found, self._weights.tensors, table, leaves=scheme == TORCH) else None
+
+    def _apart(self, torch: Reader) -> Architecture:
+        """The architecture, with the tied weights that `torch` holds apart."""
+        apart = held_apart(torch.tensors, self._known, same_data(torch))
+        # What config.json has to say then depends on transformers' config classes.
+        return replace(self.architecture if apart else self._known, apart=apart)
+
     def renamed(self, scheme: str, *, strict: bool = True) -> Renamed:
         """The weights under the names of `scheme`.
 
@@ -130,19 +153,16 @@ class Checkpoint(Closing):
             )
             return Renamed(weights, notes=self._left_out())
         refuse_quantized(self.needed_config.content, self.needed_config.file)
+        self._outlined = self._by_outline(scheme) if strict else None
         if self.scheme == TORCH:
-            weights = by_hub_names(self._weights, self.architecture.names)
-            floating = {
-                name for name, tensor in self.architecture.names.tensors.items() if tensor.dtype.is_floating_point
-            }
-            notes = [*self._left_out(), *note_on_narrow(weights.tensors, floating)]
+            weights = by_hub_names(self._weights, self._known.names)
+            notes = [*self._left_out(), *note_on_narrow(weights.tensors, self._known.names.floating)]
             return self._from_torch(Renamed(weights, notes=notes), scheme, checked=not strict)
         torch = self._to_torch(strict)
         if scheme != TORCH:
             return self._from_torch(torch, scheme, checked=True)
         if strict:
-            apart = held_apart(torch.reader.tensors, self.architecture, same_data(torch.reader))
-            torch.config = self._untied(replace(self.architecture, apart=apart), torch.notes, scheme)
+            torch.config = self._untied(self._apart(torch.reader), torch.notes, scheme)
         return torch
 
     def _untied(self, architecture: Architecture, notes: list[str], scheme: str) -> dict[str, Any] | None:
@@ -204,7 +224,7 @@ class Checkpoint(Closing):
         return f", of step {self.reader.read(name).item()}" if info is not None and info.shape == () else ""
 
     def _to_torch(self, strict: bool) -> Renamed:
-        rules = scheme_called(self.scheme).rules(self.needed_config, self.architecture, self._weights.tensors)
+        rules = scheme_called(self.scheme).rules(self.needed_config, self._known, self._weights.tensors)
         if self._side is None:
             self._side = SideFile.beside(self.reader.files[0])
         side = self._side
@@ -215,7 +235,7 @@ class Checkpoint(Closing):
         if isinstance(self._weights, RenamedReader):
             self._weights = in_collections(self._weights, table)
         same = same_data(self._weights)
-        plan = plan_to_torch(self._weights.tensors, table, tie=self.architecture.tie, same=same, kept=kept, tied=tied)
+        plan = plan_to_torch(self._weights.tensors, table, tie=self._known.tie, same=same, kept=kept, tied=tied)
         plan.keep(kept.values())
         if strict:
             self._check(plan.targets, table)
@@ -227,7 +247,7 @@ class Checkpoint(Closing):
     def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
         reader = torch.reader
         same = same_data(reader)
-        architecture = replace(self.architecture, apart=held_apart(reader.tensors, self.architecture, same))
+        architecture = self._apart(reader)
         rules = scheme_called(scheme).rules(self.needed_config, architecture, None)
         table = compile_rules((*rules, *self._buffers(reader, compile_rules(rules))))
         fill: Collection[str] = architecture.shapes if architecture.tie else ()
@@ -252,7 +272,7 @@ class Checkpoint(Closing):
     @property
     def torch_reader(self) -> Reader:
         """The weights by torch's names, once `renamed` was called."""
-        return by_hub_names(self._weights, self.architecture.names) if self.scheme == TORCH else self._torch
+        return by_hub_names(self._weights, self._known.names) if self.scheme == TORCH else self._torch
 
     def read_torch(self, name: str) -> np.ndarray:
         """The data of a torch tensor that `Renamed.kept` names."""
@@ -260,7 +280,7 @@ class Checkpoint(Closing):
 
     def _check(self, tensors: dict, table: RuleTable) -> None:
         weights = {name: info for name, info in tensors.items() if not table.is_buffer(name)}
-        check(weights, self.architecture, table)
+        check(weights, self._known, table)
 
     def close(self) -> None:
         """Closes every file."""

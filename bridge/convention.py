@@ -22,7 +22,8 @@ from easytorch.bridge.families import Config, native_rules
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.members import Member, members_of
-from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIES, UNREAD, Rule, Rules
+from easytorch.bridge.outline import OutlinedNames
+from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIED_ENDINGS, TIES, UNREAD, Rule, Rules
 from easytorch.bridge.transforms import Transform
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ RowsOf = Callable[[HubNames], Iterator[Row]]
 def flax_rules(config: Config, architecture: Architecture) -> Rules:
     """The table of a checkpoint: its native family's `RULES` where there is one, else what the convention says."""
     native = native_rules(config.model_type)
-    return convention_rules(architecture.names, architecture.given) if native is None else native
+    if native is not None:
+        return native
+    names = architecture.names
+    return names.rules() if isinstance(names, OutlinedNames) else convention_rules(names, architecture.given)
 
 
 def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf | None = None) -> Rules:
@@ -208,7 +212,7 @@ def _always_tied(names: HubNames, modules: Mapping[str, torch.nn.Module]) -> Ite
         ties = module._tied_weights_keys if isinstance(module, PreTrainedModel) else None
         for repeat, source in (ties or {}).items():
             one, other = (f"{prefix}.{name}" if prefix else name for name in (repeat, source))
-            if repeat.endswith((".bias", ".embed_tokens.weight")) and {one, other} <= names.state.keys():
+            if repeat.endswith(TIED_ENDINGS) and {one, other} <= names.state.keys():
                 yield one, other
 
 

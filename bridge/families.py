@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,16 @@ def find_config(path: Path) -> Config | None:
 
 
 def native_rules(model_type: str) -> Rules | None:
-    """`RULES` of `easytorch.models.<model_type>`, None for a family that is not native or follows the convention."""
+    """`RULES` of `easytorch.models.<model_type>`, None for a family that is not native or follows the convention.
+
+    Read from `_<model_type>_rules.py` where that stands beside the family's modules, which import torch.
+    """
     name = model_type.replace("-", "_")
-    return getattr(importlib.import_module(f"easytorch.models.{name}"), "RULES", None) if name in families() else None
+    if name not in families():
+        return None
+    apart = f"easytorch.models._{name}_rules"
+    module = importlib.import_module(apart if find_spec(apart) else f"easytorch.models.{name}")
+    return getattr(module, "RULES", None)
 
 
 def families() -> list[str]:

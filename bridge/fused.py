@@ -21,6 +21,8 @@ from easytorch.bridge.hub_names import HubNames
 if TYPE_CHECKING:
     import torch
 
+    from easytorch.bridge.outline import OutlinedNames
+
 
 # Tensors whose parts are kept: writers alternate between a layer's two (gate and up, down), at its end between four.
 _KEPT = 4
@@ -69,6 +71,6 @@ class HubReader(Closing):
         """Nothing: whoever opened the reader closes it."""
 
 
-def by_hub_names(reader: Reader, names: HubNames) -> Reader:
+def by_hub_names(reader: Reader, names: HubNames | OutlinedNames) -> Reader:
     """`reader` itself where nothing in it is stored as memory holds it."""
-    return HubReader(reader, names) if names.fused & reader.tensors.keys() else reader
+    return HubReader(reader, names) if isinstance(names, HubNames) and names.fused & reader.tensors.keys() else reader

@@ -54,6 +54,16 @@ class HubNames:
         # Module names of what is cut or joined on disk.
         self.fused = frozenset(name for name in self.state if Place(name, None) not in self._hubs)
 
+    @property
+    def floating(self) -> frozenset[str]:
+        """The names on disk of what is a floating point tensor in the model."""
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.dtype.is_floating_point)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Names in memory: a weight that is tied -> the one it repeats."""
+        return self.model.all_tied_weights_keys
+
     def to_hub(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A state dict as `save_pretrained` would write it: views of the tensors where the layouts allow."""
         from transformers.core_model_loading import revert_weight_conversion

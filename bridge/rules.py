@@ -44,6 +44,8 @@ BUFFER = "buffer"
 TIED = "tied"
 TIED_ALWAYS = "tied_always"
 TIED_IN_TORCH = "tied_in_torch"
+# What transformers up to 4.57 held once whatever the config tied (`TIED_ALWAYS`): all but a head's matrix.
+TIED_ENDINGS = (".bias", ".embed_tokens.weight")
 TIES = (TIED, TIED_ALWAYS, TIED_IN_TORCH)
 ALIAS = "alias"
 UNREAD = "unread"

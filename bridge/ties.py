@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.plan import Same, Step
+from easytorch.bridge.rules import TIED_ENDINGS
 from easytorch.bridge.transforms import transform_called
 
 if TYPE_CHECKING:
@@ -19,14 +21,12 @@ if TYPE_CHECKING:
 _KEY = "tie_word_embeddings"
 # Their forward scales what a tied head is given, so that the setting says more than whether weights are one.
 _SCALED = frozenset(("t5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"))
-# Repeats that torch may leave out whatever the config ties (`rules.TIED_ALWAYS`).
-_ALWAYS = (".bias", ".embed_tokens.weight")
 
 
 def held_apart(tensors: Mapping[str, TensorInfo], architecture: Architecture, same: Same) -> frozenset[str]:
     """Hub names of the tied weights among `tensors`, by torch names, whose data is not that of their original."""
     names = architecture.names
-    ties = names.model.all_tied_weights_keys
+    ties = names.ties
     if not ties:
         return frozenset()
     base = f"{architecture.base}."
@@ -59,14 +59,17 @@ def untied(content: dict[str, Any], architecture: Architecture, scheme: str) -> 
     None where it says so already, or cannot say it: of what is still tied, checkpoints hold one, and a program that is
     told that nothing is tied misses the other. HF Flax's classes tie some whatever the config says.
     """
+    if not architecture.apart:
+        return None
     names = architecture.names
-    left = {names.hub_name(name) for name in names.model.all_tied_weights_keys} - architecture.apart - {None}
-    if not architecture.apart or not declares_ties(content, architecture) or content.get("model_type") in _SCALED:
+    assert isinstance(names, HubNames), "weights that are apart are looked at on the meta device"
+    left = {names.hub_name(name) for name in names.ties} - architecture.apart - {None}
+    if not declares_ties(content, architecture) or content.get("model_type") in _SCALED:
         return None
     made = {**_nowhere(content), _KEY: False}
     # The config classes of the T5 family tie what is left even so.
     forced = getattr(type(names.model.config).from_dict(dict(made)), _KEY, False)
-    always = all(scheme == "flax" and name is not None and name.endswith(_ALWAYS) for name in left)
+    always = all(scheme == "flax" and name is not None and name.endswith(TIED_ENDINGS) for name in left)
     return made if always or forced else None
 
 

@@ -83,7 +83,7 @@ def _repeated(
 ) -> bool:
     """Whether a tied weight that is absent is there as one of the others."""
     names = checkpoint.architecture.names
-    tied = {names.hub_name(one) for pair in names.model.all_tied_weights_keys.items() for one in pair}
+    tied = {names.hub_name(one) for pair in names.ties.items() for one in pair}
     if name not in tied and name not in renamed.tied:
         return False
     alike: Iterable[str] = (one for one, info in found.tensors.items() if info.shape == array.shape)

@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from easytorch.bridge.printable import printable
 
@@ -54,6 +53,8 @@ def _without_infinities(value: Any) -> Any:
 
 
 def _print(found: Difference) -> None:
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for sign, names in (("-", found.only_first), ("+", found.only_second)):
         for name in names:
