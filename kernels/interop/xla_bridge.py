@@ -17,7 +17,6 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
-from torch.autograd.function import once_differentiable
 
 from easytorch.kernels.interop.lowering import lower_for_export
 
@@ -78,9 +77,25 @@ class _Differentiable(torch.autograd.Function):
         return results[0] if outputs == 1 else results[:outputs]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, *ctx.call(*ctx.saved_tensors, *grads)
+        return None, None, None, None, *_Gradients.apply(ctx.call, *ctx.saved_tensors, *grads)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of a `_Differentiable`. torch's `once_differentiable` is not enough: where a tensor reaches the loss
+    on another way too, it leaves this one out of the second derivative without an error."""
+
+    @staticmethod
+    def forward(ctx: Any, call: functools.partial[Any], *tensors: torch.Tensor) -> Any:
+        ctx.name = _name(call.args[0])
+        return tuple(call(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(
+            f"{ctx.name}: gradients computed by jax in the graph have no gradient of their own; for second derivatives "
+            f"force the definition, OperationMetadata(backend='native') or EASYTORCH_OPS=<operation>=native"
+        )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -38,7 +38,10 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 
 class _HalfLayerNorm(torch.autograd.Function):
-    """x of 16 bits, weight and bias of 32; the gradients by blocks of rows in float32. Not differentiable twice."""
+    """x of 16 bits, weight and bias of 32; the gradients by blocks of rows in float32.
+
+    The backward is made of what ATen differentiates, so there are gradients of every order.
+    """
 
     generate_vmap_rule = True
 
@@ -52,7 +55,6 @@ class _HalfLayerNorm(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:3], *output[1:])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         shape, wanted = x.shape[-1:], list(ctx.needs_input_grad[:3])

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.rotary import native
@@ -32,25 +31,25 @@ def rotary(
     if (reason := supports(query, cos, sin)) is not None:
         raise ValueError(f"xla rotary: {reason}")
     cos, sin = (table.squeeze(2) for table in native.tables(query, key, cos, sin, position_ids, offset))
-    return _Turn.apply(query, key, cos, sin, interleaved)
+    return _Turn.apply(query, key, cos, sin, interleaved, False)
 
 
 class _Turn(torch.autograd.Function):
-    """Keeps the tables only: nothing of query and key is needed for their gradients."""
+    """Keeps the tables only: nothing of query and key is needed for their gradients, which are turned back. What turns
+    back is this function again, so there are gradients of every order."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _call(query, key, cos, sin, interleaved, back=False)
+        ctx.interleaved, ctx.back = interleaved, back
+        return _call(query, key, cos, sin, interleaved, back)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return *_call(query_grad, key_grad, cos, sin, ctx.interleaved, back=True), None, None, None
+        return *_Turn.apply(query_grad, key_grad, cos, sin, ctx.interleaved, not ctx.back), None, None, None, None
 
 
 def _call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:

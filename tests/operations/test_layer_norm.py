@@ -49,6 +49,21 @@ def test_the_weights_of_an_autocast_module(forced: str | None) -> None:
     assert relative_rms_error(got, expected) <= TOLERANCE[torch.bfloat16]
 
 
+def test_second_order_gradients_of_a_large_16_bit_call() -> None:
+    """It has a backward of its own; x is in the loss itself, where a lost graph would be no error of autograd's own."""
+    x, weight = torch.randn(300, 256).bfloat16(), torch.randn(256).bfloat16()
+    upstream = torch.randn(300, 256)
+
+    def second(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        loss = (layer_norm()(*leaves).double() * upstream).sum() + leaves[0].double().square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(t.double().square().sum() for t in first), leaves)
+
+    for got, expected in zip(second(torch.bfloat16), second(torch.float64), strict=True):
+        assert relative_rms_error(got, expected) <= TOLERANCE[torch.bfloat16]
+
+
 def test_runtime_dtype_and_a_constant_row() -> None:
     assert layer_norm(dtype=torch.bfloat16)(torch.randn(2, 8)).dtype == torch.bfloat16
     assert torch.equal(layer_norm()(torch.full((2, 8), 3.0)), torch.zeros(2, 8))

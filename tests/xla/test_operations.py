@@ -98,6 +98,16 @@ def test_attention_in_blocks_of_the_definition(features):
     assert_both_equal(lambda *tensors: attend(operation, FEATURES[features], *tensors), attention_tensors())
 
 
+def test_second_order_gradients_of_attention_are_refused():
+    """Also where the leaf is in the loss itself: a lost graph would be no error of autograd's own there."""
+    query = torch.randn(1, 8, 2, 8, device="xla").requires_grad_()
+    flash = OperationRegistry.create("flash", OperationMetadata(backend="xla"))
+    loss = flash(query, query, query, causal=True).attention_outputs.square().sum() + query.square().sum()
+    (first,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(RuntimeError, match="force the definition"):
+        torch.autograd.grad(first.square().sum(), query)
+
+
 def test_attention_in_blocks_trains_under_autocast():
     operation = OperationRegistry.create("attention", OperationMetadata(backend="flash:native"))
 

@@ -38,6 +38,23 @@ def test_equals_the_definition(rotated, interleaved, dtype):
         assert relative_rms_error(a.cpu(), b) < (1e-5 if dtype == torch.float32 else 8e-3)
 
 
+def test_second_order_gradients():
+    """Of a loss that the leaves are in on another way too: a lost graph would be no error there."""
+    q, k, cos, sin = tensors(60, torch.float32)
+
+    def second(call, *leaves):
+        loss = sum(x.pow(3).sum() for x in call(*leaves)) + sum(x.square().sum() for x in leaves)
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+    tables = cos.to("xla"), sin.to("xla")
+    got = second(lambda *x: rotary(*x, *tables), *(t.to("xla").requires_grad_() for t in (q, k)))
+    wide = cos.double(), sin.double()
+    expected = second(lambda *x: definition(*x, *wide), *(t.double().requires_grad_() for t in (q, k)))
+    for a, b in zip(got, expected, strict=True):
+        assert relative_rms_error(a.cpu(), b) < 1e-5
+
+
 def test_one_program_and_one_gradient(count_programs):
     q, k, cos, sin = (t.to("xla") for t in tensors(60, torch.float32))
     q.requires_grad_()
