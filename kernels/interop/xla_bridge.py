@@ -82,8 +82,11 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of a `_Differentiable`. torch's `once_differentiable` is not enough: where a tensor reaches the loss
-    on another way too, it leaves this one out of the second derivative without an error."""
+    """The gradients of a `_Differentiable`.
+
+    torch's `once_differentiable` is not enough: where a tensor reaches the loss on another way too, it leaves this one
+    out of the second derivative without an error.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: functools.partial[Any], *tensors: torch.Tensor) -> Any:
