@@ -131,6 +131,27 @@ def test_without_a_gradient(lengths: str, case: str, dtype: torch.dtype, monkeyp
         assert torch.equal(given[name].nan_to_num(), value.nan_to_num()), name
 
 
+@pytest.mark.parametrize("value_of", ["mask", "bias"])
+def test_a_long_bfloat16_cache_with_blocks_that_nothing_sees(value_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence sees only keys of the middle block, or of the last and shorter one, or none."""
+    taken: list[int] = []
+    genuine = aten_split.attend_split
+    monkeypatch.setattr(aten, "attend_split", lambda *args: taken.append(1) or genuine(*args))
+    torch.manual_seed(0)
+    keys = 2 * aten_split._BLOCK + 77
+    query, key = torch.randn(3, 1, 4, 128).bfloat16(), torch.randn(3, keys, 2, 128).bfloat16()
+    value = torch.randn(3, keys, 2, 128).bfloat16() + 3.0  # a share of an empty block would show
+    place, first = torch.arange(keys), torch.tensor([keys - 1300, keys - 20, keys])[:, None]
+    seen = ((place >= first) & (place < first + 40))[:, None, None]
+    hidden = {"mask": seen} if value_of == "mask" else {"bias": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)}
+    got = decode("aten")(query, key, value, **hidden).attention_outputs
+    assert taken
+    assert (got[2] == 0).all()
+    expected = definition(query.double(), key.double(), value.double(), **hidden)
+    for b in range(2):
+        assert relative_rms_error(got[b], expected[b]) <= TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", ["BSKD", "BKSD"])
 def test_a_cache_of_4096_keys(layout: str, dtype: torch.dtype) -> None:
