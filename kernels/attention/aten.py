@@ -93,8 +93,7 @@ def attention(
             key_segment_ids=key_segment_ids, sliding_window=sliding_window,
         )  # fmt: skip
         attn_mask, empty_rows = _lower(query, seen, bias)
-    if not torch.compiler.is_compiling():  # a question about symbolic strides would be one more guard
-        query, key, value = readable(query), readable(key), readable(value)
+    query, key, value = readable(query), readable(key), readable(value)
     grouped = False
     if heads != kv_heads:  # likewise: compiled for any number of heads, or traced, the comparison is no bool
         grouped = True

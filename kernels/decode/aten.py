@@ -199,8 +199,7 @@ def _fused(
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     # as ATen reads them, and as a model's cache mostly lies: contiguous is sooner known than readable
     keys, values = key.transpose(1, 2), value.transpose(1, 2)
-    if not torch.compiler.is_compiling():
-        rows, keys, values = readable(rows), readable(keys), readable(values)
+    rows, keys, values = readable(rows), readable(keys), readable(values)
     if large and _faster_split(key := keys.transpose(1, 2), value := values.transpose(1, 2)):
         output = attend_split(rows, key, value, attn_mask, dim**-0.5 if scale is None else scale)
     else:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from easytorch.operations import AttentionOutput, OperationMetadata, OperationRegistry
+from easytorch.operations.check import TOLERANCE, relative_rms_error
 
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "rms_norm": ("rms_norm", None, {}),
@@ -75,3 +76,37 @@ def test_export(case: str) -> None:
     expected = module(*inputs)
     assert type(result) is type(expected)
     torch.testing.assert_close(_first(result), _first(expected))
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "dynamic"),
+    [
+        ("sdpa", torch.float32, False), ("sdpa", torch.float32, True), ("sdpa", torch.bfloat16, False),
+        ("decode", torch.float32, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_query_whose_rows_overlap_is_copied_in_a_graph_too(operation: str, dtype: torch.dtype, dynamic: bool) -> None:
+    """ATen's kernels give such a query wrong results (float32) or refuse its gradient (bfloat16)."""
+    torch.manual_seed(0)
+    length = 1 if operation == "decode" else 33
+    given = {name: torch.randn(3, 40, 2, 60).to(dtype) for name in ("key", "value")}
+    strides = (9, 60, 1, 1) if length == 1 else (81, 1 if dtype == torch.float32 else 34, 9, 1)
+    given["query"] = torch.randn(6000).to(dtype).as_strided((3, length, 4, 60), strides)
+
+    attend = OperationRegistry.create("attention", OperationMetadata(backend=operation))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda **tensors: attend(**tensors).attention_outputs, fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    leaves = {n: x.detach().requires_grad_() for n, x in given.items()}
+    assert leaves["query"].stride() == given["query"].stride()
+    output = compiled(**leaves)
+    double = {n: x.detach().double().contiguous().requires_grad_() for n, x in given.items()}
+    vanilla = OperationRegistry.create("attention", OperationMetadata(backend="vanilla"))
+    expected = vanilla(**double).attention_outputs
+    upstream = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
+    grads = torch.autograd.grad(output, list(leaves.values()), upstream)
+    wanted = torch.autograd.grad(expected, list(double.values()), upstream.double())
+    for got, want in zip((output, *grads), (expected, *wanted), strict=True):
+        assert relative_rms_error(got, want) <= TOLERANCE[dtype]

@@ -384,3 +384,21 @@ def test_long_prefill_takes_tiles(name: str, dtype: torch.dtype) -> None:
     exact = batch._replace(**{name: getattr(batch, name).double() for name in ("query", "key_pages", "value_pages")})
     for index, (got, expected) in enumerate(zip(run("aten", batch), run("native", exact), strict=True)):
         assert relative_rms_error(got, expected) <= TOLERANCE[dtype] * (2 if index and dtype == torch.bfloat16 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_query_whose_rows_overlap_is_decoded_and_has_a_gradient(dtype: torch.dtype) -> None:
+    """Full pages leave nothing to mask: ATen's kernel then writes an output laid out as the query is."""
+    batch = make([1] * 3, [16] * 3, heads=8, dim=60, value_dim=60, page_size=16, dtype=dtype)
+    query = torch.randn(400).to(dtype).as_strided((3, 8, 60), (9, 1, 1)).requires_grad_()
+    assert query.stride(1) == 1
+    output = operation("aten")(*batch._replace(query=query)).attention_outputs
+    double = query.detach().double().contiguous().requires_grad_()
+    expected = operation("native")(
+        *batch._replace(query=double, key_pages=batch.key_pages.double(), value_pages=batch.value_pages.double())
+    ).attention_outputs
+    upstream = torch.randn(expected.shape).to(dtype)
+    (grad,) = torch.autograd.grad(output, query, upstream)
+    (wanted,) = torch.autograd.grad(expected, double, upstream.double())
+    for got, want in ((output, expected), (grad, wanted)):
+        assert relative_rms_error(got, want) <= TOLERANCE[dtype]
