@@ -73,6 +73,15 @@ def test_sort(dtype: torch.dtype, descending: bool, backend: str) -> None:
             check(function, backend, *samples)
 
 
+def test_a_tie_of_the_last_taken_and_the_first_left_out() -> None:
+    """No other elements are equal: which of the two is taken is by where ATen's partitions leave them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.stack([torch.randperm(40, generator=generator) for _ in range(32)]).float()
+    x[x == 32.0] = 33.0
+    assert not torch.equal(x.topk(7).indices, torch.sort(x, stable=True, dim=-1, descending=True).indices[:, :7])
+    check(lambda x: torch.topk(x, 7), "torch", x)
+
+
 def test_a_long_vector_of_integers_is_sorted_by_radix() -> None:
     x = ties((33000,), 9, torch.int32, 0)
     check(torch.sort, "torch", x)

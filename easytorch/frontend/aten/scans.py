@@ -64,14 +64,13 @@ def logcumsumexp(ctx: Context, x: Op, dim: int) -> Op:
     b = ctx.builder
     if not x.shape.rank:
         return x
-    least = ctx.scalar(lowest(DType.FLOAT32), ctx.wide(x).shape.dtype)
 
     def combine(earlier: Op, later: Op) -> list[Op]:
         top = b.max(earlier, later)
         # Of two that are -inf the difference would be NaN; of two that are inf as well.
         same = b.equal(earlier, later)
         apart = b.where(same, ctx.scalar(0, top.shape.dtype), b.sub(b.min(earlier, later), top))
-        return [b.where(b.equal(top, least), top, b.add(top, b.log1p(b.exp(apart))))]
+        return [b.add(top, b.log1p(b.exp(apart)))]
 
     (result,) = scan(ctx, [ctx.wide(x)], ctx.axis(dim, x.shape.rank), [lowest(DType.FLOAT32)], combine)
     return ctx.cast(result, x.shape.dtype)

@@ -169,6 +169,16 @@ _WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
             "paddings": ((1, 1), (2, 0)),
         },
     ),
+    "dilated alike": (
+        (4, 5),
+        {
+            "window_dimensions": (3, 2),
+            "strides": (1, 1),
+            "base_dilations": (2, 4),
+            "window_dilations": (2, 6),
+            "paddings": ((2, 1), (0, 3)),
+        },
+    ),
     "cropped": ((6, 7), {"window_dimensions": (2, 2), "strides": (1, 1), "paddings": ((-1, 0), (1, -2))}),
     "larger than the array": ((2, 3), {"window_dimensions": (3, 2), "strides": (1, 1)}),
     "empty": ((0, 3), {"window_dimensions": (1, 2), "strides": (1, 1)}),
