@@ -317,8 +317,10 @@ def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
         reason, called = differs(plugged)
         if reason is not None:
             return Trial(refusals={"": f"{label} gives other numbers with the EasyTorch attention: {reason}"})
+    # a model that another has passed over is not run by a user of that one either: OPTForCausalLM calls its decoder
+    seen = {module for one in run_models for module in one.modules()}
     for name in plugged:
-        idle = [module for module in groups[name].modules if module in models and module not in run_models]
+        idle = [module for module in groups[name].modules if module in models and module not in seen]
         if idle:  # what it does around the attention of others, with their masks say, was not seen
             refusals[name] = f"{type(idle[0]).__name__} could not be run when it was tried"
     used = {name for name in plugged if any(module in called for module in groups[name].modules)}
