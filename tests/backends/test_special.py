@@ -62,6 +62,24 @@ def test_a_complex_number_is_true_by_its_real_part(name: str, backend_of: Callab
     np.testing.assert_array_equal(backend.buffer_to_numpy(found), [False, True, False, True])
 
 
+@pytest.mark.parametrize(("dtype", "scales"), [("complex64", (1e-25, 1e25)), ("complex128", (1e-200, 1e200))])
+@pytest.mark.parametrize("name", ["numpy", "torch", "xla"])
+def test_arc_tangents_of_numbers_without_a_square(
+    name: str, dtype: str, scales: tuple[float, ...], backend_of: Callable[[str], Any]
+) -> None:
+    """They are those of the numbers at a size of one."""
+    backend, generator = backend_of(name), np.random.default_rng(0)
+    b = backend.builder("atan2")
+    program = b.compile(b.atan2(*(b.parameter(axis, make_shape(dtype, 300)) for axis in "yx")))
+    parts = generator.standard_normal((2, 300)) + 1j * generator.standard_normal((2, 300))
+    found = []
+    for scale in (1.0, *scales):
+        buffers = [backend.buffer_from_numpy((axis * scale).astype(dtype)) for axis in parts]
+        found.append(backend.buffer_to_numpy(program.execute(buffers)[0]))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-5 if dtype == "complex64" else 1e-12)
+
+
 @pytest.mark.parametrize("name", ["numpy", "torch", "xla"])
 def test_sines_of_imaginary_numbers_are_real_or_imaginary(name: str, backend_of: Callable[[str], Any]) -> None:
     """Where the hyperbolic factor overflows too: 0 * inf is not NaN there."""

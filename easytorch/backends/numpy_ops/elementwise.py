@@ -60,6 +60,10 @@ def _cbrt(x: np.ndarray) -> np.ndarray:
 def _atan2(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x0):
         return np.arctan2(x0, x1)
+    # Divided by the largest part, whose square is a number then.
+    large = np.maximum.reduce([np.abs(part) for x in (x0, x1) for part in (x.real, x.imag)])
+    scale = np.where((large > 0) & (large < np.inf), large, 1)
+    x0, x1 = (_complex(x.real / scale, x.imag / scale) for x in (x0, x1))
     return -1j * np.log((x1 + 1j * x0) / np.sqrt(x1 * x1 + x0 * x0))
 
 

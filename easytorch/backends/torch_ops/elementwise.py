@@ -233,7 +233,11 @@ def _cbrt(x: Tensor) -> Tensor:
 def _atan2(x0: Tensor, x1: Tensor) -> Tensor:
     if not x0.is_complex():
         return torch.atan2(x0, x1)
-    y, x = x0.to(torch.complex128), x1.to(torch.complex128)
+    y, x = torch.view_as_real(x0.to(torch.complex128)), torch.view_as_real(x1.to(torch.complex128))
+    # Divided by the largest part, whose square is a number then.
+    large = torch.maximum(y.abs().amax(-1, keepdim=True), x.abs().amax(-1, keepdim=True))
+    scale = torch.where((large > 0) & large.isfinite(), large, 1.0)
+    y, x = torch.view_as_complex(y / scale), torch.view_as_complex(x / scale)
     return (-1j * torch.log((x + 1j * y) / torch.sqrt(x * x + y * y))).to(x0.dtype)
 
 

@@ -215,10 +215,18 @@ def _cbrt(e: Emitter, x: Value) -> Value:
 
 
 def _atan2(e: Emitter, x0: Value, x1: Value) -> Value:
-    """Of complex numbers -i log((x1 + i x0) / sqrt(x1^2 + x0^2))."""
+    """Of complex numbers -i log((x1 + i x0) / sqrt(x1^2 + x0^2)), both divided by their largest part: squares of the
+    smallest and the largest numbers are not among them."""
     x0, x1 = e.together(x0, x1)
     if not x0.dtype.is_complex:
         return e.binary("atan2", x0, x1)
+    sizes = [e.unary("abs", part) for x in (x0, x1) for part in (_real(e, x), _imag(e, x))]
+    large = e.binary("maximum", e.binary("maximum", *sizes[:2]), e.binary("maximum", *sizes[2:]))
+    zero, one, infinite = (e.like(large, number) for number in (0, 1, float("inf")))
+    scale = e.select(e.compare("GT", large, zero), e.select(e.compare("LT", large, infinite), large, one), one)
+    x0, x1 = (
+        _complex(e, e.binary("divide", _real(e, x), scale), e.binary("divide", _imag(e, x), scale)) for x in (x0, x1)
+    )
     point = e.binary("add", x1, _complex(e, e.unary("negate", _imag(e, x0)), _real(e, x0)))
     squares = e.binary("add", e.binary("multiply", x1, x1), e.binary("multiply", x0, x0))
     turn = e.unary("log", e.binary("divide", point, e.unary("sqrt", squares)))
