@@ -58,7 +58,8 @@ def check_structure(query: torch.Tensor, chunk_size: int | None, prefix_length: 
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"attention: chunk_size must be at least 1, got {chunk_size}; None means no chunks")
     if isinstance(prefix_length, torch.Tensor):
-        check_tensors("attention", query=query, prefix_length=prefix_length)
+        if prefix_length.device.type != "cpu":  # lengths counted on the CPU are moved to the query
+            check_tensors("attention", query=query, prefix_length=prefix_length)
         integers = prefix_length.dtype in (torch.int32, torch.int64)
         if not integers or prefix_length.shape not in ((), (query.shape[0],)):
             raise ValueError(
