@@ -21,7 +21,7 @@ CONFIG_ENV_VAR = "EASYTORCH_BACKEND"
 _OURS = {
     "xla": "easytorch.backends.xla.backend",
     "torch": "easytorch.backends.torch_aten",
-    "numpy": "easytorch.backends.numpy_reference",
+    "numpy": "easytorch.backends.reference.backend",
 }
 # Found by name and not listed: it runs nothing.
 _BASES = {"notimplemented": "easytorch.backends.notimplemented"}

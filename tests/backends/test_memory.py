@@ -12,7 +12,7 @@ import pytest
 from easytorch import backends
 from easytorch.backends import ConvolveAxesConfig, OpType, PadAxis, ReduceOpType, make_shape
 from easytorch.backends.dtypes import DType
-from easytorch.backends.numpy_ops.reduction import BLOCK
+from easytorch.backends.reference.ops.reduction import BLOCK
 from easytorch.backends.shapeinference import accepted_dtypes
 
 # Bytes for each element of operands and result (places and masks are words of their own), and for blocks of work.

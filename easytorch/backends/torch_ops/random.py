@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from easytorch.backends.numpy_ops.random import KEY_SCHEDULE, PARITY, ROTATIONS
+from easytorch.backends.reference.ops.random import KEY_SCHEDULE, PARITY, ROTATIONS
 from easytorch.backends.shapeinference.control import halves
 from easytorch.backends.torch_ops.carriers import carrier
 from easytorch.backends.torch_ops.site import Binder, Kernel, Site

@@ -10,7 +10,7 @@ import numpy as np
 
 from easytorch.backends.dtypes import DType, dtype_of, highest, lowest
 from easytorch.backends.interpreter import BoundClosure
-from easytorch.backends.numpy_ops.narrow import narrowed, wide, widened
+from easytorch.backends.reference.ops.narrow import narrowed, wide, widened
 from easytorch.backends.shapeinference.reduction import window_sizes
 from easytorch.backends.types import OpType, ReduceOpType
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from easytorch.backends.numpy_ops.narrow import wide, widened
-from easytorch.backends.numpy_ops.reduction import BLOCK
+from easytorch.backends.reference.ops.narrow import wide, widened
+from easytorch.backends.reference.ops.reduction import BLOCK
 from easytorch.backends.types import OpType
 
 Array = np.ndarray

@@ -18,7 +18,7 @@ from easytorch.backends.flat import device_count, device_number, flat_source, fl
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Backend
 from easytorch.backends.interpreter import CONTROL, Program, Row
-from easytorch.backends.numpy_ops import FUNCTIONS
+from easytorch.backends.reference.ops import FUNCTIONS
 from easytorch.backends.registry import register
 from easytorch.backends.shapeinference import accepted_dtypes
 from easytorch.backends.shapes import Shape, make_shape

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from easytorch.backends.dtypes import DType, dtype_of
-from easytorch.backends.numpy_ops.narrow import wide, widened, wrapped
+from easytorch.backends.reference.ops.narrow import wide, widened, wrapped
 from easytorch.backends.types import OpType
 
 _ERF = np.frompyfunc(math.erf, 1, 1)

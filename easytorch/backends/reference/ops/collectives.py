@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from easytorch.backends.numpy_ops.reduction import reduced
+from easytorch.backends.reference.ops.reduction import reduced
 from easytorch.backends.types import OpType, ReduceOpType
 
 Arrays = Sequence[np.ndarray]

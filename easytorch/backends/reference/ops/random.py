@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from easytorch.backends.numpy_ops.narrow import wrapped
+from easytorch.backends.reference.ops.narrow import wrapped
 from easytorch.backends.shapeinference.control import halves
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType

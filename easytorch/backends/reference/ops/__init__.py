@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.backends.numpy_ops.collectives import COLLECTIVE
-from easytorch.backends.numpy_ops.elementwise import ELEMENTWISE
-from easytorch.backends.numpy_ops.indexing import INDEXING
-from easytorch.backends.numpy_ops.movement import MOVEMENT
-from easytorch.backends.numpy_ops.normalization import NORMALIZATION
-from easytorch.backends.numpy_ops.product import PRODUCT
-from easytorch.backends.numpy_ops.random import RANDOM
-from easytorch.backends.numpy_ops.reduction import REDUCTION
-from easytorch.backends.numpy_ops.sorting import SORTING
+from easytorch.backends.reference.ops.collectives import COLLECTIVE
+from easytorch.backends.reference.ops.elementwise import ELEMENTWISE
+from easytorch.backends.reference.ops.indexing import INDEXING
+from easytorch.backends.reference.ops.movement import MOVEMENT
+from easytorch.backends.reference.ops.normalization import NORMALIZATION
+from easytorch.backends.reference.ops.product import PRODUCT
+from easytorch.backends.reference.ops.random import RANDOM
+from easytorch.backends.reference.ops.reduction import REDUCTION
+from easytorch.backends.reference.ops.sorting import SORTING
 from easytorch.backends.types import OpType
 
 

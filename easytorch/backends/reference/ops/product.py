@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.backends.numpy_ops.narrow import widened
+from easytorch.backends.reference.ops.narrow import widened
 from easytorch.backends.shapeinference.reduction import window_sizes
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 

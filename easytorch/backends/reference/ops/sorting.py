@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from easytorch.backends.interpreter import BoundClosure
-from easytorch.backends.numpy_ops.elementwise import ELEMENTWISE
+from easytorch.backends.reference.ops.elementwise import ELEMENTWISE
 from easytorch.backends.types import OpType
 
 # What gives for arrays what it gives for each of their elements; scalars are repeated.

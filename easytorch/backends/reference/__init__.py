@@ -1,0 +1,1 @@
+"""The backend `numpy`: every operation by its definition, which the other backends are held to."""
