@@ -20,7 +20,7 @@ CONFIG_ENV_VAR = "EASYTORCH_BACKEND"
 # Backends of this package, imported when they are first asked for.
 _OURS = {
     "xla": "easytorch.backends.xla.backend",
-    "torch": "easytorch.backends.torch_aten",
+    "torch": "easytorch.backends.aten.backend",
     "numpy": "easytorch.backends.reference.backend",
 }
 # Found by name and not listed: it runs nothing.

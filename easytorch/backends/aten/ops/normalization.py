@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.ops.elementwise import plain
+from easytorch.backends.aten.storage_dtypes import narrow, wide
 from easytorch.backends.dtypes import DType
-from easytorch.backends.torch_ops.carriers import narrow, wide
-from easytorch.backends.torch_ops.elementwise import plain
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType
 
 

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from easytorch.backends import torch_views
+from easytorch.backends.aten.node_context import Kernel, Site
+from easytorch.backends.aten.ops.collectives import COLLECTIVE
+from easytorch.backends.aten.ops.movement import dynamic_update_in_place
+from easytorch.backends.aten.ops.sorting import bind_sort, is_pointwise
+from easytorch.backends.aten.ops.table import BINDERS
+from easytorch.backends.aten.ops.windows import bind_select_and_scatter
+from easytorch.backends.aten.outputs import ownership, updated_in_place
+from easytorch.backends.aten.storage_dtypes import carrier, is_carried
 from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.graph import Graph, Node, Op
 from easytorch.backends.interpreter import needed_nodes
-from easytorch.backends.torch_ops.carriers import carrier, is_carried
-from easytorch.backends.torch_ops.collectives import COLLECTIVE
-from easytorch.backends.torch_ops.movement import dynamic_update_in_place
-from easytorch.backends.torch_ops.outputs import ownership, updated_in_place
-from easytorch.backends.torch_ops.site import Kernel, Site
-from easytorch.backends.torch_ops.sorting import bind_sort, is_pointwise
-from easytorch.backends.torch_ops.table import BINDERS
-from easytorch.backends.torch_ops.windows import bind_select_and_scatter
 from easytorch.backends.types import OpType
 
 # Their kernels are functions of a graph, which give tuples.

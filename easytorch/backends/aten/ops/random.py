@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.storage_dtypes import carrier
 from easytorch.backends.reference.ops.random import KEY_SCHEDULE, PARITY, ROTATIONS
 from easytorch.backends.shapeinference.control import halves
-from easytorch.backends.torch_ops.carriers import carrier
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType
 
 _ROUNDS = 10

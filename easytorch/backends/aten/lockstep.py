@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.lowering import Target, bind, constant_on
+from easytorch.backends.aten.ops.collectives import COLLECTIVE
 from easytorch.backends.graph import Graph, Node
 from easytorch.backends.interpreter import Devices, Program, Row, Run, collective
 from easytorch.backends.shapeinference.control import COLLECTIVES
-from easytorch.backends.torch_ops.collectives import COLLECTIVE
-from easytorch.backends.torch_ops.lowering import Target, bind, constant_on
 from easytorch.backends.types import OpType
 
 _CLOSURES = frozenset({OpType.CALL, OpType.COND, OpType.WHILE_LOOP})

@@ -33,11 +33,11 @@ try:
 except ImportError as error:
     raise ImportError("the backend 'torch' needs torch: pip install torch") from error
 
-from easytorch.backends.torch_ops.carriers import HELD, carrier, held, is_carried
-from easytorch.backends.torch_ops.lockstep import LockstepProgram
-from easytorch.backends.torch_ops.lowering import Target, lower
-from easytorch.backends.torch_ops.outputs import ownership
-from easytorch.backends.torch_ops.table import OPERATIONS
+from easytorch.backends.aten.lockstep import LockstepProgram
+from easytorch.backends.aten.lowering import Target, lower
+from easytorch.backends.aten.ops.table import OPERATIONS
+from easytorch.backends.aten.outputs import ownership
+from easytorch.backends.aten.storage_dtypes import HELD, carrier, held, is_carried
 
 # Simulated devices are lists in one process and cost nothing; as many as the backend numpy has.
 _SIMULATED = 8

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.storage_dtypes import indices, narrow, swapped, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
-from easytorch.backends.torch_ops.carriers import indices, narrow, swapped, wide
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.ops.movement import padder
+from easytorch.backends.aten.ops.windows import windows
+from easytorch.backends.aten.storage_dtypes import is_float8, is_narrow, narrow, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
-from easytorch.backends.torch_ops.carriers import is_float8, is_narrow, narrow, wide
-from easytorch.backends.torch_ops.movement import padder
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
-from easytorch.backends.torch_ops.windows import windows
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType, PadAxis
 
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Kernel, Site
+from easytorch.backends.aten.storage_dtypes import carrier, integers
 from easytorch.backends.dtypes import DType
-from easytorch.backends.torch_ops.carriers import carrier, integers
-from easytorch.backends.torch_ops.site import Kernel, Site
 
 _TOP = -(2**63)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.ops import integer
+from easytorch.backends.aten.ops.conversion import bind_bitcast, bind_convert
+from easytorch.backends.aten.storage_dtypes import held, is_float8, is_word, narrow, swapped, wide
 from easytorch.backends.dtypes import DType
-from easytorch.backends.torch_ops import whole
-from easytorch.backends.torch_ops.carriers import held, is_float8, is_word, narrow, swapped, wide
-from easytorch.backends.torch_ops.conversion import bind_bitcast, bind_convert
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType
 
 
@@ -318,23 +318,23 @@ ELEMENTWISE: dict[OpType, Binder] = {
     OpType.IS_NAN: plain(torch.isnan),
     OpType.LOGICAL_NOT: direct(torch.logical_not),
     OpType.BITWISE_NOT: direct(torch.bitwise_not),
-    OpType.BIT_COUNT: whole.bind_bit_count,
-    OpType.CLZ: whole.bind_clz,
+    OpType.BIT_COUNT: integer.bind_bit_count,
+    OpType.CLZ: integer.bind_clz,
     OpType.ADD: plain(_by_parts(torch.add)),
     OpType.SUB: plain(_by_parts(torch.sub)),
     OpType.MUL: plain(torch.mul),
-    OpType.DIV: by_kind(_bind_divide, whole.bind_divide),
-    OpType.REM: by_kind(widened(_remainder), whole.bind_remainder),
-    OpType.POW: by_kind(_bind_power, whole.bind_power),
+    OpType.DIV: by_kind(_bind_divide, integer.bind_divide),
+    OpType.REM: by_kind(widened(_remainder), integer.bind_remainder),
+    OpType.POW: by_kind(_bind_power, integer.bind_power),
     OpType.MAX: ordered(_extreme(greatest=True)),
     OpType.MIN: ordered(_extreme(greatest=False)),
     OpType.ATAN2: widened(_atan2),
     OpType.BITWISE_AND: direct(torch.bitwise_and),
     OpType.BITWISE_OR: direct(torch.bitwise_or),
     OpType.BITWISE_XOR: direct(torch.bitwise_xor),
-    OpType.SHIFT_LEFT: whole.bind_shift_left,
-    OpType.SHIFT_RIGHT_ARITHMETIC: whole.bind_shift_right_arithmetic,
-    OpType.SHIFT_RIGHT_LOGICAL: whole.bind_shift_right_logical,
+    OpType.SHIFT_LEFT: integer.bind_shift_left,
+    OpType.SHIFT_RIGHT_ARITHMETIC: integer.bind_shift_right_arithmetic,
+    OpType.SHIFT_RIGHT_LOGICAL: integer.bind_shift_right_logical,
     OpType.LOGICAL_AND: direct(torch.logical_and),
     OpType.LOGICAL_OR: direct(torch.logical_or),
     OpType.LOGICAL_XOR: direct(torch.logical_xor),

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.ops.movement import padder
+from easytorch.backends.aten.ops.reduction import identity_of, reduced, values
+from easytorch.backends.aten.storage_dtypes import swapped, wide
 from easytorch.backends.dtypes import DType
-from easytorch.backends.torch_ops.carriers import swapped, wide
-from easytorch.backends.torch_ops.movement import padder
-from easytorch.backends.torch_ops.reduction import identity_of, reduced, values
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType, PadAxis, ReduceOpType
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.ops.reduction import reduced, values
 from easytorch.backends.graph import Node
-from easytorch.backends.torch_ops.reduction import reduced, values
 from easytorch.backends.types import OpType
 
 Tensors = Sequence[Tensor]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.ops.conversion import converter
+from easytorch.backends.aten.storage_dtypes import highest, is_float8, lowest, narrow, swapped, wide
 from easytorch.backends.dtypes import DType
-from easytorch.backends.torch_ops.carriers import highest, is_float8, lowest, narrow, swapped, wide
-from easytorch.backends.torch_ops.conversion import converter
-from easytorch.backends.torch_ops.site import Binder, Kernel, Site
 from easytorch.backends.types import OpType, ReduceOpType
 
 Reduction = Callable[[Tensor, Sequence[int]], Tensor]

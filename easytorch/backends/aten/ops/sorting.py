@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten.node_context import Kernel
+from easytorch.backends.aten.ops.elementwise import ELEMENTWISE, ordinals_of
+from easytorch.backends.aten.storage_dtypes import swapped, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Graph
-from easytorch.backends.torch_ops.carriers import swapped, wide
-from easytorch.backends.torch_ops.elementwise import ELEMENTWISE, ordinals_of
-from easytorch.backends.torch_ops.site import Kernel
 from easytorch.backends.types import OpType
 
 # What gives for tensors what it gives for each of their elements; scalars are repeated.

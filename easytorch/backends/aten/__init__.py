@@ -1,0 +1,1 @@
+"""The backend `torch`: every operation on ATen, eagerly or through torch.compile."""
