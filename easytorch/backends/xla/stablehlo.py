@@ -8,7 +8,7 @@ from easytorch.backends.graph import Graph, Node, Op
 from easytorch.backends.shapeinference import accepted_dtypes
 from easytorch.backends.types import Capabilities, OpType
 from easytorch.backends.xla.emitter import ELEMENT_TYPES, Emitter, Value, tensor
-from easytorch.backends.xla.emitters import (
+from easytorch.backends.xla.ops import (
     Emit,
     collectives,
     control,
@@ -17,22 +17,22 @@ from easytorch.backends.xla.emitters import (
     indexing,
     movement,
     normalization,
-    products,
-    random_bits,
-    reductions,
+    product,
+    random,
+    reduction,
 )
 
 EMITTERS: Mapping[OpType, Emit] = {
     **elementwise.EMITTERS,
     **conversion.EMITTERS,
     **movement.EMITTERS,
-    **reductions.EMITTERS,
-    **products.EMITTERS,
+    **reduction.EMITTERS,
+    **product.EMITTERS,
     **indexing.EMITTERS,
     **normalization.EMITTERS,
     **control.EMITTERS,
     **collectives.EMITTERS,
-    **random_bits.EMITTERS,
+    **random.EMITTERS,
 }
 # Not written by an emitter: they are the arguments and the literals of a module.
 _GIVEN = (OpType.PARAMETER, OpType.CONSTANT)

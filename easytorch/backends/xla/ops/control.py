@@ -9,8 +9,8 @@ from easytorch.backends.graph import Graph
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
-from easytorch.backends.xla.emitters import Emit, elementwise
-from easytorch.backends.xla.emitters.movement import transpose
+from easytorch.backends.xla.ops import Emit, elementwise
+from easytorch.backends.xla.ops.movement import transpose
 
 
 def _call(e: Emitter, *inputs: Value, function: Graph) -> tuple[Value, ...]:

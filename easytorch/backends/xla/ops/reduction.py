@@ -10,10 +10,10 @@ from easytorch.backends.shapeinference.reduction import window_sizes
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis, ReduceOpType
 from easytorch.backends.xla.emitter import Emitter, Value, int_array, pairs
-from easytorch.backends.xla.emitters import Emit
-from easytorch.backends.xla.emitters.conversion import convert
-from easytorch.backends.xla.emitters.movement import pad
-from easytorch.backends.xla.emitters.narrow import narrow, widen, widened
+from easytorch.backends.xla.ops import Emit
+from easytorch.backends.xla.ops.conversion import convert
+from easytorch.backends.xla.ops.movement import pad
+from easytorch.backends.xla.ops.narrow import narrow, widen, widened
 
 Ints = tuple[int, ...]
 

@@ -6,8 +6,8 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis
 from easytorch.backends.xla.emitter import Emitter, Value, int_array
-from easytorch.backends.xla.emitters import Emit
-from easytorch.backends.xla.emitters.conversion import convert
+from easytorch.backends.xla.ops import Emit
+from easytorch.backends.xla.ops.conversion import convert
 
 
 def _iota(e: Emitter, shape: Shape, iota_axis: int) -> Value:

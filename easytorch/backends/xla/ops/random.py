@@ -8,8 +8,8 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
-from easytorch.backends.xla.emitters import Emit
-from easytorch.backends.xla.emitters.conversion import bitcast, convert
+from easytorch.backends.xla.ops import Emit
+from easytorch.backends.xla.ops.conversion import bitcast, convert
 
 _BY_BITS = {8: DType.UINT8, 16: DType.UINT16, 32: DType.UINT32, 64: DType.UINT64}
 
