@@ -4,7 +4,7 @@ registry.py        names, configuration strings, the environment variable
 interface.py       `Backend`, its data interface, `Executable`
 builder.py         `Builder`; its operations stand in elementwise_ops.py, structural_ops.py and extended_ops.py
 graph.py           what a builder records; shapeinference/ says the shapes
-xla/, torch_aten.py, numpy_reference.py, notimplemented.py     the backends
+xla/, aten/, reference/, notimplemented.py     the backends: backend.py and ops/<family>.py
 """
 
 from easytorch.backends.builder import Builder
@@ -12,16 +12,7 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import BackendError, OpNotImplementedError
 from easytorch.backends.graph import Op
 from easytorch.backends.interface import Backend, Buffer, DataInterface, Executable
-from easytorch.backends.registry import (
-    CONFIG_ENV_VAR,
-    Constructor,
-    list,
-    must_new,
-    new,
-    new_or_err,
-    new_with_config,
-    register,
-)
+from easytorch.backends.registry import CONFIG_ENV_VAR, Constructor, choose, list, new_with_config, register
 from easytorch.backends.shapes import Shape, make_shape
 from easytorch.backends.types import (
     Capabilities,
@@ -44,6 +35,26 @@ from easytorch.backends.types import (
 
 # What `new()` takes without a configuration and without the environment variable; may be set.
 DEFAULT_CONFIG = "xla"
+
+
+def new(config: str | None = None) -> Backend:
+    """The backend of `"<name>:<its own configuration>"`, or of the name alone.
+
+    Without `config`: that of $EASYTORCH_BACKEND, else `backends.DEFAULT_CONFIG`, else the first that is registered.
+    `BackendError` listing the known ones for an unknown name.
+    """
+    return choose(config, DEFAULT_CONFIG)
+
+
+def must_new() -> Backend:
+    """`new()`: in Python both raise."""
+    return new()
+
+
+def new_or_err() -> Backend:
+    """`new()`, under GoMLX's deprecated name."""
+    return new()
+
 
 __all__ = [
     "CONFIG_ENV_VAR",

@@ -7,7 +7,6 @@ import importlib
 import os
 from collections.abc import Callable
 
-from easytorch import backends
 from easytorch.backends.arguments import text
 from easytorch.backends.errors import BackendError
 from easytorch.backends.interface import Backend
@@ -40,17 +39,12 @@ def list() -> builtins.list[str]:
     return sorted({*_OURS, *_CONSTRUCTORS} - set(_BASES))
 
 
-def new(config: str | None = None) -> Backend:
-    """The backend of `"<name>:<its own configuration>"`, or of the name alone.
-
-    Without `config`: that of $EASYTORCH_BACKEND, else `backends.DEFAULT_CONFIG`, else the first that is registered.
-    `BackendError` listing the known ones for an unknown name.
-    """
+def choose(config: str | None, default: str) -> Backend:
+    """The backend of `config`, else of $EASYTORCH_BACKEND, else of `default`, else the first that is registered."""
     if config is not None:
         return new_with_config(config)
     if (chosen := os.environ.get(CONFIG_ENV_VAR)) is not None:
         return new_with_config(chosen)
-    default = backends.DEFAULT_CONFIG
     if default.partition(":")[0] in list():
         return new_with_config(default)
     if not list():
@@ -67,13 +61,3 @@ def new_with_config(config: str) -> Backend:
     if name not in _CONSTRUCTORS:
         raise BackendError(f"no backend is called {name!r}; known: {', '.join(list())}")
     return _CONSTRUCTORS[name](rest)
-
-
-def must_new() -> Backend:
-    """`new()`: in Python both raise."""
-    return new()
-
-
-def new_or_err() -> Backend:
-    """`new()`, under GoMLX's deprecated name."""
-    return new()

@@ -37,7 +37,7 @@ from easytorch.backends.aten.lockstep import LockstepProgram
 from easytorch.backends.aten.lowering import Target, lower
 from easytorch.backends.aten.ops.table import OPERATIONS
 from easytorch.backends.aten.outputs import ownership
-from easytorch.backends.aten.storage_dtypes import HELD, carrier, held, is_carried
+from easytorch.backends.aten.storage_dtypes import HELD, has_storage_dtype, held, storage_dtype
 
 # Simulated devices are lists in one process and cost nothing; as many as the backend numpy has.
 _SIMULATED = 8
@@ -261,8 +261,10 @@ class TorchExecutable(CheckedExecutable):
         self._lockstep = LockstepProgram(graph, backend.torch_device, num_devices) if num_devices > 1 else None
         if self._lockstep is None:
             self._function(frozenset())
-        self._views = [carrier(shape.dtype) if is_carried(shape.dtype) else None for shape in self._input_shapes]
-        self._held = [held(shape.dtype) if is_carried(shape.dtype) else None for shape in self._output_shapes]
+        self._views = [
+            storage_dtype(shape.dtype) if has_storage_dtype(shape.dtype) else None for shape in self._input_shapes
+        ]
+        self._held = [held(shape.dtype) if has_storage_dtype(shape.dtype) else None for shape in self._output_shapes]
 
     def finalize(self) -> None:
         """Frees the function and its constants."""

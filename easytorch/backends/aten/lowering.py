@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from easytorch.backends import torch_views
-from easytorch.backends.aten.node_context import Kernel, Site
+from easytorch.backends.aten.node_context import Kernel, NodeContext
 from easytorch.backends.aten.ops.collectives import COLLECTIVE
 from easytorch.backends.aten.ops.movement import dynamic_update_in_place
 from easytorch.backends.aten.ops.sorting import bind_sort, is_pointwise
 from easytorch.backends.aten.ops.table import BINDERS
 from easytorch.backends.aten.ops.windows import bind_select_and_scatter
 from easytorch.backends.aten.outputs import ownership, updated_in_place
-from easytorch.backends.aten.storage_dtypes import carrier, is_carried
+from easytorch.backends.aten.storage_dtypes import has_storage_dtype, storage_dtype
 from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.graph import Graph, Node, Op
 from easytorch.backends.interpreter import needed_nodes
@@ -57,11 +57,11 @@ def constant_on(device: torch.device, array: np.ndarray) -> Tensor:
     """A constant, carried."""
     tensor = torch_views.to_torch(array).to(device)
     dtype = dtype_of(array.dtype)
-    return tensor.view(carrier(dtype)) if is_carried(dtype) else tensor
+    return tensor.view(storage_dtype(dtype)) if has_storage_dtype(dtype) else tensor
 
 
 def lower(graph: Graph, target: Target, writable: frozenset[int] = frozenset()) -> Function:
-    """The function of the parameters that gives the outputs, all of them carried (see carriers.py).
+    """The function of the parameters that gives the outputs, all of them in their storage dtypes (storage_dtypes.py).
 
     writable: the numbers of the parameters in whose memory it may write.
     """
@@ -75,7 +75,10 @@ def lower(graph: Graph, target: Target, writable: frozenset[int] = frozenset()) 
     if not target.compile:
         in_place = set() if target.traced else updated_in_place(graph, nodes, writable)
         steps = [
-            _step(node, dynamic_update_in_place(Site(node, target.device)) if node in in_place else bind(node, target))
+            _step(
+                node,
+                dynamic_update_in_place(NodeContext(node, target.device)) if node in in_place else bind(node, target),
+            )
             for node in nodes
         ]
     else:
@@ -98,13 +101,13 @@ def bind(node: Node, target: Target) -> Kernel:
         compare = lower(comparator, Target(target.device, traced=target.traced))
         return bind_sort(comparator, compare, len(node.shapes), attributes["axis"], traced=target.traced)
     if node.op_type is OpType.SELECT_AND_SCATTER:
-        site = Site(node, target.device, target.traced)
+        context = NodeContext(node, target.device, target.traced)
         inner = Target(target.device, traced=target.traced)
-        return bind_select_and_scatter(site, lower(attributes["select"], inner), lower(attributes["scatter"], inner))
+        return bind_select_and_scatter(context, lower(attributes["select"], inner), lower(attributes["scatter"], inner))
     if node.op_type in COLLECTIVE:
         together = COLLECTIVE[node.op_type](node)
         return lambda x: together([x])[0]
-    return BINDERS[node.op_type](Site(node, target.device, target.traced))
+    return BINDERS[node.op_type](NodeContext(node, target.device, target.traced))
 
 
 def _cond(first: Function, second: Function, count: int) -> Kernel:
@@ -184,7 +187,9 @@ def _compiled(function: Function, inputs: Sequence[Op], device: torch.device) ->
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        examples = [torch.empty(op.shape.dimensions, dtype=carrier(op.shape.dtype), device=device) for op in inputs]
+        examples = [
+            torch.empty(op.shape.dimensions, dtype=storage_dtype(op.shape.dtype), device=device) for op in inputs
+        ]
         module = make_fx(function, _allow_non_fake_inputs=True)(*examples)
     compiled: Function = torch.compile(module, fullgraph=True, dynamic=False)
     return compiled

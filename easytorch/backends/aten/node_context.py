@@ -14,7 +14,7 @@ from easytorch.backends.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class NodeContext:
     """A node on a device. traced: torch.compile will trace the function, so that it must not look at values."""
 
     node: Node
@@ -48,4 +48,4 @@ class Site:
 
 
 Kernel = Callable[..., Any]
-Binder = Callable[[Site], Kernel]
+Binder = Callable[[NodeContext], Kernel]

@@ -1,8 +1,8 @@
-"""How tensors carry the element types that ATen has next to no kernels for.
+"""The dtype in which a tensor stores an element type that ATen has next to no kernels for.
 
-uint16, uint32 and uint64 are carried by the signed integers with the same bits, the float8 types by uint8 with the same
+uint16, uint32 and uint64 are stored as the signed integers with the same bits, the float8 types as uint8 with the same
 bits: whatever only moves elements needs no kernels of theirs, addition and multiplication modulo 2**bits are the same,
-and what depends on the value takes it out first.
+and what depends on the value converts it first.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def held(dtype: DType) -> torch.dtype:
     return found
 
 
-def carrier(dtype: DType) -> torch.dtype:
-    """The type of the tensors that carry `dtype` inside a computation."""
+def storage_dtype(dtype: DType) -> torch.dtype:
+    """The dtype of the tensors that hold `dtype` inside a computation."""
     return torch.uint8 if dtype in _FLOAT8 else _WORDS.get(dtype) or held(dtype)
 
 
-def is_carried(dtype: DType) -> bool:
+def has_storage_dtype(dtype: DType) -> bool:
     """Whether a tensor of `dtype` is viewed as another type inside a computation."""
     return dtype in _FLOAT8 or dtype in _WORDS
 
 
 def is_word(dtype: DType) -> bool:
-    """An unsigned type carried by a signed one."""
+    """An unsigned type that is stored as a signed one."""
     return dtype in _WORDS
 
 
@@ -64,7 +64,7 @@ def narrow(x: Tensor, dtype: DType) -> Tensor:
     """What `wide` widened, rounded back: x is float32 if `dtype` is a narrow float."""
     if dtype is DType.FLOAT8_E4M3FN:
         x = torch.where(x.abs() > _FN_LIMIT, torch.nan, x)
-    return x.to(held(dtype)).view(torch.uint8) if dtype in _FLOAT8 else x.to(carrier(dtype))
+    return x.to(held(dtype)).view(torch.uint8) if dtype in _FLOAT8 else x.to(storage_dtype(dtype))
 
 
 def swapped(dtype: DType) -> Callable[[Tensor], Tensor]:
@@ -91,7 +91,7 @@ def lowest(dtype: DType) -> int | float:
     """What no element is less than, of a real type as `swapped` or `wide` gives it: -inf where the type has one."""
     if dtype.is_float:
         return -highest(dtype)
-    return 0 if dtype is DType.BOOL else torch.iinfo(carrier(dtype)).min
+    return 0 if dtype is DType.BOOL else torch.iinfo(storage_dtype(dtype)).min
 
 
 def highest(dtype: DType) -> int | float:
@@ -99,4 +99,4 @@ def highest(dtype: DType) -> int | float:
     if dtype.is_float:
         finite = is_float8(dtype) and dtype is not DType.FLOAT8_E5M2
         return torch.finfo(held(dtype)).max if finite else torch.inf
-    return 1 if dtype is DType.BOOL else torch.iinfo(carrier(dtype)).max
+    return 1 if dtype is DType.BOOL else torch.iinfo(storage_dtype(dtype)).max

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Kernel, Site
-from easytorch.backends.aten.storage_dtypes import carrier, held, integers, is_float8, is_narrow, narrow, wide
+from easytorch.backends.aten.node_context import Kernel, NodeContext
+from easytorch.backends.aten.storage_dtypes import held, integers, is_float8, is_narrow, narrow, storage_dtype, wide
 from easytorch.backends.dtypes import DType
 
 _TOP = -(2**63)
 
 
-def bind_convert(site: Site) -> Kernel:
+def bind_convert(context: NodeContext) -> Kernel:
     """Floats to integers towards zero and clamped, NaN to 0; anything but zero is true."""
-    return converter(site.dtype, site.attributes["dtype"])
+    return converter(context.dtype, context.attributes["dtype"])
 
 
 def converter(source: DType, target: DType) -> Kernel:
-    """The function from the carrier of one type to that of another."""
+    """The function from the storage dtype of one type to that of another."""
     if source is target:
         return lambda x: x
     if source.is_complex and not target.is_complex:
@@ -34,7 +34,7 @@ def converter(source: DType, target: DType) -> Kernel:
     if target.is_integer:
         if source.is_float:
             return lambda x: _truncated(wide(x, source), target)
-        return lambda x: integers(x, source).to(carrier(target))
+        return lambda x: integers(x, source).to(storage_dtype(target))
     if source is DType.UINT64:
         return lambda x: _rounded(_unsigned_to_float(x, target), target)
     if source is DType.FLOAT64:
@@ -57,7 +57,7 @@ def _truncated(x: Tensor, target: DType) -> Tensor:
         result = torch.where(upper, whole_numbers.bitwise_xor(_TOP), whole_numbers)
         return torch.where(whole >= float(high), -1, result)
     result = torch.where(whole < low, low, inside.to(torch.int64))
-    return torch.where(whole >= float(high), high - 1, result).to(carrier(target))
+    return torch.where(whole >= float(high), high - 1, result).to(storage_dtype(target))
 
 
 def _unsigned_to_float(x: Tensor, target: DType) -> Tensor:
@@ -87,15 +87,15 @@ def _to_odd(x: Tensor) -> Tensor:
     return torch.where(inexact, bits + step, bits).view(torch.float32)
 
 
-def bind_bitcast(site: Site) -> Kernel:
+def bind_bitcast(context: NodeContext) -> Kernel:
     """The lowest bits first: a wider type takes up the last axis, a narrower adds one."""
-    wanted = site.attributes["target_dtype"]
-    if site.dtype is wanted:
+    wanted = context.attributes["target_dtype"]
+    if context.dtype is wanted:
         return lambda x: x
-    if DType.BOOL in (site.dtype, wanted):
-        return _bits_together(wanted) if site.dtype is DType.BOOL else _bits_apart(site.dtype)
-    source, target = site.dtype, carrier(wanted)
-    bits = site.attributes["target_dtype"].bits
+    if DType.BOOL in (context.dtype, wanted):
+        return _bits_together(wanted) if context.dtype is DType.BOOL else _bits_apart(context.dtype)
+    source, target = context.dtype, storage_dtype(wanted)
+    bits = context.attributes["target_dtype"].bits
     if source.bits == bits:
         return lambda x: x.view(target)
     if source.bits > bits:
@@ -111,7 +111,7 @@ def _bits_together(target: DType) -> Kernel:
         eights = x.reshape(*x.shape[:-1], target.size, 8).to(torch.uint8)
         places = torch.arange(8, dtype=torch.uint8, device=x.device)
         data = torch.bitwise_left_shift(eights, places).sum(-1, dtype=torch.uint8)
-        return data.view(carrier(target)).squeeze(-1)
+        return data.view(storage_dtype(target)).squeeze(-1)
 
     return join
 

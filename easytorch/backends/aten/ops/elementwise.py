@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.ops import integer
 from easytorch.backends.aten.ops.conversion import bind_bitcast, bind_convert
 from easytorch.backends.aten.storage_dtypes import held, is_float8, is_word, narrow, swapped, wide
@@ -20,11 +20,13 @@ from easytorch.backends.types import OpType
 def plain(function: Kernel) -> Binder:
     """`function`, of float8 in float32 and rounded once."""
 
-    def bind(site: Site) -> Kernel:
-        dtype = site.dtype
+    def bind(context: NodeContext) -> Kernel:
+        dtype = context.dtype
         if not is_float8(dtype):
             return function
-        back: Callable[[Tensor], Tensor] = (lambda x: narrow(x, dtype)) if is_float8(site.output.dtype) else lambda x: x
+        back: Callable[[Tensor], Tensor] = (
+            (lambda x: narrow(x, dtype)) if is_float8(context.output.dtype) else lambda x: x
+        )
         return lambda *xs: back(function(*(wide(x, dtype) for x in xs)))
 
     return bind
@@ -33,12 +35,12 @@ def plain(function: Kernel) -> Binder:
 def widened(function: Kernel) -> Binder:
     """`function`, of all narrow floats in float32 and rounded once: for those of several roundings."""
 
-    def bind(site: Site) -> Kernel:
-        dtype = site.dtype
+    def bind(context: NodeContext) -> Kernel:
+        dtype = context.dtype
         if not dtype.is_float or dtype.size >= 4:
             return function
         back: Callable[[Tensor], Tensor] = (
-            (lambda x: x) if site.output.dtype is DType.BOOL else lambda x: narrow(x, dtype)
+            (lambda x: x) if context.output.dtype is DType.BOOL else lambda x: narrow(x, dtype)
         )
         return lambda *xs: back(function(*(wide(x, dtype) for x in xs)))
 
@@ -47,17 +49,17 @@ def widened(function: Kernel) -> Binder:
 
 def by_kind(floats: Binder, integers: Binder) -> Binder:
     """One binder for floats, complex numbers and bool, another for integers."""
-    return lambda site: (integers if site.dtype.is_integer else floats)(site)
+    return lambda context: (integers if context.dtype.is_integer else floats)(context)
 
 
 def ordered(function: Kernel) -> Binder:
     """A function of two or more operands that compares them and gives one of them, or bool."""
 
-    def bind(site: Site) -> Kernel:
-        swap = swapped(site.dtype)
-        if not is_word(site.dtype):
-            return plain(function)(site)
-        if site.output.dtype is DType.BOOL:
+    def bind(context: NodeContext) -> Kernel:
+        swap = swapped(context.dtype)
+        if not is_word(context.dtype):
+            return plain(function)(context)
+        if context.output.dtype is DType.BOOL:
             return lambda *xs: function(*map(swap, xs))
         return lambda *xs: swap(function(*map(swap, xs)))
 
@@ -67,8 +69,8 @@ def ordered(function: Kernel) -> Binder:
 def _total(function: Kernel) -> Binder:
     """Compared in the order -NaN < -inf < ... < -0 < +0 < ... < +inf < +NaN: their bits, turned round below zero."""
 
-    def bind(site: Site) -> Kernel:
-        ordinals = ordinals_of(site.dtype)
+    def bind(context: NodeContext) -> Kernel:
+        ordinals = ordinals_of(context.dtype)
         return lambda x0, x1: function(ordinals(x0), ordinals(x1))
 
     return bind
@@ -158,8 +160,8 @@ def _logistic(x: Tensor) -> Tensor:
 
 
 def _part(name: str) -> Binder:
-    def bind(site: Site) -> Kernel:
-        if site.dtype.is_complex:
+    def bind(context: NodeContext) -> Kernel:
+        if context.dtype.is_complex:
             return getattr(torch, name)  # type: ignore[no-any-return]
         return torch.zeros_like if name == "imag" else lambda x: x
 
@@ -187,8 +189,8 @@ def _divide_complex(x0: Tensor, x1: Tensor) -> Tensor:
     )
 
 
-def _bind_divide(site: Site) -> Kernel:
-    return _divide_complex if site.dtype.is_complex else plain(torch.div)(site)
+def _bind_divide(context: NodeContext) -> Kernel:
+    return _divide_complex if context.dtype.is_complex else plain(torch.div)(context)
 
 
 def _power_complex64(x0: Tensor, x1: Tensor) -> Tensor:
@@ -196,8 +198,8 @@ def _power_complex64(x0: Tensor, x1: Tensor) -> Tensor:
     return torch.pow(x0.to(torch.complex128), x1.to(torch.complex128)).to(torch.complex64)
 
 
-def _bind_power(site: Site) -> Kernel:
-    return _power_complex64 if site.dtype is DType.COMPLEX64 else widened(torch.pow)(site)
+def _bind_power(context: NodeContext) -> Kernel:
+    return _power_complex64 if context.dtype is DType.COMPLEX64 else widened(torch.pow)(context)
 
 
 def _extreme(greatest: bool) -> Kernel:
@@ -247,14 +249,14 @@ def _round_nearest_afz(x: Tensor) -> Tensor:
     return torch.copysign(torch.where((x - rounded).abs() >= 0.5, size + 1, size), x)
 
 
-def _reduce_precision(site: Site) -> Kernel:
+def _reduce_precision(context: NodeContext) -> Kernel:
     """On the bits: a half of the last bit that stays is added, less one if that bit is even, and the rest cut off."""
-    dtype = site.dtype
+    dtype = context.dtype
     info = torch.finfo(held(dtype))
     mantissa = round(-math.log2(info.eps))
     exponent = dtype.bits - 1 - mantissa
     word = {16: torch.int16, 32: torch.int32, 64: torch.int64}[dtype.bits]
-    exponent_bits, mantissa_bits = site.attributes["exponent_bits"], site.attributes["mantissa_bits"]
+    exponent_bits, mantissa_bits = context.attributes["exponent_bits"], context.attributes["mantissa_bits"]
     infinity = (1 << exponent) - 1 << mantissa
     bias, least = (1 << exponent - 1) - 1, (1 << min(exponent_bits, exponent) - 1) - 1
 
@@ -280,7 +282,7 @@ def _clamp(low: Tensor, x: Tensor, high: Tensor) -> Tensor:
 
 def direct(function: Kernel) -> Binder:
     """For what carries its elements on as they are."""
-    return lambda site: function
+    return lambda context: function
 
 
 def same(x: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.storage_dtypes import indices, narrow, swapped, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
@@ -85,18 +85,18 @@ class _Rows:
         return [self.dimensions[axis] - self.sizes[axis] for axis in self.axes]
 
 
-def _gather(site: Site) -> Kernel:
-    attributes, operand = site.attributes, site.operand
+def _gather(context: NodeContext) -> Kernel:
+    attributes, operand = context.attributes, context.operand
     sizes = attributes["slice_sizes"]
     rows = _Rows(
-        operand.dimensions, sizes, attributes["start_index_map"], attributes["index_vector_axis"], site.shapes[1]
+        operand.dimensions, sizes, attributes["start_index_map"], attributes["index_vector_axis"], context.shapes[1]
     )
     kept = [size for axis, size in enumerate(sizes) if axis not in attributes["collapsed_slice_axes"]]
     shape = (*rows.batch, *kept)
     offset_axes = attributes["offset_output_axes"]
     order = (*(axis for axis in range(len(shape)) if axis not in offset_axes), *offset_axes)
     permutation = sorted(range(len(order)), key=order.__getitem__)
-    offsets, room = rows.offsets(site.device), rows.room
+    offsets, room = rows.offsets(context.device), rows.room
     matrix, count = (rows.count, rows.columns), rows.count
 
     def gather(x: Tensor, start_indices: Tensor) -> Tensor:
@@ -104,22 +104,22 @@ def _gather(site: Site) -> Kernel:
         found = (rows.first(starts, x) + offsets).reshape(-1)
         return x.reshape(matrix).index_select(0, found).reshape(shape).permute(permutation)
 
-    return gather if count else lambda x, start_indices: x.new_empty(site.output.dimensions)
+    return gather if count else lambda x, start_indices: x.new_empty(context.output.dimensions)
 
 
 def _scatter(combine: Callable[[Tensor, Tensor, Tensor], Tensor], ordered: bool) -> Binder:
     """combine: of a matrix, row numbers and rows to be put together with those of these numbers."""
 
-    def bind(site: Site) -> Kernel:
-        attributes, operand, dtype = site.attributes, site.operand, site.dtype
-        updates = site.shapes[2]
+    def bind(context: NodeContext) -> Kernel:
+        attributes, operand, dtype = context.attributes, context.operand, context.dtype
+        updates = context.shapes[2]
         window_axes, inserted = attributes["update_window_axes"], attributes["inserted_window_axes"]
         window = iter(window_axes)
         sizes = tuple(1 if axis in inserted else updates.dimensions[next(window)] for axis in range(operand.rank))
         axes = attributes["scatter_axes_to_operand_axes"]
-        rows = _Rows(operand.dimensions, sizes, axes, attributes["index_vector_axis"], site.shapes[1])
+        rows = _Rows(operand.dimensions, sizes, axes, attributes["index_vector_axis"], context.shapes[1])
         order = (*(axis for axis in range(updates.rank) if axis not in window_axes), *window_axes)
-        offsets, room, count, columns = rows.offsets(site.device), rows.room, rows.count, rows.columns
+        offsets, room, count, columns = rows.offsets(context.device), rows.room, rows.count, rows.columns
         inward, back = _values(dtype, ordered)
         possible = all(most >= 0 for most in room)
 

@@ -1,12 +1,12 @@
-"""Operations on integers. Carried unsigned types (see carriers.py) are signed tensors here."""
+"""Operations on integers. Unsigned types of more than 8 bits are signed tensors here (see storage_dtypes.py)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Kernel, Site
-from easytorch.backends.aten.storage_dtypes import carrier, integers
+from easytorch.backends.aten.node_context import Kernel, NodeContext
+from easytorch.backends.aten.storage_dtypes import integers, storage_dtype
 from easytorch.backends.dtypes import DType
 
 _TOP = -(2**63)
@@ -16,12 +16,12 @@ def _is_signed(dtype: DType) -> bool:
     return dtype.value.startswith("int")
 
 
-def bind_divide(site: Site) -> Kernel:
+def bind_divide(context: NodeContext) -> Kernel:
     """Towards zero; by zero -1, or all bits if unsigned; the least integer by -1 is itself."""
-    dtype = site.dtype
+    dtype = context.dtype
     if dtype is DType.UINT64:
         return lambda x0, x1: _divide_words(x0, x1)[0]
-    to = carrier(dtype)
+    to = storage_dtype(dtype)
 
     def divide(x0: Tensor, x1: Tensor) -> Tensor:
         if not _is_signed(dtype):
@@ -34,12 +34,12 @@ def bind_divide(site: Site) -> Kernel:
     return divide
 
 
-def bind_remainder(site: Site) -> Kernel:
+def bind_remainder(context: NodeContext) -> Kernel:
     """With the sign of x0; by zero x0."""
-    dtype = site.dtype
+    dtype = context.dtype
     if dtype is DType.UINT64:
         return lambda x0, x1: _divide_words(x0, x1)[1]
-    to = carrier(dtype)
+    to = storage_dtype(dtype)
 
     def remainder(x0: Tensor, x1: Tensor) -> Tensor:
         if not _is_signed(dtype):
@@ -70,10 +70,10 @@ def _divide_words(x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x1 == 0, -1, quotient), torch.where(x1 == 0, x0, rest)
 
 
-def bind_power(site: Site) -> Kernel:
+def bind_power(context: NodeContext) -> Kernel:
     """Modulo 2**bits; to a negative power 1 and -1 stay, 0 gives -1 (all bits, as division by zero), others 0."""
-    dtype = site.dtype
-    to = carrier(dtype)
+    dtype = context.dtype
+    to = storage_dtype(dtype)
 
     def power(x0: Tensor, x1: Tensor) -> Tensor:
         base, exponent = integers(x0, dtype), integers(x1, dtype)
@@ -97,9 +97,9 @@ def _repeated_squares(base: Tensor, exponent: Tensor, bits: int) -> Tensor:
     return result
 
 
-def bind_shift_left(site: Site) -> Kernel:
+def bind_shift_left(context: NodeContext) -> Kernel:
     """0 when x1 is not below the bits."""
-    dtype = site.dtype
+    dtype = context.dtype
 
     def shift(x0: Tensor, x1: Tensor) -> Tensor:
         inside, amount = _amount(x1, dtype)
@@ -108,9 +108,9 @@ def bind_shift_left(site: Site) -> Kernel:
     return shift
 
 
-def bind_shift_right_arithmetic(site: Site) -> Kernel:
+def bind_shift_right_arithmetic(context: NodeContext) -> Kernel:
     """Fills up with the highest bit, also of unsigned numbers."""
-    dtype = site.dtype
+    dtype = context.dtype
 
     def shift(x0: Tensor, x1: Tensor) -> Tensor:
         inside, amount = _amount(x1, dtype)
@@ -122,9 +122,9 @@ def bind_shift_right_arithmetic(site: Site) -> Kernel:
     return shift
 
 
-def bind_shift_right_logical(site: Site) -> Kernel:
+def bind_shift_right_logical(context: NodeContext) -> Kernel:
     """Fills up with zeros."""
-    dtype = site.dtype
+    dtype = context.dtype
     without_sign = 2 ** (dtype.bits - 1) - 1
 
     def shift(x0: Tensor, x1: Tensor) -> Tensor:
@@ -148,15 +148,15 @@ def _bits(x: Tensor, dtype: DType) -> Tensor:
     return wide if dtype.bits == 64 else wide.bitwise_and(2**dtype.bits - 1)
 
 
-def bind_bit_count(site: Site) -> Kernel:
+def bind_bit_count(context: NodeContext) -> Kernel:
     """How many bits are one."""
-    dtype = site.dtype
+    dtype = context.dtype
     return lambda x: _ones(_bits(x, dtype)).to(x.dtype)
 
 
-def bind_clz(site: Site) -> Kernel:
+def bind_clz(context: NodeContext) -> Kernel:
     """How many of the highest bits are zero: all but those at and below the highest one."""
-    dtype = site.dtype
+    dtype = context.dtype
 
     def clz(x: Tensor) -> Tensor:
         filled = _bits(x, dtype)

@@ -8,72 +8,76 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.ops.conversion import converter
-from easytorch.backends.aten.storage_dtypes import carrier, indices, is_word
+from easytorch.backends.aten.storage_dtypes import indices, is_word, storage_dtype
 from easytorch.backends.dtypes import DType
 from easytorch.backends.types import OpType, PadAxis
 
 
-def _iota(site: Site) -> Kernel:
-    shape, axis = site.output, site.attributes["iota_axis"]
-    count = torch.arange(shape.dimensions[axis], dtype=torch.int64, device=site.device)
+def _iota(context: NodeContext) -> Kernel:
+    shape, axis = context.output, context.attributes["iota_axis"]
+    count = torch.arange(shape.dimensions[axis], dtype=torch.int64, device=context.device)
     sizes = [1] * shape.rank
     sizes[axis] = shape.dimensions[axis]
     values = converter(DType.INT64, shape.dtype)(count).reshape(sizes).expand(shape.dimensions)
     return lambda: values
 
 
-def _reshape(site: Site) -> Kernel:
-    dimensions = site.output.dimensions
+def _reshape(context: NodeContext) -> Kernel:
+    dimensions = context.output.dimensions
     return lambda x: x.reshape(dimensions)
 
 
-def _transpose(site: Site) -> Kernel:
-    permutations = site.attributes["permutations"]
+def _transpose(context: NodeContext) -> Kernel:
+    permutations = context.attributes["permutations"]
     return lambda x: x.permute(permutations)
 
 
-def _broadcast(site: Site) -> Kernel:
-    dimensions = site.output.dimensions
+def _broadcast(context: NodeContext) -> Kernel:
+    dimensions = context.output.dimensions
     return lambda x: x.expand(dimensions)
 
 
-def _broadcast_in_dim(site: Site) -> Kernel:
-    dimensions = site.output.dimensions
+def _broadcast_in_dim(context: NodeContext) -> Kernel:
+    dimensions = context.output.dimensions
     sizes = [1] * len(dimensions)
-    for axis, size in zip(site.attributes["broadcast_axes"], site.operand.dimensions, strict=True):
+    for axis, size in zip(context.attributes["broadcast_axes"], context.operand.dimensions, strict=True):
         sizes[axis] = size
-    if tuple(sizes) == site.operand.dimensions:
+    if tuple(sizes) == context.operand.dimensions:
         return lambda x: x.expand(dimensions)
     return lambda x: x.reshape(sizes).expand(dimensions)
 
 
-def _concatenate(site: Site) -> Kernel:
-    axis = site.attributes["axis"]
+def _concatenate(context: NodeContext) -> Kernel:
+    axis = context.attributes["axis"]
     return lambda *xs: torch.cat(xs, axis)
 
 
-def _slice(site: Site) -> Kernel:
-    if not site.operand.rank:
+def _slice(context: NodeContext) -> Kernel:
+    if not context.operand.rank:
         return lambda x: x
-    settings = (site.attributes[name] for name in ("starts", "limits", "strides"))
+    settings = (context.attributes[name] for name in ("starts", "limits", "strides"))
     return operator.itemgetter(tuple(slice(*each) for each in zip(*settings, strict=True)))
 
 
-def _reverse(site: Site) -> Kernel:
-    axes = site.attributes["axes"]
+def _reverse(context: NodeContext) -> Kernel:
+    axes = context.attributes["axes"]
     return lambda x: torch.flip(x, axes)
 
 
-def _pad(site: Site) -> Kernel:
-    given = site.attributes["axes_config"]
-    config = (*given, *(PadAxis() for _ in range(site.operand.rank - len(given))))
-    fill_op = site.node.inputs[1].node
+def _pad(context: NodeContext) -> Kernel:
+    given = context.attributes["axes_config"]
+    config = (*given, *(PadAxis() for _ in range(context.operand.rank - len(given))))
+    fill_op = context.node.inputs[1].node
     fill = None
-    if fill_op.op_type is OpType.CONSTANT and not is_word(site.dtype) and carrier(site.dtype) != torch.uint8:
+    if (
+        fill_op.op_type is OpType.CONSTANT
+        and not is_word(context.dtype)
+        and storage_dtype(context.dtype) != torch.uint8
+    ):
         fill = fill_op.attributes["value"].item()
-    return padder(site.operand.dimensions, config, fill)
+    return padder(context.operand.dimensions, config, fill)
 
 
 def padder(
@@ -108,10 +112,10 @@ def padder(
     return filled
 
 
-def _dynamic_slice(site: Site) -> Kernel:
-    sizes, limits, dtypes = site.attributes["slice_dims"], site.operand.dimensions, site.shapes[1:]
+def _dynamic_slice(context: NodeContext) -> Kernel:
+    sizes, limits, dtypes = context.attributes["slice_dims"], context.operand.dimensions, context.shapes[1:]
     moving = [axis for axis, (size, full) in enumerate(zip(sizes, limits, strict=True)) if size < full]
-    if looks(site):
+    if looks(context):
 
         def sliced(x: Tensor, *starts: Tensor) -> Tensor:
             for axis in moving:
@@ -128,11 +132,11 @@ def _dynamic_slice(site: Site) -> Kernel:
     return selected
 
 
-def _dynamic_update_slice(site: Site) -> Kernel:
-    limits, sizes, dtypes = site.operand.dimensions, site.shapes[1].dimensions, site.shapes[2:]
+def _dynamic_update_slice(context: NodeContext) -> Kernel:
+    limits, sizes, dtypes = context.operand.dimensions, context.shapes[1].dimensions, context.shapes[2:]
     moving = [axis for axis, (size, full) in enumerate(zip(sizes, limits, strict=True)) if size < full]
-    in_place = dynamic_update_in_place(site)
-    if looks(site) or not moving:
+    in_place = dynamic_update_in_place(context)
+    if looks(context) or not moving:
         return lambda x, update, *starts: in_place(x.clone(), update, *starts)
     if len(moving) == 1:
         (axis,) = moving
@@ -153,9 +157,9 @@ def _dynamic_update_slice(site: Site) -> Kernel:
     return put
 
 
-def dynamic_update_in_place(site: Site) -> Kernel:
+def dynamic_update_in_place(context: NodeContext) -> Kernel:
     """The update written into the operand itself, for an operand that nothing else needs."""
-    limits, sizes, dtypes = site.operand.dimensions, site.shapes[1].dimensions, site.shapes[2:]
+    limits, sizes, dtypes = context.operand.dimensions, context.shapes[1].dimensions, context.shapes[2:]
     moving = [axis for axis, (size, full) in enumerate(zip(sizes, limits, strict=True)) if size < full]
 
     def written(x: Tensor, update: Tensor, *starts: Tensor) -> Tensor:
@@ -169,9 +173,9 @@ def dynamic_update_in_place(site: Site) -> Kernel:
     return written
 
 
-def looks(site: Site) -> bool:
+def looks(context: NodeContext) -> bool:
     """Whether reading a start index costs nothing: on the CPU and outside of torch.compile."""
-    return site.device.type == "cpu" and not site.traced
+    return context.device.type == "cpu" and not context.traced
 
 
 def _start(start: Tensor, dtype: DType, most: int) -> int:

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.ops.elementwise import plain
 from easytorch.backends.aten.storage_dtypes import narrow, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.types import OpType
 
 
-def _along(site: Site) -> list[int]:
+def _along(context: NodeContext) -> list[int]:
     """The shape under which a vector goes along the features of the operand."""
-    axis = site.attributes["axis"]
-    return [-1 if other == axis else 1 for other in range(site.operand.rank)]
+    axis = context.attributes["axis"]
+    return [-1 if other == axis else 1 for other in range(context.operand.rank)]
 
 
-def _others(site: Site) -> tuple[int, ...]:
-    return tuple(axis for axis in range(site.operand.rank) if axis != site.attributes["axis"])
+def _others(context: NodeContext) -> tuple[int, ...]:
+    return tuple(axis for axis in range(context.operand.rank) if axis != context.attributes["axis"])
 
 
 def _mean(x: Tensor, axes: Sequence[int]) -> Tensor:
     return torch.mean(x, tuple(axes)) if axes else x
 
 
-def _widened(site: Site, function: Kernel) -> Kernel:
-    dtype = site.dtype
+def _widened(context: NodeContext, function: Kernel) -> Kernel:
+    dtype = context.dtype
     if dtype.size >= 4:
         return function
 
@@ -42,8 +42,8 @@ def _widened(site: Site, function: Kernel) -> Kernel:
     return computed
 
 
-def _normalize(site: Site) -> Kernel:
-    along, epsilon = _along(site), site.attributes["epsilon"]
+def _normalize(context: NodeContext) -> Kernel:
+    along, epsilon = _along(context), context.attributes["epsilon"]
 
     def normalize(x: Tensor, scale: Tensor, offset: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         factor = scale / torch.sqrt(variance + epsilon)
@@ -52,23 +52,23 @@ def _normalize(site: Site) -> Kernel:
     return normalize
 
 
-def _inference(site: Site) -> Kernel:
-    return _widened(site, _normalize(site))
+def _inference(context: NodeContext) -> Kernel:
+    return _widened(context, _normalize(context))
 
 
-def _training(site: Site) -> Kernel:
-    along, others, normalize = _along(site), _others(site), _normalize(site)
+def _training(context: NodeContext) -> Kernel:
+    along, others, normalize = _along(context), _others(context), _normalize(context)
 
     def train(x: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean = _mean(x, others)
         variance = _mean(torch.square(x - mean.reshape(along)), others)
         return normalize(x, scale, offset, mean, variance), mean, variance
 
-    return _widened(site, train)
+    return _widened(context, train)
 
 
-def _gradient(site: Site) -> Kernel:
-    along, others, epsilon = _along(site), _others(site), site.attributes["epsilon"]
+def _gradient(context: NodeContext) -> Kernel:
+    along, others, epsilon = _along(context), _others(context), context.attributes["epsilon"]
 
     def total(x: Tensor) -> Tensor:
         return torch.sum(x, others) if others else x
@@ -84,40 +84,40 @@ def _gradient(site: Site) -> Kernel:
         )
         return centered * (scale * inverse).reshape(along), total(weighted), total(grad_output)
 
-    return _widened(site, gradient)
+    return _widened(context, gradient)
 
 
-def _softmax(site: Site) -> Kernel:
-    axis = site.attributes["axis"]
-    return plain(lambda x: torch.softmax(x, axis))(site)
+def _softmax(context: NodeContext) -> Kernel:
+    axis = context.attributes["axis"]
+    return plain(lambda x: torch.softmax(x, axis))(context)
 
 
-def _gelu(site: Site) -> Kernel:
-    approximate = "tanh" if site.attributes["approximate"] else "none"
-    return plain(lambda x: functional.gelu(x, approximate=approximate))(site)
+def _gelu(context: NodeContext) -> Kernel:
+    approximate = "tanh" if context.attributes["approximate"] else "none"
+    return plain(lambda x: functional.gelu(x, approximate=approximate))(context)
 
 
-def _layer_norm(site: Site) -> Kernel:
-    axes, epsilon, rank = site.attributes["axes"], site.attributes["epsilon"], site.operand.rank
-    sizes = site.shapes[1].dimensions
+def _layer_norm(context: NodeContext) -> Kernel:
+    axes, epsilon, rank = context.attributes["axes"], context.attributes["epsilon"], context.operand.rank
+    sizes = context.shapes[1].dimensions
     order = (*(axis for axis in range(rank) if axis not in axes), *axes)
     back = sorted(range(rank), key=order.__getitem__)
     if order == tuple(range(rank)):
-        return plain(lambda x, scale, offset: functional.layer_norm(x, sizes, scale, offset, epsilon))(site)
+        return plain(lambda x, scale, offset: functional.layer_norm(x, sizes, scale, offset, epsilon))(context)
 
     def permuted(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         return functional.layer_norm(x.permute(order), sizes, scale, offset, epsilon).permute(back)
 
-    return plain(permuted)(site)
+    return plain(permuted)(context)
 
 
-def _attention(site: Site) -> Kernel:
-    query, key, _, *masks = site.shapes
-    is_causal, scale = site.attributes["is_causal"], site.attributes["scale"]
+def _attention(context: NodeContext) -> Kernel:
+    query, key, _, *masks = context.shapes
+    is_causal, scale = context.attributes["is_causal"], context.attributes["scale"]
     grouped = key.dimensions[1] != query.dimensions[1]
     length, keys = query.dimensions[2], key.dimensions[2]
-    if not keys or not site.output.size:
-        return lambda query, *_: query.new_zeros(site.output.dimensions)
+    if not keys or not context.output.size:
+        return lambda query, *_: query.new_zeros(context.output.dimensions)
     dtype = query.dtype
     if scale is None and not query.dimensions[3]:
         scale = 1.0
@@ -128,8 +128,8 @@ def _attention(site: Site) -> Kernel:
         )
 
     if not masks:
-        return plain(lambda query, key, value: attend(query, key, value, None, is_causal))(site)
-    triangle = torch.ones((length, keys), dtype=torch.bool, device=site.device).tril() if is_causal else None
+        return plain(lambda query, key, value: attend(query, key, value, None, is_causal))(context)
+    triangle = torch.ones((length, keys), dtype=torch.bool, device=context.device).tril() if is_causal else None
 
     def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         mask = mask.reshape([1] * (4 - mask.ndim) + list(mask.shape))

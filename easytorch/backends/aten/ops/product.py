@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.ops.movement import padder
 from easytorch.backends.aten.ops.windows import windows
 from easytorch.backends.aten.storage_dtypes import is_float8, is_narrow, narrow, wide
@@ -30,19 +30,19 @@ def _widened(dtype: DType, function: Kernel) -> Kernel:
     return lambda *xs: narrow(function(*(wide(x, dtype) for x in xs)), dtype)
 
 
-def _dot(site: Site) -> Kernel:
-    lhs, rhs = site.shapes
-    return _widened(site.dtype, _contraction(site, lhs, rhs, (lhs.rank - 1,), (), (0,), ()))
+def _dot(context: NodeContext) -> Kernel:
+    lhs, rhs = context.shapes
+    return _widened(context.dtype, _contraction(context, lhs, rhs, (lhs.rank - 1,), (), (0,), ()))
 
 
-def _dot_general(site: Site) -> Kernel:
+def _dot_general(context: NodeContext) -> Kernel:
     names = ("lhs_contracting_axes", "lhs_batch_axes", "rhs_contracting_axes", "rhs_batch_axes")
-    lhs, rhs = site.shapes
-    return _widened(site.dtype, _contraction(site, lhs, rhs, *(site.attributes[name] for name in names)))
+    lhs, rhs = context.shapes
+    return _widened(context.dtype, _contraction(context, lhs, rhs, *(context.attributes[name] for name in names)))
 
 
 def _contraction(
-    site: Site,
+    context: NodeContext,
     lhs: Shape,
     rhs: Shape,
     lhs_contracting: Sequence[int],
@@ -52,8 +52,8 @@ def _contraction(
 ) -> Kernel:
     lhs_free = [axis for axis in range(lhs.rank) if axis not in (*lhs_contracting, *lhs_batch)]
     rhs_free = [axis for axis in range(rhs.rank) if axis not in (*rhs_contracting, *rhs_batch)]
-    multiply = _matmul(site)
-    output = site.output.dimensions
+    multiply = _matmul(context)
+    output = context.output.dimensions
     if not lhs_batch and len(rhs_free) == 1 and len(rhs_contracting) == 1 and lhs_contracting == (lhs.rank - 1,):
         # A linear layer: ATen takes the leading axes as they are.
         if rhs_contracting == (1,) and multiply is torch.matmul:
@@ -74,26 +74,28 @@ def _contraction(
     return contract
 
 
-def _matmul(site: Site) -> Callable[[Tensor, Tensor], Tensor]:
-    if site.device.type == "cpu" or not site.dtype.is_integer:
+def _matmul(context: NodeContext) -> Callable[[Tensor, Tensor], Tensor]:
+    if context.device.type == "cpu" or not context.dtype.is_integer:
         return torch.matmul
     # Accelerators have no matrix product of integers in ATen: float64 is exact for sums of 2**21 products of 16 bits.
-    if site.dtype.bits <= 16 and max(shape.size for shape in site.shapes) <= 2**21:
+    if context.dtype.bits <= 16 and max(shape.size for shape in context.shapes) <= 2**21:
         return lambda x0, x1: torch.matmul(x0.to(torch.float64), x1.to(torch.float64)).to(torch.int64).to(x0.dtype)
     return lambda x0, x1: torch.sum(x0.unsqueeze(-1) * x1.unsqueeze(-3), -2, dtype=x0.dtype)
 
 
-def _convolution(site: Site) -> Kernel:
-    axes: ConvolveAxesConfig = site.attributes["axes"]
-    lhs, rhs, output = *site.shapes, site.output
-    batch_groups = site.attributes["batch_group_count"]
-    groups = site.attributes["filter_group_count"] * batch_groups
+def _convolution(context: NodeContext) -> Kernel:
+    axes: ConvolveAxesConfig = context.attributes["axes"]
+    lhs, rhs, output = *context.shapes, context.output
+    batch_groups = context.attributes["batch_group_count"]
+    groups = context.attributes["filter_group_count"] * batch_groups
     spatial = len(axes.input_spatial)
     batch = lhs.dimensions[axes.input_batch] // batch_groups
     sizes = (batch, lhs.dimensions[axes.input_channel] * batch_groups, *(lhs.dimensions[a] for a in axes.input_spatial))
     config = [
         PadAxis(start, end, dilation - 1)
-        for (start, end), dilation in zip(site.attributes["paddings"], site.attributes["input_dilation"], strict=True)
+        for (start, end), dilation in zip(
+            context.attributes["paddings"], context.attributes["input_dilation"], strict=True
+        )
     ]
     to_input = (axes.input_batch, axes.input_channel, *axes.input_spatial)
     to_kernel = (axes.kernel_output_channel, axes.kernel_input_channel, *axes.kernel_spatial)
@@ -103,11 +105,11 @@ def _convolution(site: Site) -> Kernel:
     symmetric = all(pad.start == pad.end >= 0 and not pad.interior for pad in config)
     padding = [pad.start for pad in config] if symmetric else [0] * spatial
     pad = None if symmetric else padder(sizes, (PadAxis(), PadAxis(), *config), 0)
-    native = 1 <= spatial <= 3 and not site.dtype.is_integer
+    native = 1 <= spatial <= 3 and not context.dtype.is_integer
     if not native and pad is None:
         pad, padding = padder(sizes, (PadAxis(), PadAxis(), *config), 0), [0] * spatial
-    strides, dilations = site.attributes["strides"], site.attributes["filter_dilation"]
-    multiply = _matmul(site)
+    strides, dilations = context.attributes["strides"], context.attributes["filter_dilation"]
+    multiply = _matmul(context)
 
     def convolve(x: Tensor, w: Tensor) -> Tensor:
         x, w = x.permute(to_input), w.permute(to_kernel)
@@ -122,7 +124,7 @@ def _convolution(site: Site) -> Kernel:
             result = _by_windows(x, w, strides, dilations, groups, multiply)
         return result.permute(to_output)
 
-    return _widened(site.dtype, convolve)
+    return _widened(context.dtype, convolve)
 
 
 def _by_windows(
@@ -152,13 +154,13 @@ def _inverse(permutation: Sequence[int]) -> list[int]:
     return sorted(range(len(permutation)), key=permutation.__getitem__)
 
 
-def _fft(site: Site) -> Kernel:
-    length: tuple[int, ...] = site.attributes["fft_length"]
+def _fft(context: NodeContext) -> Kernel:
+    length: tuple[int, ...] = context.attributes["fft_length"]
     axes = tuple(range(-len(length), 0))
-    kind = site.attributes["fft_type"]
-    if 0 in site.operand.dimensions:
-        dtype = site.output.dtype.value
-        return lambda x: x.new_zeros(site.output.dimensions, dtype=getattr(torch, dtype))
+    kind = context.attributes["fft_type"]
+    if 0 in context.operand.dimensions:
+        dtype = context.output.dtype.value
+        return lambda x: x.new_zeros(context.output.dimensions, dtype=getattr(torch, dtype))
     function: Callable[..., Tensor] = {
         FFTType.FORWARD: torch.fft.fftn,
         FFTType.INVERSE: torch.fft.ifftn,
@@ -168,8 +170,8 @@ def _fft(site: Site) -> Kernel:
     return lambda x: function(x, length, axes)
 
 
-def _triangular_solve(site: Site) -> Kernel:
-    attributes, dtype = site.attributes, site.dtype
+def _triangular_solve(context: NodeContext) -> Kernel:
+    attributes, dtype = context.attributes, context.dtype
     lower, adjoint = attributes["lower"], attributes["adjoint"]
 
     def solve(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 (Salmon et al. 2011) in int64: the same bits as every other backend (see numpy_ops/random.py)."""
+"""Philox 4x32-10 (Salmon et al. 2011) in int64: the same bits as every other backend (see reference/ops/random.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
-from easytorch.backends.aten.storage_dtypes import carrier
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
+from easytorch.backends.aten.storage_dtypes import storage_dtype
 from easytorch.backends.reference.ops.random import KEY_SCHEDULE, PARITY, ROTATIONS
 from easytorch.backends.shapeinference.control import halves
 from easytorch.backends.types import OpType
@@ -46,11 +46,11 @@ def _philox(key: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.stack(words, -1)
 
 
-def _rng_bit_generator(site: Site) -> Kernel:
-    shape = site.attributes["shape"]
-    bits, to = shape.dtype.bits, carrier(shape.dtype)
+def _rng_bit_generator(context: NodeContext) -> Kernel:
+    shape = context.attributes["shape"]
+    bits, to = shape.dtype.bits, storage_dtype(shape.dtype)
     blocks = -(-shape.size * max(bits // 32, 1) // 4)
-    count = torch.arange(blocks, dtype=torch.int64, device=site.device)
+    count = torch.arange(blocks, dtype=torch.int64, device=context.device)
     integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
 
     def generate(state: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,12 +66,12 @@ def _rng_bit_generator(site: Site) -> Kernel:
     return generate
 
 
-def _rng_bit_generator_three_fry(site: Site) -> Kernel:
-    shape = site.attributes["shape"]
-    bits, to = shape.dtype.bits, carrier(shape.dtype)
+def _rng_bit_generator_three_fry(context: NodeContext) -> Kernel:
+    shape = context.attributes["shape"]
+    bits, to = shape.dtype.bits, storage_dtype(shape.dtype)
     half, axis = halves(shape)
     steps = shape.size if bits == 64 else math.prod(half)
-    count = torch.arange(steps, dtype=torch.int64, device=site.device)
+    count = torch.arange(steps, dtype=torch.int64, device=context.device)
     integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
     kept = shape.dimensions[axis] if shape.rank else 1
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.ops.conversion import converter
 from easytorch.backends.aten.storage_dtypes import highest, is_float8, lowest, narrow, swapped, wide
 from easytorch.backends.dtypes import DType
@@ -17,9 +17,9 @@ from easytorch.backends.types import OpType, ReduceOpType
 Reduction = Callable[[Tensor, Sequence[int]], Tensor]
 
 
-def _over(site: Site) -> tuple[int, ...]:
+def _over(context: NodeContext) -> tuple[int, ...]:
     """The axes that go: all if none is named."""
-    return tuple(site.attributes["axes"]) or tuple(range(site.operand.rank))
+    return tuple(context.attributes["axes"]) or tuple(range(context.operand.rank))
 
 
 def reduced(dtype: DType, kind: ReduceOpType) -> Reduction:
@@ -79,24 +79,24 @@ def _flattened(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def _arithmetic(kind: ReduceOpType) -> Binder:
-    def bind(site: Site) -> Kernel:
-        axes, function = _over(site), reduced(site.dtype, kind)
-        if kind is ReduceOpType.SUM and axes and site.dtype.is_float and not is_float8(site.dtype):
+    def bind(context: NodeContext) -> Kernel:
+        axes, function = _over(context), reduced(context.dtype, kind)
+        if kind is ReduceOpType.SUM and axes and context.dtype.is_float and not is_float8(context.dtype):
             # ATen sums narrow floats in float32.
             return lambda x: torch.sum(x, axes)
-        inward, back = values(site.dtype, kind)
+        inward, back = values(context.dtype, kind)
         return lambda x: back(function(inward(x), axes))
 
     return bind
 
 
 def _extreme(kind: ReduceOpType) -> Binder:
-    def bind(site: Site) -> Kernel:
-        axes, function = _over(site), reduced(site.dtype, kind)
-        if is_float8(site.dtype):
-            inward, back = values(site.dtype, kind)
+    def bind(context: NodeContext) -> Kernel:
+        axes, function = _over(context), reduced(context.dtype, kind)
+        if is_float8(context.dtype):
+            inward, back = values(context.dtype, kind)
         else:
-            inward = back = swapped(site.dtype)
+            inward = back = swapped(context.dtype)
         return lambda x: back(function(inward(x), axes))
 
     return bind
@@ -105,8 +105,8 @@ def _extreme(kind: ReduceOpType) -> Binder:
 def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int) -> Binder:
     """Halves put together until one element is left."""
 
-    def bind(site: Site) -> Kernel:
-        axes = _over(site)
+    def bind(context: NodeContext) -> Kernel:
+        axes = _over(context)
 
         def reduce(x: Tensor) -> Tensor:
             x = _flattened(x, axes)
@@ -124,18 +124,18 @@ def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int) -> Binder:
 
 
 def _logical(function: Callable[[Tensor, int], Tensor]) -> Binder:
-    def bind(site: Site) -> Kernel:
-        axes = _over(site)
+    def bind(context: NodeContext) -> Kernel:
+        axes = _over(context)
         return lambda x: function(_flattened(x, axes), -1)
 
     return bind
 
 
-def _arg_min_max(site: Site) -> Kernel:
-    axis, dtype = site.attributes["axis"], site.dtype
-    choose = torch.argmin if site.attributes["is_min"] else torch.argmax
+def _arg_min_max(context: NodeContext) -> Kernel:
+    axis, dtype = context.attributes["axis"], context.dtype
+    choose = torch.argmin if context.attributes["is_min"] else torch.argmax
     swap = swapped(dtype)
-    back = converter(DType.INT64, site.attributes["output_dtype"])
+    back = converter(DType.INT64, context.attributes["output_dtype"])
 
     def chosen(x: Tensor) -> Tensor:
         comparable = x.to(torch.uint8) if dtype is DType.BOOL else swap(wide(x, dtype) if is_float8(dtype) else x)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Binder, Kernel, Site
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.ops.movement import padder
 from easytorch.backends.aten.ops.reduction import identity_of, reduced, values
 from easytorch.backends.aten.storage_dtypes import swapped, wide
@@ -27,22 +27,24 @@ def windows(x: Tensor, sizes: Sequence[int], strides: Sequence[int], dilations: 
     return x
 
 
-def _reduce_window(site: Site) -> Kernel:
-    kind, dtype = site.attributes["reduction_type"], site.dtype
+def _reduce_window(context: NodeContext) -> Kernel:
+    kind, dtype = context.attributes["reduction_type"], context.dtype
     names = ("window_dimensions", "strides", "window_dilations")
-    sizes, strides, dilations = (site.attributes[name] for name in names)
+    sizes, strides, dilations = (context.attributes[name] for name in names)
     identity = identity_of(dtype, kind)
     config = [
         PadAxis(start, end, dilation - 1)
-        for (start, end), dilation in zip(site.attributes["paddings"], site.attributes["base_dilations"], strict=True)
+        for (start, end), dilation in zip(
+            context.attributes["paddings"], context.attributes["base_dilations"], strict=True
+        )
     ]
-    output = site.output.dimensions
+    output = context.output.dimensions
     inward, back = values(dtype, kind)
     function = reduced(dtype, kind)
-    pad = padder(site.operand.dimensions, config, identity) if any(map(_changes, config)) else None
+    pad = padder(context.operand.dimensions, config, identity) if any(map(_changes, config)) else None
     moving = [axis for axis in range(len(sizes)) if (sizes[axis], strides[axis]) != (1, 1)]
     scan = _SCANS.get(kind) if dtype is not DType.BOOL else None
-    if scan is not None and output == site.operand.dimensions and len(moving) == 1 and _is_scan(site, moving[0]):
+    if scan is not None and output == context.operand.dimensions and len(moving) == 1 and _is_scan(context, moving[0]):
         (along,) = moving
         return lambda x: back(scan(inward(x), along))
 
@@ -69,16 +71,16 @@ _SCANS: dict[ReduceOpType, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def _is_scan(site: Site, axis: int) -> bool:
+def _is_scan(context: NodeContext, axis: int) -> bool:
     """Whether the window of every element is all before it and itself: n of n * n elements are then enough."""
-    window = site.attributes["window_dimensions"][axis]
-    wanted = tuple((window - 1, 0) if other == axis else (0, 0) for other in range(site.operand.rank))
-    dilations = (*site.attributes["base_dilations"], *site.attributes["window_dilations"])
+    window = context.attributes["window_dimensions"][axis]
+    wanted = tuple((window - 1, 0) if other == axis else (0, 0) for other in range(context.operand.rank))
+    dilations = (*context.attributes["base_dilations"], *context.attributes["window_dilations"])
     return (
-        window >= site.operand.dimensions[axis] > 0
-        and site.attributes["strides"][axis] == 1
+        window >= context.operand.dimensions[axis] > 0
+        and context.attributes["strides"][axis] == 1
         and set(dilations) == {1}
-        and site.attributes["paddings"] == wanted
+        and context.attributes["paddings"] == wanted
     )
 
 
@@ -90,13 +92,13 @@ def _select_and_scatter(better: Callable[[Tensor, Tensor], Tensor] | None) -> Bi
     """Sums at the selected places: the first of a window, then each that the selected one is not `better` than or
     equal to; all of them if None."""
 
-    def bind(site: Site) -> Kernel:
-        operand, dtype = site.operand, site.dtype
-        sizes, strides = site.attributes["window_dimensions"], site.attributes["window_strides"]
-        places = site.shapes[1].dimensions
+    def bind(context: NodeContext) -> Kernel:
+        operand, dtype = context.operand, context.dtype
+        sizes, strides = context.attributes["window_dimensions"], context.attributes["window_strides"]
+        places = context.shapes[1].dimensions
         if 0 in places or not operand.size:
             return lambda x, source: torch.zeros_like(x)
-        elements = _window_places(site, sizes, strides, places)
+        elements = _window_places(context, sizes, strides, places)
         to_sum, back = values(dtype, ReduceOpType.SUM)
         swap = swapped(dtype)
 
@@ -118,14 +120,14 @@ def _select_and_scatter(better: Callable[[Tensor, Tensor], Tensor] | None) -> Bi
 
 
 def bind_select_and_scatter(
-    site: Site, select: Callable[..., tuple[Tensor, ...]], scatter: Callable[..., tuple[Tensor, ...]]
+    context: NodeContext, select: Callable[..., tuple[Tensor, ...]], scatter: Callable[..., tuple[Tensor, ...]]
 ) -> Kernel:
     """By any functions of elements, which are functions of tensors too."""
-    operand, places = site.operand, site.shapes[1].dimensions
-    sizes, strides = site.attributes["window_dimensions"], site.attributes["window_strides"]
+    operand, places = context.operand, context.shapes[1].dimensions
+    sizes, strides = context.attributes["window_dimensions"], context.attributes["window_strides"]
     if 0 in places or not operand.size:
         return lambda x, source, init: init.expand(operand.dimensions).clone()
-    elements = _window_places(site, sizes, strides, places)
+    elements = _window_places(context, sizes, strides, places)
 
     def apply(x: Tensor, source: Tensor, init: Tensor) -> Tensor:
         flat = x.reshape(-1)
@@ -141,11 +143,13 @@ def bind_select_and_scatter(
     return apply
 
 
-def _window_places(site: Site, sizes: Sequence[int], strides: Sequence[int], places: Sequence[int]) -> list[Tensor]:
+def _window_places(
+    context: NodeContext, sizes: Sequence[int], strides: Sequence[int], places: Sequence[int]
+) -> list[Tensor]:
     """Where each element of each window stands; those of the padding stand behind the last."""
-    operand = site.operand
-    config = [PadAxis(start, end) for start, end in site.attributes["paddings"]]
-    numbers = torch.arange(operand.size, dtype=torch.int64, device=site.device).reshape(operand.dimensions)
+    operand = context.operand
+    config = [PadAxis(start, end) for start, end in context.attributes["paddings"]]
+    numbers = torch.arange(operand.size, dtype=torch.int64, device=context.device).reshape(operand.dimensions)
     numbers = padder(operand.dimensions, config)(numbers, torch.full_like(numbers[(0,) * operand.rank], operand.size))
     seen = windows(numbers, sizes, strides, (1,) * operand.rank).reshape(*places, math.prod(sizes))
     return [one.contiguous() for one in seen.unbind(-1)]
