@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from easytorch.bridge.memory import Tree
-from easytorch.protocol import flax_trees
+from easytorch.protocol import conversion
 from easytorch.protocol.batching import generate_batch
 
 
@@ -48,11 +48,11 @@ class Transform:
 
     def __init__(self, model_class: type[PreTrainedModel], config: Any, names: tuple[str, ...]) -> None:
         self.described = (model_class, config, names)
-        self._function: flax_trees.Transform | None = None
+        self._function: conversion.Transform | None = None
 
     def __call__(self, state_dict: Mapping[str, torch.Tensor]) -> Tree:
         if self._function is None:  # made when it is first asked for: it builds the model's outline
-            self._function = flax_trees.transform_for(*self.described)
+            self._function = conversion.transform_for(*self.described)
         return self._function(state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,8 +64,8 @@ def bridge_of(model: PreTrainedModel) -> dict[str, Any]:
     transform = Transform(type(model), model.config, tuple(model.state_dict()))
     batching = {"generate_batch": Bound(_generate_batch, model)} if hasattr(type(model), "generate_batch") else {}
     return batching | {
-        "to_torch": Bound(flax_trees.to_torch, model),
-        "to_flax": Bound(flax_trees.to_flax, model),
+        "to_torch": Bound(conversion.to_torch, model),
+        "to_flax": Bound(conversion.to_flax, model),
         "from_flax": FromFlax(type(model)),
         "transform_fn": transform,
         "pure_transform_fn": transform,
@@ -84,4 +84,4 @@ class FromFlax:
         self.model_class = model_class
 
     def __call__(self, config: Any, params: Any, **kwargs: Any) -> Any:
-        return flax_trees.from_flax(self.model_class, config, params, **kwargs)
+        return conversion.from_flax(self.model_class, config, params, **kwargs)

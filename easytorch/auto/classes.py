@@ -15,12 +15,12 @@ from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 from easytorch.auto.plugging import Choice, attention_for, native_class, plug_attention, plug_bridge, settled
 from easytorch.auto.report import report_on
 from easytorch.bridge.formats.sharding import read_json
-from easytorch.protocol import flax_trees
-from easytorch.protocol.checkpoint import check_config, check_torch_files, flax_file, inferred_config
-from easytorch.protocol.flax_weights import load_flax
-from easytorch.protocol.loading import check_loaded_foreign
+from easytorch.protocol import conversion
+from easytorch.protocol.checkpoint_files import check_config, check_torch_files, flax_file, inferred_config
+from easytorch.protocol.flax_loading import load_flax
+from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.native import NativeModel
-from easytorch.protocol.repeats import fill_repeats, reader_of
+from easytorch.protocol.tied_weights import fill_repeats, reader_of
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass as _Base
@@ -78,7 +78,7 @@ class EasyTorchAuto(_Base):
         model_class = _model_class(cls, config)
         config, choice = _choose_attention(model_class, config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = flax_trees.from_flax(model_class, config, params, output_loading_info=True, **kwargs)
+        model, info = conversion.from_flax(model_class, config, params, output_loading_info=True, **kwargs)
         _finished(model, choice)
         return (model, info) if wants_info else model
 

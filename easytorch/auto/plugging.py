@@ -16,7 +16,7 @@ from easytorch.auto.tiny import configs_in
 from easytorch.auto.trial import attention_groups, try_attention
 from easytorch.bridge.families import families
 from easytorch.layers.attention import INTERFACES, OF_STOCK, OURS
-from easytorch.protocol.flax_trees import plain_config
+from easytorch.protocol.conversion import plain_config
 from easytorch.protocol.native import NativeModel
 
 ModelClass = type[PreTrainedModel]

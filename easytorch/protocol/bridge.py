@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from easytorch.bridge.memory import Framework, Shardings, Tree
-from easytorch.protocol import flax_trees
+from easytorch.protocol import conversion
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
@@ -27,7 +27,7 @@ class BridgeMixin(_Base):
 
         It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
         """
-        return flax_trees.to_torch(self, copy_weights=copy_weights)
+        return conversion.to_torch(self, copy_weights=copy_weights)
 
     def to_flax(
         self,
@@ -43,7 +43,7 @@ class BridgeMixin(_Base):
         copies and stand where `shardings` says: a Sharding, a tree of them, or a function of the path. `copy`: False
         shares with jax too, True with neither. scheme: the names of another program, as in `bridge.convert`.
         """
-        return flax_trees.to_flax(self, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
+        return conversion.to_flax(self, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
 
     @classmethod
     def from_flax(cls, config: PreTrainedConfig, params: Any, *, copy: bool | None = None, **kwargs: Any) -> Self:
@@ -53,14 +53,14 @@ class BridgeMixin(_Base):
         neither (`bridge.memory`). kwargs: `from_pretrained`'s.
         `CheckpointError` when a weight is missing, left over or of another shape.
         """
-        return flax_trees.from_flax(cls, config, params, copy=copy, **kwargs)
+        return conversion.from_flax(cls, config, params, copy=copy, **kwargs)
 
     @property
     def transform_fn(self) -> Callable[[Mapping[str, torch.Tensor]], Tree]:
         """torch state dict -> Flax tree, for this model's family and its tied weights."""
-        return flax_trees.transform_fn(self)
+        return conversion.transform_fn(self)
 
     @property
     def pure_transform_fn(self) -> Callable[[Mapping[str, torch.Tensor]], Tree]:
         """The same function: it keeps nothing of the model but its names and its config."""
-        return flax_trees.transform_fn(self)
+        return conversion.transform_fn(self)

@@ -13,10 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
-from easytorch.protocol.checkpoint import check_torch_files, flax_file
-from easytorch.protocol.flax_weights import load_flax
-from easytorch.protocol.loading import check_loaded
-from easytorch.protocol.repeats import fill_repeats, reader_of
+from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
+from easytorch.protocol.flax_loading import load_flax
+from easytorch.protocol.load_checks import check_loaded
+from easytorch.protocol.tied_weights import fill_repeats, reader_of
 
 
 class NativeModel(BridgeMixin, PreTrainedModel):

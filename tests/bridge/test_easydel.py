@@ -28,7 +28,7 @@ from easytorch.bridge.formats.easydel_store import EasydelStore
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.source import ArraySource
 from easytorch.bridge.trees import nested
-from easytorch.protocol import flax_trees
+from easytorch.protocol import conversion
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
 HEADS = SIZES | {"num_key_value_heads": 2}
@@ -154,7 +154,7 @@ def test_a_tied_model_that_kept_its_head(llama_leaves, tmp_path):
     with pytest.raises(CheckpointError, match=r"lm_head/kernel.*differs from model/embed_tokens/embedding"):
         convert(source, tmp_path / "torch", to="torch")
     with pytest.raises(CheckpointError, match="lm_head/kernel"):
-        flax_trees.from_flax(transformers.LlamaForCausalLM, tied, nested(leaves))
+        conversion.from_flax(transformers.LlamaForCausalLM, tied, nested(leaves))
     LLAMA.save_pretrained(tmp_path / "untied")
     convert(source, tmp_path / "own", to="torch", config=tmp_path / "untied")
     found = load_file(tmp_path / "own/model.safetensors")

@@ -23,7 +23,7 @@ from easytorch import auto
 from easytorch.bridge.convert import convert
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.trees import flat, nested
-from easytorch.protocol import flax_trees
+from easytorch.protocol import conversion
 
 DATA = Path(__file__).parent / "data" / "flax"
 # Of each output's largest number; torch and Flax differ by a few units in the last place.
@@ -60,7 +60,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = transformers.AutoConfig.from_pretrained(folder)
     auto_class = auto_class_of(config, record["torch_class"])
     if auto_class is None:
-        model = flax_trees.from_flax(getattr(transformers, record["torch_class"]), config, nested(leaves))
+        model = conversion.from_flax(getattr(transformers, record["torch_class"]), config, nested(leaves))
     else:
         model = auto_class.from_pretrained(folder)
     return Loaded(record, leaves, folder, model.eval())

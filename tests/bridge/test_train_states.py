@@ -21,7 +21,7 @@ from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.bridge.trees import flat, nested
-from easytorch.protocol import flax_trees
+from easytorch.protocol import conversion
 
 CONFIG = transformers.ResNetConfig(
     embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
@@ -48,7 +48,7 @@ def resnet():
 
 @pytest.fixture(scope="module")
 def state(resnet):
-    variables = jax.tree.map(jnp.asarray, flax_trees.to_flax(resnet))
+    variables = jax.tree.map(jnp.asarray, conversion.to_flax(resnet))
     return WithStatistics.create(
         apply_fn=lambda: None,
         params=variables["params"],
@@ -71,7 +71,7 @@ def assert_same(found, expected, shift=0):
 def test_in_memory(resnet, state):
     expected = resnet.state_dict()
     for given in (state, {"state": state, "epoch": 3}, flax.serialization.to_state_dict(state)):
-        model = flax_trees.from_flax(transformers.ResNetForImageClassification, CONFIG, given)
+        model = conversion.from_flax(transformers.ResNetForImageClassification, CONFIG, given)
         assert_same(model.state_dict(), expected)
 
 
@@ -211,7 +211,7 @@ def test_nnx_statistics_in_a_file(tmp_path, kind, values, rules):
 
 def test_an_nnx_resnet_in_a_file(resnet, tmp_path):
     """The family's own rules call the leaves `params/...` and `batch_stats/...`."""
-    variables = flax_trees.to_flax(resnet)
+    variables = conversion.to_flax(resnet)
     tree = nested({**flat(variables["params"]), **flat(variables["batch_stats"])})
     (tmp_path / "run").mkdir()
     (tmp_path / "run/flax_model.msgpack").write_bytes(flax.serialization.to_bytes(tree))
@@ -223,7 +223,7 @@ def test_an_nnx_resnet_in_a_file(resnet, tmp_path):
 
 @pytest.mark.parametrize("key", ["model_state", "flax_mutables"])
 def test_statistics_in_a_tree_of_their_own(resnet, tmp_path, key):
-    variables = flax_trees.to_flax(resnet)
+    variables = conversion.to_flax(resnet)
     shifted = nested({path: leaf + 1 for path, leaf in flat(variables["params"]).items()})
     state = {"params": variables["params"], "ema_params": shifted, key: {"batch_stats": variables["batch_stats"]}}
     for name, given in {"run": state, "nested": {"train_state": state, "epoch": np.int32(3)}}.items():
@@ -259,7 +259,7 @@ def _llama():
 @pytest.mark.parametrize("chosen", [{}, {"step": 1}, {"step": 1, "params_key": "ema_params"}])
 def test_the_outputs_of_what_was_chosen_are_compared(tmp_path, chosen):
     """Of a state with counters and optimizer, and not of the run's last step or its other tree."""
-    params = jax.tree.map(jnp.asarray, flax_trees.to_flax(_llama()))
+    params = jax.tree.map(jnp.asarray, conversion.to_flax(_llama()))
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         for step in (1, 2):
             trees = {

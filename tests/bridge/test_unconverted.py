@@ -13,7 +13,7 @@ from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.inspect import inspect
 from easytorch.bridge.load_tree import load_tree
-from easytorch.protocol import flax_trees
+from easytorch.protocol import conversion
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 
@@ -80,13 +80,13 @@ def test_an_adapter_alone(tmp_path):
 def test_models_with_adapters(llama):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     adapted = peft.get_peft_model(llama, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    for call in (flax_trees.to_flax, flax_trees.transform_fn, flax_trees.to_torch):
+    for call in (conversion.to_flax, conversion.transform_fn, conversion.to_torch):
         for model in (adapted, adapted.base_model):
             with pytest.raises(TypeError, match=r"has an adapter.*merge_and_unload"):
                 call(model)
-    flax_trees.to_flax(adapted.merge_and_unload())
+    conversion.to_flax(adapted.merge_and_unload())
     with pytest.raises(TypeError, match="Linear is no model of transformers"):
-        flax_trees.to_flax(torch.nn.Linear(2, 2))
+        conversion.to_flax(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq", "awq"])

@@ -13,7 +13,7 @@ import easytorch
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.registry import TARGETS
-from easytorch.protocol.checkpoint import flax_file
+from easytorch.protocol.checkpoint_files import flax_file
 
 GPT2 = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=40, bos_token_id=1, eos_token_id=2)
 BERT = BertConfig(

@@ -15,7 +15,7 @@ import easytorch
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.trees import flat
-from easytorch.protocol import BaseModuleProtocol, flax_trees
+from easytorch.protocol import BaseModuleProtocol, conversion
 
 jax = pytest.importorskip("jax")
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
@@ -153,11 +153,11 @@ def test_the_functions_take_any_model(case) -> None:
     _, model = case
     theirs = getattr(transformers, type(model).__name__)(transformers.AutoConfig.for_model(**model.config.to_dict()))
     theirs.load_state_dict(model.state_dict())
-    tree, transform = flax_trees.to_flax(theirs), flax_trees.transform_fn(theirs)
+    tree, transform = conversion.to_flax(theirs), conversion.transform_fn(theirs)
     assert flat(tree).keys() == flat(model.to_flax()).keys() == flat(transform(theirs.state_dict())).keys()
-    same_weights(flax_trees.from_flax(type(theirs), theirs.config, tree), model)
-    same_weights(flax_trees.to_torch(theirs), model)
-    state = flax_trees.state_dict_from_flax(type(theirs), theirs.config, tree)
+    same_weights(conversion.from_flax(type(theirs), theirs.config, tree), model)
+    same_weights(conversion.to_torch(theirs), model)
+    state = conversion.state_dict_from_flax(type(theirs), theirs.config, tree)
     assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
 
 

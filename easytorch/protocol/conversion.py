@@ -36,7 +36,7 @@ from easytorch.bridge.state import (
 )
 from easytorch.bridge.ties import held_apart
 from easytorch.layers.attention import OURS
-from easytorch.protocol.loading import check_shapes
+from easytorch.protocol.load_checks import check_shapes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

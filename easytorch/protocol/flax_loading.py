@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.state import load_torch_state_dict
-from easytorch.protocol.repeats import fill_repeats
+from easytorch.protocol.tied_weights import fill_repeats
 
 _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 

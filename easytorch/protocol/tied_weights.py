@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.dtypes import to_torch
 from easytorch.bridge.rules import TIED_ALWAYS, compile_rules
-from easytorch.protocol import flax_trees
-from easytorch.protocol.checkpoint import torch_folder
+from easytorch.protocol import conversion
+from easytorch.protocol.checkpoint_files import torch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def reader_of(name_or_path: Any, kwargs: dict[str, Any]) -> Read:
 
 def _repeats(model: PreTrainedModel, missing: list[str], unexpected: Any) -> dict[str, str]:
     """Missing weight -> the unexpected one that it repeats."""
-    architecture, rules = flax_trees.described(type(model), model.config, unexpected)
+    architecture, rules = conversion.described(type(model), model.config, unexpected)
     table, base = compile_rules(rules), f"{architecture.base}."
     there = {name.removeprefix(base): name for name in unexpected}
     found = {}
