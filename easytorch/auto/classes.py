@@ -16,11 +16,10 @@ from easytorch.auto.plugging import Choice, attention_for, native_class, plug_at
 from easytorch.auto.report import report_on
 from easytorch.bridge.formats.sharding import read_json
 from easytorch.protocol import conversion
-from easytorch.protocol.checkpoint_files import check_config, check_torch_files, flax_file, inferred_config
-from easytorch.protocol.flax_loading import load_flax
+from easytorch.protocol.checkpoint_files import check_config, inferred_config
 from easytorch.protocol.load_checks import check_loaded_foreign
+from easytorch.protocol.loading import load_pretrained
 from easytorch.protocol.native import NativeModel
-from easytorch.protocol.tied_weights import fill_repeats, reader_of
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass as _Base
@@ -106,7 +105,15 @@ class EasyTorchAuto(_Base):
         if issubclass(model_class, NativeModel):
             model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
         else:
-            model, info = _load_foreign(cls._load, model_class, path, model_args, kwargs)
+            model, info = load_pretrained(
+                model_class,
+                path,
+                model_args,
+                kwargs,
+                from_torch=cls._load,
+                from_state_dict=model_class.from_pretrained,
+                check=check_loaded_foreign,
+            )
         _finished(model, choice)
         return (model, info) if wants_info else model
 
@@ -158,27 +165,6 @@ def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:
     """The loaded `model` with what was chosen for it, and its report."""
     plug_attention(model, choice)
     return report_on(plug_bridge(model), choice.reason)
-
-
-def _load_foreign(
-    load: Any, model_class: ModelClass, path: Any, model_args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """transformers' own class, with what native classes do for themselves: Flax weights, whole files, no shape lost."""
-    strict = kwargs.pop("strict", True)
-    ignore = kwargs.pop("ignore_mismatched_sizes", False)
-    flax = flax_file(path, kwargs.pop("from_flax", False), kwargs)
-    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    if flax is None:
-        source = check_torch_files(path, kwargs)
-        model, info = load(path, *model_args, **kwargs)
-        fill_repeats(model, info, reader_of(path, kwargs))
-    else:
-        source, config = str(flax), kwargs.pop("config", None)
-        loader = model_class.from_pretrained
-        model, info = load_flax(loader, model_class.config_class, flax, path, config, model_args, kwargs)
-    if strict and not getattr(model, "_hf_peft_config_loaded", False):
-        check_loaded_foreign(model, info, source, ignore_mismatched_sizes=ignore)
-    return model, info
 
 
 def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:

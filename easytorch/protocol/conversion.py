@@ -2,9 +2,9 @@
 
 `BridgeMixin` and the auto classes call these; for a model that came from elsewhere they are called directly:
 
-    from easytorch.protocol import flax_trees
-    tree = flax_trees.to_flax(model)
-    model = flax_trees.from_flax(T5ForConditionalGeneration, config, tree)
+    from easytorch.protocol import conversion
+    tree = conversion.to_flax(model)
+    model = conversion.from_flax(T5ForConditionalGeneration, config, tree)
 """
 
 from __future__ import annotations

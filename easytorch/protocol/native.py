@@ -13,10 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
-from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
-from easytorch.protocol.flax_loading import load_flax
 from easytorch.protocol.load_checks import check_loaded
-from easytorch.protocol.tied_weights import fill_repeats, reader_of
+from easytorch.protocol.loading import load_pretrained
 
 
 class NativeModel(BridgeMixin, PreTrainedModel):
@@ -52,19 +50,17 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         it at transformers' warning. A shape that differs is refused unless `ignore_mismatched_sizes`.
         """
         load: Any = super().from_pretrained
-        flax = flax_file(pretrained_model_name_or_path, from_flax, kwargs)
-        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        if flax is None:
-            source = check_torch_files(pretrained_model_name_or_path, kwargs)
-            model, info = load(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
-            fill_repeats(model, info, reader_of(pretrained_model_name_or_path, kwargs))
-        else:
-            source = str(flax)
-            model, info = load_flax(
-                load, cls.config_class, flax, pretrained_model_name_or_path, config, model_args, kwargs
-            )
-        if strict and not getattr(model, "_hf_peft_config_loaded", False):
-            check_loaded(model, info, source, ignore_mismatched_sizes=ignore_mismatched_sizes)
+        kwargs |= {"config": config, "ignore_mismatched_sizes": ignore_mismatched_sizes}
+        kwargs |= {"from_flax": from_flax, "strict": strict}
+        model, info = load_pretrained(
+            cls,
+            pretrained_model_name_or_path,
+            model_args,
+            kwargs,
+            from_torch=load,
+            from_state_dict=load,
+            check=check_loaded,
+        )
         return (model, info) if output_loading_info else model
 
     def generate_batch(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,48 @@
+"""`from_pretrained` of every model, native or transformers' own: what transformers leaves out before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
+from easytorch.protocol.flax_loading import load_flax
+from easytorch.protocol.tied_weights import fill_repeats, reader_of
+
+# `check_loaded` or `check_loaded_foreign`: what must have been in the checkpoint.
+Check = Callable[..., None]
+
+
+def load_pretrained(
+    model_class: type[PreTrainedModel],
+    path: Any,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    from_torch: Callable[..., Any],
+    from_state_dict: Callable[..., Any],
+    check: Check,
+) -> tuple[Any, dict[str, Any]]:
+    """(model, loading info) of the checkpoint at `path`: Flax weights too, whole files, ties filled, no shape lost.
+
+    from_torch, from_state_dict: transformers' `from_pretrained` for torch's files, and for weights read by the bridge.
+    kwargs: those of `from_pretrained`, with `from_flax`, `strict` and `ignore_mismatched_sizes` as `NativeModel` has
+    them; they are taken out.
+    """
+    strict = kwargs.pop("strict", True)
+    ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    flax = flax_file(path, kwargs.pop("from_flax", False), kwargs)
+    # Mismatches are collected by transformers, and judged by `check`.
+    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    if flax is None:
+        source = check_torch_files(path, kwargs)
+        model, info = from_torch(path, *model_args, **kwargs)
+        fill_repeats(model, info, reader_of(path, kwargs))
+    else:
+        source, config = str(flax), kwargs.pop("config", None)
+        model, info = load_flax(from_state_dict, model_class.config_class, flax, path, config, model_args, kwargs)
+    if strict and not getattr(model, "_hf_peft_config_loaded", False):
+        check(model, info, source, ignore_mismatched_sizes=ignore)
+    return model, info
