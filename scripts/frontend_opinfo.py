@@ -34,9 +34,9 @@ from easytorch import frontend
 from easytorch.backends import Backend, Op, Shape
 from easytorch.backends.dtypes import dtype_of
 from easytorch.frontend import UnsupportedOpError, lower_graph
-from easytorch.frontend.dynamo import decompositions
-from easytorch.frontend.module import backend_of
+from easytorch.frontend.decompositions import decompositions
 from easytorch.frontend.rng import fresh_state, is_random
+from easytorch.frontend.routing import backend_of
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput

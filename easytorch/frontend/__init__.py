@@ -3,12 +3,14 @@
     model = easytorch.frontend.compile(module, (input_ids,))          # XLA; or backend="torch", "numpy"
     logits = model(input_ids)
 
-capture.py     a module as an `ExportedProgram`: functional, and only those operations decomposed that no lowering knows
+capture.py     a module as an `ExportedProgram`: functional, and only operations without a lowering decomposed
 registry.py    `@lowering(torch.ops.aten.add.Tensor)`: what is known, ours and users'
 context.py     `Context`: what a lowering is given: the builder, ATen's type promotion, broadcasting, constants
 lower.py       the interpreter that walks a graph (an ExportedProgram's, AOTAutograd's, a branch of `torch.cond`)
-module.py      `compile`: weights on the device, mutated buffers donated, pytrees in and out
-dynamo.py      the same under `torch.compile(backend="easytorch")`, forward and backward (graph_program.py runs them)
+program.py     `Program`: a graph on a backend, compiled once for each set of sizes
+weights.py     parameters and buffers on the device, kept between calls
+module.py      `compile`: a program called as the module is; mutated buffers donated, pytrees in and out
+dynamo.py      `torch.compile(backend="easytorch")`: forward and backward are programs (graph_program.py)
 buckets.py     sizes that change rounded up to a few, where the user says that padding does no harm
 routing.py     what runs on torch where XLA would be slower
 rng.py         random numbers, seeded by torch's generator

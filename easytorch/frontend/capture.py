@@ -1,22 +1,21 @@
 """A module as a functional ATen graph, with only those operations decomposed that have no lowering.
 
-The default decompositions of torch.export take linear, layer_norm and attention apart, and fail on modules that torch
-itself runs (a static key-value cache held under two names, in torch 2.13).
+One tensor held under several names is one input of it: the default decompositions of torch.export fail on such modules
+(a static key-value cache held under two names, in torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
-from torch.export import ExportedProgram, default_decompositions, export
+from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from easytorch.frontend.decompositions import decompositions_in
 from easytorch.frontend.errors import DataDependentError
-from easytorch.frontend.registry import lowerings
 
 # A decomposition may lead to operations that need one; none known is this deep.
 _ROUNDS = 8
@@ -52,36 +51,15 @@ def _reason(error: GuardOnDataDependentSymNode) -> str:
 def functionalize(program: ExportedProgram) -> ExportedProgram:
     """`program` without writes in place, and in terms of what can be lowered as far as decompositions reach."""
     _merge_aliases(program)
-    table = _decompositions(program)
+    table = decompositions_in(program.graph_module.modules())
     program = program.run_decompositions(table)
     for _ in range(_ROUNDS):
-        more = _decompositions(program)
+        more = decompositions_in(program.graph_module.modules())
         if not more.keys() - table.keys():
             break
         table |= more
         program = program.run_decompositions(dict(table))
     return program
-
-
-def _decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
-    """Of the operations in the graph without a lowering. Those that write in place are left to functionalization."""
-    known = lowerings()
-    found: dict[Any, Callable[..., Any]] = {}
-    usual = default_decompositions()
-    for module in program.graph_module.modules():
-        if not isinstance(module, torch.fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            target = node.target
-            if node.op != "call_function" or target in known or not isinstance(target, torch._ops.OpOverload):
-                continue
-            if target in found or target._schema.is_mutable:
-                continue
-            if target in usual:
-                found[target] = usual[target]
-            elif target in decomposition_table:
-                found[target] = decomposition_table[target]
-    return found
 
 
 def _merge_aliases(program: ExportedProgram) -> None:

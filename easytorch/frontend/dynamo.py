@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="easytorch", options={"backend": "xla"})`.
 
 Dynamo cuts the program into graphs and guards them, AOTAutograd makes each functional and, where gradients are wanted,
-a forward and a backward; `GraphProgram` runs them. Decomposed is only what no lowering knows.
+a forward and a backward; `GraphProgram` runs them. Only operations without a lowering are decomposed.
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch._decomp import decomposition_table
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
-from torch.export import default_decompositions
 from torch.fx import GraphModule
 
-from easytorch.backends.interface import Backend
+from easytorch.frontend.decompositions import decompositions
 from easytorch.frontend.graph_program import GraphProgram
-from easytorch.frontend.module import backend_of
-from easytorch.frontend.registry import lowerings
-from easytorch.frontend.routing import open_choice, routed
+from easytorch.frontend.routing import backend_for
 from easytorch.frontend.torch_compile import NAME
 
 _OPTIONS = ("backend",)
@@ -39,18 +34,14 @@ def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -
         raise ValueError(f"torch.compile(backend={NAME!r}) knows the options {', '.join(_OPTIONS)}, not {unknown}")
     asked = options.get("backend", "xla")
 
-    def chosen(inner: GraphModule) -> Backend:
-        backend = backend_of(asked)
-        return backend_of(routed(inner, backend)) if open_choice(asked) else backend
-
     def inference(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return _boxed(GraphProgram(inner, chosen(inner), "inference", visible=len(_outputs(inner))))
+        return _boxed(GraphProgram(inner, backend_for(inner, asked), "inference", visible=len(_outputs(inner))))
 
     def forward(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return _boxed(GraphProgram(inner, chosen(inner), "forward", visible=_results(inner)))
+        return _boxed(GraphProgram(inner, backend_for(inner, asked), "forward", visible=_results(inner)))
 
     def backward(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        return _boxed(GraphProgram(inner, chosen(inner), "backward", visible=len(_outputs(inner))))
+        return _boxed(GraphProgram(inner, backend_for(inner, asked), "backward", visible=len(_outputs(inner))))
 
     return aot_autograd(
         fw_compiler=forward,
@@ -59,20 +50,6 @@ def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -
         partition_fn=min_cut_rematerialization_partition,
         decompositions=decompositions(),
     )(graph, example_inputs)
-
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Of every operation that torch can take apart and no lowering knows. Views are left to functionalization: a graph
-    is traced with fake tensors, on which the decompositions of `lift_fresh` and `alias` meet a real constant."""
-    known = lowerings()
-    table = {
-        target: function
-        for target, function in decomposition_table.items()
-        if isinstance(target, torch._ops.OpOverload)
-        and not any(result.alias_info is not None for result in target._schema.returns)
-    }
-    table |= default_decompositions()
-    return {target: function for target, function in table.items() if target not in known}
 
 
 def _boxed(program: GraphProgram) -> Callable[[list[Any]], list[Any]]:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.graph import Op
-from easytorch.backends.interface import Backend, Buffer, Executable
-from easytorch.backends.shapes import Shape
+from easytorch.backends.interface import Backend, Buffer
 from easytorch.frontend.device_tensor import DeviceTensor
-from easytorch.frontend.lower import lower_graph
-from easytorch.frontend.lru import Bounded
-from easytorch.frontend.rng import fresh_state, is_random
-from easytorch.frontend.versions import version_of
+from easytorch.frontend.program import Lowered, Program
 from easytorch.frontend.views import View, shared_roots, sizes_of, view_of
 
 
@@ -34,16 +27,6 @@ class Result:
     value: Any = None
     order: tuple[int, ...] | None = None
     view: View | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The program for one set of sizes; `inputs` are the arguments that it takes."""
-
-    executable: Executable | None
-    inputs: tuple[int, ...]
-    results: tuple[Result, ...]
-    random: bool
 
 
 class GraphProgram:
@@ -63,24 +46,16 @@ class GraphProgram:
         computed = [self._roots.get(number, node) for number, node in enumerate(self._outputs)]
         graph.graph.output_node().args = (tuple(computed),)
         self._orders = [_memory_order(node) if number < visible else None for number, node in enumerate(computed)]
-        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded()
+        self._program = Program(graph, backend, name, self._collect)
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         """The outputs of the graph."""
         given = list(arguments)
         arguments.clear()
-        key = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in given)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans.put(key, self._compile(given))
-        outputs: list[Buffer] = []
-        if plan.executable is not None:
-            inputs = [bound(self._backend, given[number]) for number in plan.inputs]
-            if plan.random:
-                inputs.append(fresh_state(self._backend))
-            outputs = plan.executable.execute(inputs)
+        plan = self._program.find(given) or self._program.compile(given)
+        outputs = self._program.execute(plan, given)
         tensors: dict[Any, torch.Tensor] = {}
-        return [self._deliver(result, number, given, outputs, tensors) for number, result in enumerate(plan.results)]
+        return [self._deliver(result, number, given, outputs, tensors) for number, result in enumerate(plan.delivery)]
 
     def _deliver(
         self, result: Result, number: int, given: list[Any], outputs: list[Buffer], tensors: dict[Any, Any]
@@ -99,22 +74,15 @@ class GraphProgram:
                 tensors[key] = DeviceTensor(self._backend, outputs[result.output])
         return tensors[key] if result.view is None else tensors[key].as_strided(*result.view)
 
-    def _compile(self, given: Sequence[Any]) -> Plan:
-        builder = self._backend.builder(self._name)
-        arguments: list[Any] = []
-        placeholders = self._graph.graph.find_nodes(op="placeholder")
-        for value, node in zip(given, placeholders, strict=True):
-            if isinstance(value, torch.Tensor):
-                value = builder.parameter(node.name, Shape(dtype_of(value.dtype), tuple(value.shape)))
-            arguments.append(value)
-        inputs = [number for number, value in enumerate(arguments) if isinstance(value, Op)]
-        values = lower_graph(self._graph, builder, arguments)
-        places = {arguments[number]: number for number in reversed(inputs)}
-        sizes = sizes_of(placeholders, given) if self._roots else {}
+    def _collect(self, lowered: Lowered) -> tuple[list[Op], list[Result]]:
+        builder = lowered.builder
+        inputs = [number for number, value in enumerate(lowered.arguments) if isinstance(value, Op)]
+        places = {lowered.arguments[number]: number for number in reversed(inputs)}
+        sizes = sizes_of(lowered.placeholders, lowered.given) if self._roots else {}
         turned: dict[tuple[Op, tuple[int, ...]], Op] = {}
         computed: dict[Op, int] = {}
         results = []
-        for number, (value, order) in enumerate(zip(values, self._orders, strict=True)):
+        for number, (value, order) in enumerate(zip(lowered.values, self._orders, strict=True)):
             if not isinstance(value, Op):
                 results.append(Result(value=value))
             elif value in places:
@@ -128,29 +96,7 @@ class GraphProgram:
                 if base is not None and base is not self._outputs[number]:
                     view = view_of(self._outputs[number], base, sizes)
                 results.append(Result(output=output, order=order, view=view))
-        executable = builder.compile(*computed) if computed else None
-        random = executable is not None and is_random(executable)
-        return Plan(executable, tuple(inputs), tuple(results), random)
-
-
-# Of every backend that lives, the buffers of parameters that do, with the version that was put there.
-_BOUND: WeakKeyDictionary[Backend, WeakTensorKeyDictionary] = WeakKeyDictionary()
-
-
-def bound(backend: Backend, tensor: torch.Tensor) -> Buffer:
-    """The tensor on the backend's device. A parameter is put there once, and again when it was written to."""
-    if isinstance(tensor, DeviceTensor):
-        if tensor.backend is backend:
-            return tensor.buffer
-        tensor = tensor.fetch()
-    if not isinstance(tensor, torch.nn.Parameter):
-        return backend.buffer_from_torch(tensor.detach())
-    known = _BOUND.setdefault(backend, WeakTensorKeyDictionary())
-    state = version_of(tensor)
-    entry = known.get(tensor)
-    if entry is None or entry[0] != state:
-        entry = known[tensor] = (state, backend.buffer_from_torch(tensor.detach()))
-    return entry[1]
+        return list(computed), results
 
 
 def _memory_order(node: Any) -> tuple[int, ...] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +11,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, SymIntArgument, TensorArgument
 from torch.utils import _pytree as pytree
 
-from easytorch import backends
-from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.graph import Op
 from easytorch.backends.interface import Backend, Buffer, Executable
-from easytorch.backends.shapes import Shape
 from easytorch.frontend.capture import capture, tensor_of
 from easytorch.frontend.errors import LoweringError
-from easytorch.frontend.lower import lower_graph
-from easytorch.frontend.lru import Bounded
+from easytorch.frontend.program import Lowered, Plan, Program
 from easytorch.frontend.ranges import check_sizes
-from easytorch.frontend.rng import fresh_state, is_random
-from easytorch.frontend.routing import open_choice, routed
-from easytorch.frontend.versions import version_of
+from easytorch.frontend.routing import backend_for
+from easytorch.frontend.weights import Weights
 
-_BACKENDS: dict[str, Backend] = {}
+# Of each output of a graph: its number among the executable's outputs, or the value itself if it is known beforehand.
+Results = list[tuple[int | None, Any]]
 _STATE_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
 
@@ -56,33 +51,9 @@ def compile(
         args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     kwargs.update(example_kwargs or {})
     program = capture(module, args, kwargs, dynamic_shapes)
-    chosen = backend_of(backend)
-    if open_choice(backend):
-        chosen = backend_of(routed(program.graph_module, chosen))
-    compiled = CompiledModule(module, program, chosen)
+    compiled = CompiledModule(module, program, backend_for(program.graph_module, backend))
     compiled.prepare(*args, **kwargs)
     return compiled
-
-
-def backend_of(backend: str | Backend | None) -> Backend:
-    """The backend itself; one of each configuration is made and kept."""
-    if isinstance(backend, Backend):
-        return backend
-    key = backend or ""
-    if key not in _BACKENDS or _BACKENDS[key].is_finalized():
-        _BACKENDS[key] = backends.new(backend)
-    return _BACKENDS[key]
-
-
-@dataclass
-class Plan:
-    """The program for one set of sizes. `results` says of each output of the graph where it is found: the position
-    among the executable's outputs, or the value itself, if it is known beforehand."""
-
-    executable: Executable | None
-    results: list[tuple[int | None, Any]]
-    random: bool
-    donate: list[bool] | None
 
 
 class CompiledModule:
@@ -107,20 +78,22 @@ class CompiledModule:
         # Arguments that are all tensors, by position, are their own leaves.
         self._plain = not self._names and by_position.num_leaves == by_position.num_children == len(self._user)
         self._places = {spec.arg.name: place for place, spec in enumerate(self._user)}
-        mutated = {spec.target for spec in self._outputs if spec.kind in _STATE_MUTATIONS}
-        held = [
-            str(spec.target)
-            for spec in self._inputs
-            if spec.kind is not InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
-        ]
-        # Where each parameter and buffer is among those on the device.
-        self._state = {name: place for place, name in enumerate(held)}
-        self._mutated = sorted(name for name in held if name in mutated)
-        self._tensors = [tensor_of(program, name) for name in held]
-        self._buffers: list[Buffer] = []
-        self._versions: list[tuple[int, int]] = []
-        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded()
-        self.bind()
+        # Where each parameter and buffer is among those on the device, and among the graph's placeholders.
+        self._state: dict[str, int] = {}
+        held: dict[int, torch.Tensor] = {}
+        for number, spec in enumerate(self._inputs):
+            if spec.kind is InputKind.USER_INPUT:
+                continue
+            if not isinstance(spec.arg, TensorArgument):
+                raise LoweringError(f"{spec.arg.name}: a {spec.kind.name} is no input a program can take")
+            self._state[str(spec.target)] = len(held)
+            held[number] = tensor_of(program, spec.target)
+        written = {str(spec.target) for spec in self._outputs if spec.kind in _STATE_MUTATIONS}
+        self._mutated = sorted(written & self._state.keys())
+        places = {self._state[name] for name in self._mutated}
+        self._weights = Weights(backend, list(held.values()), places)
+        donated = [number for place, number in enumerate(held) if place in places]
+        self._graph = Program(program.graph_module, backend, type(module).__name__, _results, held, donated)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward gives. Arguments that are no tensors must be those it was compiled for."""
@@ -129,16 +102,8 @@ class CompiledModule:
     def call_flat(self, leaves: list[Any]) -> Any:
         """The same of the arguments' leaves, in the order of the example."""
         plan = self._plan(leaves)
-        if plan.executable is None:
-            return self._deliver(plan, [], leaves)
-        self._refresh()
-        inputs = list(self._buffers)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                inputs.append(self.backend.buffer_from_torch(leaf.detach() if leaf.requires_grad else leaf))
-        if plan.random:
-            inputs.append(fresh_state(self.backend))
-        return self._deliver(plan, plan.executable.execute(inputs, plan.donate), leaves)
+        held = [] if plan.executable is None else self._weights.buffers()
+        return self._deliver(plan.delivery, self._graph.execute(plan, leaves, held), leaves)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for arguments of these sizes without running anything."""
@@ -150,39 +115,16 @@ class CompiledModule:
 
     def bind(self) -> None:
         """Puts the module's parameters and buffers on the device anew, in place of what the forward made of them."""
-        self._versions = [(-1, -1)] * len(self._tensors)
-        self._buffers = [None] * len(self._tensors)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Puts on the device what was written to in the module since."""
-        versions = [version_of(tensor) for tensor in self._tensors]
-        if versions == self._versions:
-            return
-        for place, (name, tensor) in enumerate(zip(self._state, self._tensors, strict=True)):
-            if versions[place] != self._versions[place]:
-                # What is donated must not be memory that the module goes on using.
-                owned = tensor.detach().clone() if name in self._mutated else tensor.detach()
-                self._buffers[place] = self.backend.buffer_from_torch(owned)
-        self._versions = versions
+        self._weights.bind()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's, with the buffers as they are on the device."""
-        state = dict(self.module.state_dict())
-        return state | {name: tensor for name, tensor in self._current().items() if name in state}
+        state, written = dict(self.module.state_dict()), self._weights.written()
+        return state | {name: written[self._state[name]] for name in self._mutated if name in state}
 
-    @torch.no_grad()
     def sync(self) -> None:
         """Copies the buffers that the forward wrote to into the module."""
-        for name, tensor in self._current().items():
-            place = self._state[name]
-            self._tensors[place].copy_(tensor)
-            self._versions[place] = version_of(self._tensors[place])
-
-    def _current(self) -> dict[str, torch.Tensor]:
-        # Copies: the next call donates the memory.
-        buffers = {name: self._buffers[self._state[name]] for name in self._mutated}
-        return {name: self.backend.buffer_to_torch(buffer).clone() for name, buffer in buffers.items()}
+        self._weights.sync()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments' leaves. `LoweringError` for another structure than the example's."""
@@ -212,44 +154,12 @@ class CompiledModule:
             raise LoweringError(f"compiled for the arguments {wanted}; missing: {missing}, unknown: {extra}")
         return tuple(given[name] for name in first), {name: given[name] for name in self._names}
 
-    def _plan(self, leaves: list[Any]) -> Plan:
-        key = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return self._plans.get(key) or self._plans.put(key, self._compile(leaves))
-
-    def _compile(self, leaves: list[Any]) -> Plan:
-        self._check(leaves)
-        builder = self.backend.builder(type(self.module).__name__)
-        state = {
-            name: builder.parameter(name, self.backend.buffer_shape(self._buffers[place]))
-            for name, place in self._state.items()
-        }
-        arguments: list[Any] = []
-        given = iter(leaves)
-        for spec in self._inputs:
-            if spec.kind is not InputKind.USER_INPUT:
-                if not isinstance(spec.arg, TensorArgument):
-                    raise LoweringError(f"{spec.arg.name}: a {spec.kind.name} is no input a program can take")
-                arguments.append(state[str(spec.target)])
-                continue
-            leaf = next(given)
-            if isinstance(spec.arg, TensorArgument):
-                leaf = builder.parameter(spec.arg.name, Shape(dtype_of(leaf.dtype), tuple(leaf.shape)))
-            arguments.append(leaf)
-        results: list[tuple[int | None, Any]] = []
-        computed: list[Op] = []
-        for value in lower_graph(self.program.graph_module, builder, arguments):
-            if isinstance(value, Op):
-                results.append((len(computed), None))
-                computed.append(value)
-            else:
-                results.append((None, value))
-        if not computed:
-            return Plan(None, results, False, None)
-        executable = builder.compile(*computed)
-        random = is_random(executable)
-        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        donate = [name in self._mutated for name in self._state] + [False] * (tensors + random)
-        return Plan(executable, results, random, donate if self._mutated else None)
+    def _plan(self, leaves: list[Any]) -> Plan[Results]:
+        plan = self._graph.find(leaves)
+        if plan is None:
+            self._check(leaves)
+            plan = self._graph.compile(leaves)
+        return plan
 
     def _check(self, leaves: list[Any]) -> None:
         """That the arguments are such as the graph was captured for."""
@@ -280,12 +190,12 @@ class CompiledModule:
 
         check_sizes(self.program, changing)
 
-    def _deliver(self, plan: Plan, outputs: list[Buffer], leaves: list[Any]) -> Any:
+    def _deliver(self, results: Results, outputs: list[Buffer], leaves: list[Any]) -> Any:
         returned: list[Any] = []
-        for spec, (place, known) in zip(self._outputs, plan.results, strict=True):
+        for spec, (place, known) in zip(self._outputs, results, strict=True):
             if spec.kind in _STATE_MUTATIONS:
                 assert place is not None
-                self._buffers[self._state[str(spec.target)]] = outputs[place]
+                self._weights.put(self._state[str(spec.target)], outputs[place])
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 assert place is not None
                 with torch.no_grad():
@@ -298,3 +208,14 @@ class CompiledModule:
             else:
                 raise LoweringError(f"{spec.arg.name}: a program has no output of kind {spec.kind.name}")
         return pytree.tree_unflatten(returned, self._out_spec)
+
+
+def _results(lowered: Lowered) -> tuple[list[Op], Results]:
+    # Each has an output of its own: one may become a buffer that the next call donates, another the caller's tensor.
+    computed: list[Op] = []
+    results: Results = []
+    for value in lowered.values:
+        results.append((len(computed), None) if isinstance(value, Op) else (None, value))
+        if isinstance(value, Op):
+            computed.append(value)
+    return computed, results

@@ -14,9 +14,11 @@ from functools import cache
 import torch
 from torch.fx import GraphModule
 
+from easytorch import backends
 from easytorch.backends.interface import Backend
 
 _log = logging.getLogger(__name__)
+_BACKENDS: dict[str, Backend] = {}
 _NARROW = (torch.bfloat16, torch.float16)
 # Overloads of these multiply matrices.
 _PRODUCTS = frozenset(
@@ -43,17 +45,24 @@ _PRODUCTS = frozenset(
 )
 
 
-def open_choice(backend: str | Backend | None) -> bool:
-    """Whether the user named no platform."""
-    return backend == "xla" or backend is None
-
-
-def routed(graph: GraphModule, backend: Backend) -> str | Backend:
-    """`backend`, or what the graph should run on instead; said once in the log."""
-    if backend.name != "xla" or not backend.has_shared_buffers() or not multiplies_narrow(graph):
+def backend_for(graph: GraphModule, asked: str | Backend | None) -> Backend:
+    """The backend that was asked for or, where the choice is open, the one that `graph` should run on."""
+    backend = backend_of(asked)
+    open_choice = asked == "xla" or asked is None
+    if not open_choice or backend.name != "xla" or not backend.has_shared_buffers() or not multiplies_narrow(graph):
         return backend
     _say_once()
-    return "torch"
+    return backend_of("torch")
+
+
+def backend_of(backend: str | Backend | None) -> Backend:
+    """The backend itself; one of each configuration is made and kept."""
+    if isinstance(backend, Backend):
+        return backend
+    key = backend or ""
+    if key not in _BACKENDS or _BACKENDS[key].is_finalized():
+        _BACKENDS[key] = backends.new(backend)
+    return _BACKENDS[key]
 
 
 @cache

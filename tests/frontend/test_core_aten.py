@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from easytorch import frontend
-from easytorch.frontend.module import backend_of
+from easytorch.frontend.routing import backend_of
 from scripts.frontend_opinfo import core_overloads, run_functional
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import easytorch.frontend
-from easytorch.frontend.graph_program import GraphProgram
+from easytorch.frontend.program import Program
 
 OPTIONS = {"backend": "numpy"}
 
@@ -27,13 +27,13 @@ def compiled(function, **options):
 def programs(monkeypatch):
     """Every compilation of a graph for a set of sizes, by the graph's name."""
     made = []
-    compile_once = GraphProgram._compile
+    compile_once = Program.compile
 
     def counted(self, given):
         made.append(self._name)
         return compile_once(self, given)
 
-    monkeypatch.setattr(GraphProgram, "_compile", counted)
+    monkeypatch.setattr(Program, "compile", counted)
     return made
 
 
@@ -158,7 +158,7 @@ def test_weights_are_bound_once_and_again_when_written(monkeypatch):
     x = torch.eye(3)
     with torch.no_grad():
         run(x)
-        backend = easytorch.frontend.module.backend_of("numpy")
+        backend = easytorch.frontend.routing.backend_of("numpy")
         moved = []
         original = type(backend).buffer_from_torch
         monkeypatch.setattr(

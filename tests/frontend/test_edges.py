@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from easytorch import frontend
-from easytorch.frontend.module import CompiledModule, backend_of
+from easytorch.frontend.module import CompiledModule
+from easytorch.frontend.routing import backend_of
 
 NAN, INF = float("nan"), float("inf")
 X = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.5, -1.5, 2.5, -7.0, 1e30])

@@ -13,7 +13,8 @@ import transformers as tr
 from torch.utils import _pytree as pytree
 
 from easytorch import frontend
-from easytorch.frontend.module import CompiledModule, backend_of
+from easytorch.frontend.module import CompiledModule
+from easytorch.frontend.routing import backend_of
 
 # Of torch.export about transformers' own code, and of torch's index_reduce.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -47,6 +47,22 @@ class Counter(torch.nn.Module):
         return {"result": result if shift is None else result + shift, "pair": (self.mean * 1, self.calls)}
 
 
+class Bias(torch.nn.Module):
+    """Has a buffer and an argument of one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("x", torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.x - x
+
+
+def test_a_buffer_and_an_argument_of_one_name() -> None:
+    x = torch.tensor([3.0, 5.0])
+    assert frontend.compile(Bias(), (x,), backend="numpy")(x).tolist() == [-2.0, -3.0]
+
+
 def test_buffers_are_written_on_the_device_and_brought_back_when_asked() -> None:
     module, eager = Counter(), Counter()
     x = torch.tensor([3.0, 4.0])

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import easytorch.frontend
-from easytorch.frontend import graph_program
+from easytorch.frontend import program
 from easytorch.frontend.device_tensor import DeviceTensor
 
 transformers = pytest.importorskip("transformers")
@@ -199,9 +199,9 @@ def compiled(function, backend="numpy"):
 
 def test_what_the_forward_saves_stays_on_the_device(monkeypatch):
     met = []
-    bound = graph_program.bound
+    on_device = program.on_device
     monkeypatch.setattr(
-        graph_program, "bound", lambda backend, tensor: (met.append(type(tensor)), bound(backend, tensor))[1]
+        program, "on_device", lambda backend, tensor: (met.append(type(tensor)), on_device(backend, tensor))[1]
     )
     x = torch.randn(3, 4, requires_grad=True)
     weight = torch.randn(4, 4)
@@ -215,7 +215,7 @@ def test_what_the_forward_saves_stays_on_the_device(monkeypatch):
 
 
 def test_a_device_tensor_is_fetched_by_whoever_looks_at_it():
-    backend = easytorch.frontend.module.backend_of("numpy")
+    backend = easytorch.frontend.routing.backend_of("numpy")
     values = torch.arange(6.0).reshape(2, 3)
     held = DeviceTensor(backend, backend.buffer_from_torch(values))
     assert held.shape == (2, 3) and held.dtype == torch.float32
