@@ -245,7 +245,7 @@ def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict
     for path, info in tensors.items():
         found = table.leaf_rule(path)
         if found is None:
-            raise CheckpointError(table.unknown_flax(path), file=info.file or None, tensor=path)
+            raise CheckpointError(table.unknown_flax(path, tensors), file=info.file or None, tensor=path)
         rule, part, bindings = found
         if not rule.cut and not rule.exchanged:
             steps[path] = _cut(info, rule, rule.torch, bindings)

@@ -51,6 +51,9 @@ ALIAS = "alias"
 UNREAD = "unread"
 SPARE = "spare"
 
+# How far below the root a tree of weights is looked for, to name it in an error.
+_DEEPEST_TREE = 5
+
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -225,10 +228,24 @@ class RuleTable:
         known = [pattern.like(name) for rule in (*self.weights, *self.buffers) for pattern in rule.torch]
         return f"no rule of this family names it{nearest(name, known)}; remove it or add a rule"
 
-    def unknown_flax(self, path: str) -> str:
-        """What to say about a Flax path without a rule."""
+    def unknown_flax(self, path: str, paths: Iterable[str] = ()) -> str:
+        """What to say about a Flax path without a rule. paths: all there are."""
+        if trees := self._trees(paths):
+            listed = ", ".join(sorted(trees))
+            return f"stands beside or in several trees of weights, {listed}; choose one by `params_key` (--params-key)"
         known = [pattern.like(path) for rule in self.weights for pattern in rule.leaves]
         return f"no rule of this family names it{nearest(path, known)}; remove it or add a rule"
+
+    def _trees(self, paths: Iterable[str]) -> set[str]:
+        """Where in a tree stand leaves that the table knows by what follows: `net/params`."""
+        found = set()
+        for path in paths:
+            keys = path.split("/")
+            for depth in range(1, min(len(keys), _DEEPEST_TREE)):
+                if self.leaf_rule("/".join(keys[depth:])) is not None:
+                    found.add("/".join(keys[:depth]))
+                    break
+        return found
 
 
 @lru_cache(maxsize=64)

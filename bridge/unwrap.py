@@ -3,6 +3,8 @@
 Every tree format is opened through this, so that naming schemes see the parameters' own paths:
 
     params/...  params/params/...  state/params/...  target/...  model/... beside an optimizer
+    variables/params/...  any/name/params/... where nothing but training states stands beside it
+    model/...   beside a copy of it (`ema_model/...`, with the same names)
     .../value   where every leaf ends so, as in an `nnx.State`
 
 What stands beside the parameters (`opt_state`, `step`, `ema_params`, random number generators, other collections) is
@@ -24,13 +26,18 @@ _PARAMS, _BATCH_STATS = "params", "batch_stats"
 _COLLECTIONS = {_PARAMS, _BATCH_STATS}
 # What training states keep beside the model; a model of its own is never called so.
 _TRAINING = frozenset(
-    ("opt_state", "optimizer", "optimizer_state", "opt", "step", "tx", "rng", "rngs", "ema", "ema_params", "train_iter")
+    (
+        *("opt_state", "optimizer", "optimizer_state", "opt", "tx", "rng", "rngs", "dropout_rng", "rng_key"),
+        *("step", "global_step", "epoch", "ema", "ema_params", "ema_model", "train_iter", "dynamic_scale"),
+    )
 )
+# What an optimizer's state is called; a state that holds one holds the model too.
+_OPTIMIZER = frozenset(("opt_state", "optimizer", "optimizer_state", "opt"))
 # Names that wrap the parameters wherever they stand, and names that do beside a training state or as its inner tree.
 _WRAPPERS = (_PARAMS,)
 _WRAPPERS_IN_TRAINING = ("model", "target", "state", "train_state", "graphstate", "optimizer", "opt")
-# What training states call the collections that are no parameters (scenic, flax's examples before 0.5, T5X).
-_MUTABLE = ("model_state", "extra_variables", "mutable_variables", "flax_mutables")
+# What flax's optimizers before 0.6 and T5X call the parameters.
+_TARGETS = (["target"], ["optimizer", "target"])
 _VARIABLES = ("value", ".value", "raw_value")
 _GENERATOR = ("count", "key")
 
@@ -60,7 +67,8 @@ def unwrapped(tensors: Iterable[str], params_key: str | None = None) -> Unwrappe
         taken.append(key)
     if any(path[0] == _BATCH_STATS for path, _ in names):
         names = _collections(names)
-        taken += [] if params_key is not None or len(names) == len(given) else [_PARAMS]
+        if params_key is None:
+            taken = _place(names)
     if all(path[-1] in _VARIABLES and len(path) > 1 for path, _ in names):
         names = [(path[:-1], name) for path, name in names]
     # An nnx module's generators: `drop/rngs/count` and `key`, or those of each stream, `drop/rngs/default/key`.
@@ -73,6 +81,12 @@ def unwrapped(tensors: Iterable[str], params_key: str | None = None) -> Unwrappe
     return Unwrapped(found, tuple(name for name in given if name in left), "/".join(taken))
 
 
+def _place(names: _Named) -> list[str]:
+    """The keys of the tree that the parameters among the collections `names` stand in."""
+    found = next(((path, name.split("/")) for path, name in names if path[0] == _PARAMS), None)
+    return [] if found is None else found[1][: len(found[1]) - len(found[0]) + 1]
+
+
 def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
     """The names under the path `key`, as it stands or within wrappers, with the statistics of batches beside it."""
     taken: list[str] = []
@@ -81,7 +95,9 @@ def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
         chosen = [(path[len(key) :], name) for path, name in inner if path[: len(key)] == key and len(path) > len(key)]
         if chosen:
             break
-        wrapper = next((one for one in _WRAPPERS_IN_TRAINING if any(path[0] == one for path, _ in inner)), None)
+        branches = {path[0] for path, _ in inner if len(path) > 1}
+        known = (*_WRAPPERS_IN_TRAINING, *_WRAPPERS, *(branches if len(branches) == 1 else ()))
+        wrapper = next((one for one in known if one in branches), None)
         if wrapper is None:
             trees = ", ".join(sorted({path[0] for path, _ in names if len(path) > 1})) or "none"
             raise CheckpointError(f"there is no tree called {'/'.join(key)!r} in the checkpoint; its trees are {trees}")
@@ -96,14 +112,35 @@ def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
 
 
 def _beside_parameters(names: _Named) -> _Named:
-    """`names` with the statistics of batches that stand in a tree of other collections, `model_state/batch_stats/...`,
-    beside the parameters."""
-    if not any(path[0] == _PARAMS for path, _ in names):
-        return names
-    return [
-        (path[1:] if path[0] in _MUTABLE and len(path) > 2 and path[1] == _BATCH_STATS else path, name)
-        for path, name in names
-    ]
+    """`names` with statistics of batches at the root, and the parameters they belong to in `params`.
+
+    They may stand in a tree of other collections (`model_state/batch_stats/...` of scenic, `flax_mutables` of T5X), and
+    the parameters in a `target`.
+    """
+    branches = {path[0] for path, _ in names if len(path) > 1}
+    if _BATCH_STATS not in branches:
+        within = {path[0] for path, _ in names if len(path) > 2 and path[1] == _BATCH_STATS}
+        # A tree with parameters of its own keeps its statistics.
+        within -= {path[0] for path, _ in names if len(path) > 2 and path[1] == _PARAMS}
+        if len(within) != 1 or not (_PARAMS in branches or _target(names)):
+            return names
+        names = [(path[1:] if path[0] in within and path[1] == _BATCH_STATS else path, name) for path, name in names]
+    if _PARAMS not in branches and (target := _target(names)):
+        depth = len(target)
+        return [([_PARAMS, *path[depth:]] if path[:depth] == target else path, name) for path, name in names]
+    return names
+
+
+def _target(names: _Named) -> list[str]:
+    """The keys of the tree that holds the parameters under another name than `params`; none where there is none.
+
+    One that holds collections is no collection itself.
+    """
+    for target in _TARGETS:
+        inner = {path[len(target)] for path, _ in names if path[: len(target)] == target and len(path) > len(target)}
+        if inner:
+            return [] if _BATCH_STATS in inner else [*target, _PARAMS] if _PARAMS in inner else target
+    return []
 
 
 def _collections(names: _Named) -> _Named:
@@ -132,12 +169,32 @@ def _wrapper(paths: list[list[str]]) -> str | None:
         if key in branches:
             return key
     for key in _WRAPPERS_IN_TRAINING:
-        others = roots - {key}
+        if key not in branches:
+            continue
+        others = roots - {key} - (set() if key in _OPTIMIZER else _copies(key, paths))
         inner = {path[1] for path in paths if path[0] == key and len(path) > 1}
         # "model" alone is also what HF calls the base of a language model.
-        if key in branches and ((others and others <= _TRAINING | {"state"}) or inner & {_PARAMS, "target"}):
+        beside = len(roots) > 1 and others <= _TRAINING | {"state"}
+        if beside or inner & {_PARAMS, "target"} or (inner & _OPTIMIZER and key not in _OPTIMIZER):
             return key
+    holders = branches - _TRAINING
+    if len(holders) == 1 and roots - holders <= _TRAINING and any(_leads_to_params(path) for path in paths):
+        return next(iter(holders))
     return None
+
+
+def _copies(key: str, paths: list[list[str]]) -> set[str]:
+    """The trees with the very names that stand under `key`: averages of the model, and momenta."""
+    trees: dict[str, set[tuple[str, ...]]] = {}
+    for path in paths:
+        trees.setdefault(path[0], set()).add(tuple(path[1:]))
+    return {one for one, inner in trees.items() if inner == trees[key]} - {key}
+
+
+def _leads_to_params(path: list[str]) -> bool:
+    """Whether `params` stand on the way to a leaf, with no optimizer's state before them."""
+    branches = path[1 : -2 if path[-1] in _VARIABLES else -1]
+    return _PARAMS in branches and not _TRAINING.intersection(path[: path.index(_PARAMS)])
 
 
 def in_collections(tree: RenamedReader, table: RuleTable) -> RenamedReader:
