@@ -2,7 +2,7 @@
 
 registry.py        names, configuration strings, the environment variable
 interface.py       `Backend`, its data interface, `Executable`
-builder.py         `Builder`; its operations stand in elementwise_ops.py, structural_ops.py and extended_ops.py
+builder.py         `Builder`; its operations stand in builder_ops/<family>.py
 graph.py           what a builder records; shapeinference/ says the shapes
 xla/, aten/, reference/, notimplemented.py     the backends: backend.py and ops/<family>.py
 """

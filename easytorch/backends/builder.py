@@ -8,22 +8,39 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from easytorch.backends.arguments import ints, text
+from easytorch.backends.builder_ops.collectives import CollectivesOps
+from easytorch.backends.builder_ops.control import ControlOps
+from easytorch.backends.builder_ops.elementwise import ElementwiseOps
+from easytorch.backends.builder_ops.indexing import IndexingOps
+from easytorch.backends.builder_ops.movement import MovementOps
+from easytorch.backends.builder_ops.normalization import NormalizationOps
+from easytorch.backends.builder_ops.product import ProductOps
+from easytorch.backends.builder_ops.random import RandomOps
+from easytorch.backends.builder_ops.recorder import Closure
+from easytorch.backends.builder_ops.reduction import ReductionOps
 from easytorch.backends.composites import decompose, is_composite
 from easytorch.backends.dtypes import array_of, dtype_of
-from easytorch.backends.elementwise_ops import ElementwiseOps
 from easytorch.backends.errors import BackendError, OpNotImplementedError
-from easytorch.backends.extended_ops import Closure, ExtendedOps
 from easytorch.backends.graph import Graph, Op
 from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape, shape_of
-from easytorch.backends.structural_ops import StructuralOps
 from easytorch.backends.types import OpType
 
 if TYPE_CHECKING:
     from easytorch.backends.interface import Backend, Executable
 
 
-class Builder(ElementwiseOps, StructuralOps, ExtendedOps):
+class Builder(
+    ElementwiseOps,
+    MovementOps,
+    IndexingOps,
+    ReductionOps,
+    ProductOps,
+    NormalizationOps,
+    RandomOps,
+    ControlOps,
+    CollectivesOps,
+):
     """One computation of `backend`. Every method that adds an operation raises `BackendError` for operands that do not
     fit, and `OpNotImplementedError` for what the backend does not have."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from easytorch.backends.arguments import integer
+from easytorch.backends.builder_ops.recorder import Recorder
 from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.types import OpType
 
@@ -12,12 +13,9 @@ if TYPE_CHECKING:
     from easytorch.backends.graph import Op
 
 
-class ElementwiseOps:
+class ElementwiseOps(Recorder):
     """Both operands have one dtype and one shape, or one of them is a scalar, or their ranks are equal and an axis of
     size one is repeated."""
-
-    def _add_one(self, op_type: OpType, *operands: Any, **attributes: Any) -> Op:
-        raise NotImplementedError
 
     def abs(self, x: Op) -> Op:
         """The absolute value; of a complex number the modulus, which is real."""

@@ -1,0 +1,1 @@
+"""The operations of a `Builder`, by the family names that backends have."""
