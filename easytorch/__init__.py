@@ -36,8 +36,6 @@ _EXPORTS = {
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = list(_HOME)
-
 if TYPE_CHECKING:  # what type checkers see; tests/packaging/test_import.py holds it to _EXPORTS
     from easytorch.auto.declared import *  # noqa: F403
     from easytorch.operations import AttentionOutput as AttentionOutput
@@ -49,13 +47,15 @@ if TYPE_CHECKING:  # what type checkers see; tests/packaging/test_import.py hold
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _auto.offered(tuple(_HOME))
     home = _HOME.get(name, "easytorch.auto" if name.startswith("AutoModel") else None)
     if home is None:
-        raise AttributeError(f"module 'easytorch' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module 'easytorch' has no attribute {name!r}; it has {', '.join(_HOME)}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME})

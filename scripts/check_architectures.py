@@ -131,51 +131,70 @@ def work(connection: Connection, seed: int) -> None:
 
 def check(model_type: str, seed: int = 0) -> dict[str, Any]:
     """One row of the table: type, class, attention groups that are ours, layers that called it, and the verdict."""
-    import copy
-
-    import torch
     import transformers
 
     import easytorch
-    from easytorch.auto.tiny import shrunken
-    from easytorch.auto.trial import FAILURES, attempts, build, difference, first_line, tensors
+    from easytorch.auto.failures import FAILURES, first_line
 
     result: dict[str, Any] = {"type": model_type, "status": "not tried"}
     try:
-        config = transformers.CONFIG_MAPPING[model_type]()
+        config = completed(transformers.CONFIG_MAPPING[model_type])
     except FAILURES as error:
         return result | {"reason": f"its config has no defaults: {first_line(error)}"}
     autos = [*AUTOS, *(name for name in easytorch.auto.MODELS if name not in AUTOS)]
-    auto = next((name for name in autos if type(config) in getattr(transformers, name)._model_mapping), None)
-    if auto is None:
+    autos = [name for name in autos if type(config) in getattr(transformers, name)._model_mapping]
+    if not autos:
         return result | {"reason": "no auto class makes it"}
-    try:
-        found = getattr(transformers, auto)._model_mapping[type(config)]
-    except FAILURES as error:
-        return result | {"reason": f"transformers does not hold its class: {first_line(error)}"}
-    model_class = found[0] if isinstance(found, tuple) else found
-    result |= {"class": model_class.__name__, "auto": auto}
-    theirs = inputs = None
-    config.architectures = [model_class.__name__]  # without it transformers cannot choose among several classes
-    for attempt, most in attempts():
+    rows, classes = [], set()
+    for auto in autos:  # the first class that can be tried stands for the type
         try:
-            theirs = build(model_class, shrunken(config, attempt), most)
-            part, inputs = _working(theirs, seed)
+            found = getattr(transformers, auto)._model_mapping[type(config)]
         except FAILURES as error:
-            result.setdefault("reason", f"cannot be made small: {first_line(error)}")
+            rows.append(result | {"reason": f"transformers does not hold its class: {first_line(error)}"})
             continue
+        model_class = found[0] if isinstance(found, tuple) else found
+        if model_class in classes:
+            continue
+        classes.add(model_class)
+        row = _check_class(auto, model_class, config, seed)
+        rows.append(result | {"class": model_class.__name__, "auto": auto} | row)
+        if row["status"] != "not tried":
+            return rows[-1]
+    return rows[0]
+
+
+def _check_class(auto: str, model_class: Any, config: Any, seed: int) -> dict[str, Any]:
+    """The verdict on one class: status, layers and those that called ours, how many calls were compared, reason."""
+    import copy
+
+    import torch
+
+    import easytorch
+    from easytorch.auto.cases import tensors
+    from easytorch.auto.failures import FAILURES, first_line
+    from easytorch.auto.plugging import built_from
+    from easytorch.auto.trial import difference, has_attention, small_models
+
+    config = copy.deepcopy(config)
+    config.architectures = [model_class.__name__]  # without it transformers cannot choose among several classes
+    failures: list[str] = []
+    for theirs in small_models(model_class, built_from(model_class, config), failures):
+        if not has_attention(theirs):
+            return {"status": "stock", "reason": f"{model_class.__name__} has no attention that could be replaced"}
+        part, inputs = _working(theirs, seed, failures)
         if inputs is not None:
             break
-        result.setdefault("reason", "no inputs were found for it")
-    if theirs is None or inputs is None:
-        return result | {"reason": result.get("reason", "no inputs were found for it")}
-    result.pop("reason", None)
+    else:
+        return {"status": "not tried", "reason": failures[-1]}
     torch.manual_seed(0)
     try:
-        ours = getattr(easytorch, auto).from_config(shrunken(config, attempt)).eval()
+        given = _as_given(theirs.config)
+        if built_from(model_class, config) is not config:  # the text of a config that has images too
+            config.text_config, given = given, config
+        ours = getattr(easytorch, auto).from_config(given).eval()
         ours.load_state_dict(theirs.state_dict())
     except FAILURES as error:
-        return result | {"status": "fails", "reason": f"loading: {first_line(error)}"}
+        return {"status": "fails", "reason": f"loading: {first_line(error)}"}
     compared, wrong = 0, []
     theirs, run = theirs.get_submodule(part), ours.get_submodule(part)
     for (case, expected), (_, given) in zip(_calls(theirs, inputs), _calls(run, copy.deepcopy(inputs)), strict=True):
@@ -193,13 +212,53 @@ def check(model_type: str, seed: int = 0) -> dict[str, Any]:
         if off is not None:
             wrong.append(f"{case}: {off}")
     report = ours.easytorch_report
-    result |= {"native": report.native, "layers": len(report.layers), "called": len(report.called or ())}
-    result |= {"compared": compared} | ({"part": part} if part else {})
+    row = {"native": report.native, "layers": len(report.layers), "called": len(report.called or ())}
+    row |= {"compared": compared} | ({"part": part} if part else {})
     if report.reason is not None:
-        result["reason"] = report.reason
+        row["reason"] = report.reason
     if wrong:
-        return result | {"status": "different", "reason": "; ".join(wrong)}
-    return result | {"status": "equal" if result["called"] else "stock"}
+        return row | {"status": "different", "reason": "; ".join(wrong)}
+    return row | {"status": "equal" if row["called"] else "stock"}
+
+
+def _as_given(config: Any) -> Any:
+    """A copy of a model's config in which no attention is chosen."""
+    import copy
+
+    from easytorch.auto.tiny import configs_in
+
+    config = copy.deepcopy(config)
+    for part in configs_in(config):
+        part._attn_implementation_internal = None
+    return config
+
+
+# What some default configs leave open and their classes cannot be built without; every checkpoint has it.
+OPEN = {
+    "context_length": 16,
+    "dropout": 0.0,
+    "dropout_rate": 0.0,
+    "default_language": "en_XX",
+    "is_decoder": True,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "prediction_length": 4,
+    "rope_theta": 10000.0,
+    "shared_expert_intermediate_size": 64,
+    "vocab_size": 320,
+}
+
+
+def completed(config_class: Any) -> Any:
+    """The default config, with a value for what it leaves open."""
+    from easytorch.auto.tiny import configs_in
+
+    config = config_class()
+    for part in configs_in(config):
+        for name, value in OPEN.items():
+            if name in vars(part) and vars(part)[name] is None:
+                setattr(part, name, value)
+    return config
 
 
 def _calls(model: Any, inputs: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -237,24 +296,19 @@ def _generate(model: Any, inputs: dict[str, Any], mask: Any, cache: str) -> Any:
     return ids.float()
 
 
-def _working(model: Any, seed: int) -> tuple[str, dict[str, Any] | None]:
+def _working(model: Any, seed: int, failures: list[str]) -> tuple[str, dict[str, Any] | None]:
     """The first model inside `model`, itself first, that inputs were found for: its name there, and they."""
-    import torch
     from transformers import PreTrainedModel
 
-    from easytorch.auto.inputs import candidates
-    from easytorch.auto.trial import FAILURES, MOST_INPUTS
+    from easytorch.auto.inputs import working_inputs
 
     for name, part in model.named_modules():
-        for inputs in candidates(part, seed) if isinstance(part, PreTrainedModel) else ():
-            if sum(tensor.numel() for tensor in inputs.values()) > MOST_INPUTS:
-                continue
-            try:
-                with torch.no_grad():
-                    part(**inputs)
-            except FAILURES:
-                continue
-            return name, inputs
+        if isinstance(part, PreTrainedModel):
+            inputs, failure = working_inputs(part, seed)
+            if inputs is not None:
+                return name, inputs
+            if part is model:
+                failures.append(failure or "no inputs were found for it")
     return "", None
 
 

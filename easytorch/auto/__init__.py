@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Every auto class transformers 5 makes models with; `classes.py` makes ours of it.
+# Every auto class the newest transformers makes models with; `classes.py` makes ours of it.
 MODELS = (
     "AutoBackbone",
     "AutoModel",
@@ -75,14 +75,21 @@ PASSED_ON = (
 
 _NAMES = (*MODELS, *PASSED_ON, "Report")
 
-__all__ = list(_NAMES)
-
 if TYPE_CHECKING:
     from easytorch.auto.declared import *  # noqa: F403
     from easytorch.auto.report import Report as Report
 
 
+def offered(names: tuple[str, ...]) -> list[str]:
+    """`names` without the auto classes that came after the installed transformers."""
+    transformers = importlib.import_module("transformers")
+    theirs = set(dir(transformers))
+    return [name for name in names if name not in MODELS or name in theirs]
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # not a list from the start: what the installed transformers has is asked for with *
+        return offered(_NAMES)
     if name in PASSED_ON:
         home = "transformers"
     elif name == "Report":
@@ -90,11 +97,11 @@ def __getattr__(name: str) -> Any:
     elif name.startswith("Auto"):  # one that a newer transformers has is found too
         home = "easytorch.auto.classes"
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_NAMES)}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_NAMES})

@@ -74,7 +74,12 @@ def bridge_of(model: PreTrainedModel) -> dict[str, Any]:
 
 def _generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate_batch` (continuous batching), whose failures are errors here."""
-    return generate_batch(model, functools.partial(type(model).generate_batch, model), *args, **kwargs)
+    ours = vars(model).pop("set_attn_implementation", None)  # it changes the attention while it runs, and back
+    try:
+        return generate_batch(model, functools.partial(type(model).generate_batch, model), *args, **kwargs)
+    finally:
+        if ours is not None:
+            model.set_attn_implementation = ours
 
 
 class FromFlax:

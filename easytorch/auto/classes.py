@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
+from easytorch.auto.bound import Bound
 from easytorch.auto.plugging import Choice, attention_for, native_class, plug_attention, plug_bridge, settled
 from easytorch.auto.report import report_on
+from easytorch.auto.switching import set_attention
 from easytorch.bridge.formats.sharding import read_json
 from easytorch.protocol import conversion
 from easytorch.protocol.checkpoint_files import check_config, inferred_config
@@ -158,12 +161,15 @@ def _choose_attention(
     choice = attention_for(model_class, config, asked, wants_weights)
     if choice.passed is not None:
         kwargs["attn_implementation"] = choice.passed
-    return config, choice
+    # The name of ours goes into the config, which from_config shares with its caller and with other models of it.
+    return copy.deepcopy(config) if choice.ours else config, choice
 
 
 def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:
     """The loaded `model` with what was chosen for it, and its report."""
     plug_attention(model, choice)
+    if not isinstance(model, NativeModel):
+        model.set_attn_implementation = Bound(set_attention, model)  # type: ignore[method-assign]
     return report_on(plug_bridge(model), choice.reason)
 
 

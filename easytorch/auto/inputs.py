@@ -1,113 +1,111 @@
-"""Small inputs for a model of any architecture: tokens, pixels, spectra or waves, as its forward asks for them."""
+"""Small inputs for a model of any architecture: what its forward has parameters for, tried until it runs."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.auto.tiny import configs_in
+from easytorch.auto.failures import FAILURES, first_line
+from easytorch.auto.named_inputs import BATCH, LAYOUTS, Maker
 
 Inputs = dict[str, Any]
 
-BATCH, LENGTH = 2, 9
-_FIRST_ID, _LAST_ID = 20, 200  # between the ids that mean something and those moved into a small vocabulary
+MOST_NUMBERS = 400_000
+_CORRECTIONS = 3
+
+
+def working_inputs(model: PreTrainedModel, seed: int = 0) -> tuple[Inputs | None, str]:
+    """(what `model` runs with or None, what the likeliest candidate failed with)."""
+    failure = ""
+    for candidate in candidates(model, seed):
+        inputs: Inputs | None = candidate
+        for _ in range(_CORRECTIONS):
+            if inputs is None or sum(tensor.numel() for tensor in inputs.values()) > MOST_NUMBERS:
+                break
+            try:
+                with torch.no_grad():
+                    model(**inputs)
+                return inputs, ""
+            except FAILURES as error:
+                failure = failure or first_line(error)
+                inputs = _resized(inputs, str(error), seed) or _with_places(model.config, inputs, str(error), seed)
+    return None, failure
+
+
+# (what torch says of a size that a weight does not fit, the dimension): its groups are the size given and that wanted.
+_WRONG_SIZES = (
+    (r"mat1 and mat2 shapes cannot be multiplied \(\d+x(?P<given>\d+) and (?P<wanted>\d+)x\d+\)", -1),
+    (r"normalized_shape=\[(?P<wanted>\d+)\].*got input of size\[.*\b(?P<given>\d+)\]", -1),
+    (r"expected input\[.*\] to have (?P<wanted>\d+) channels, but got (?P<given>\d+) channels", 1),
+)
+
+
+def _resized(inputs: Inputs, message: str, seed: int) -> Inputs | None:
+    """`inputs` of the size that the error asks for; None where it asks for none, or no input has the wrong one."""
+    for pattern, dim in _WRONG_SIZES:
+        found = re.search(pattern, message)
+        wrong = {} if found is None else {
+            name: tensor
+            for name, tensor in inputs.items()
+            if tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[dim] == int(found["given"])
+        }  # fmt: skip
+        if found is not None and wrong:
+            generator = torch.Generator().manual_seed(seed)
+            shapes = {name: list(tensor.shape) for name, tensor in wrong.items()}
+            for shape in shapes.values():
+                shape[dim] = int(found["wanted"])
+            return inputs | {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return None
+
+
+_WRONG_PLACES = re.compile(r"(?P<kind>\w+) features and \w+ tokens do not match,.*features:? \D*(?P<wanted>\d+)")
+
+
+def _with_places(config: PreTrainedConfig, inputs: Inputs, message: str, seed: int) -> Inputs | None:
+    """`inputs` with as many places for an image (or sound) among the tokens as the error says it has features."""
+    found = _WRONG_PLACES.search(message)
+    if found is None or "input_ids" not in inputs:
+        return None
+    maker, kind = Maker(config, torch.Generator().manual_seed(seed)), found["kind"].lower()
+    place = maker.first(f"{kind}_token_id", None) or maker.first(f"{kind}_token_index", None)
+    places = torch.full((BATCH, int(found["wanted"]) // BATCH), place or 0)
+    return inputs | {"input_ids": torch.cat((maker.tokens(1), places, maker.tokens()), 1)} if place else None
+
+
+# What is tried first: (the parameters, those that go with them where the forward has them).
+_GROUPS = (
+    (("input_ids",), ("bbox", "decoder_input_ids")),
+    (("pixel_values",), ("decoder_input_ids",)),
+    (("pixel_values", "input_ids"), ("decoder_input_ids",)),
+    (("pixel_values_videos",), ()),
+    (("input_features",), ("decoder_input_ids",)),
+    (("input_values",), ("decoder_input_ids",)),
+    (("inputs_embeds",), ()),
+    (("hidden_states",), ()),
+)
 
 
 def candidates(model: PreTrainedModel, seed: int = 0) -> Iterator[Inputs]:
     """What `model` may be called with, the likeliest first; whoever asks tries them."""
-    names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
-    generator = torch.Generator().manual_seed(seed)
-    config = model.config
-    if "input_ids" in names:
-        yield from _tokens(config, names, generator)
-    if "pixel_values" in names:
-        for pixels in _pixels(config, generator):
-            yield {"pixel_values": pixels}
-            if "input_ids" in names:
-                yield from ({"pixel_values": pixels, **tokens} for tokens in _tokens(config, names, generator))
-    if "pixel_values_videos" in names:
-        yield from ({"pixel_values_videos": pixels} for pixels in _videos(config, generator))
-    if "grid_thw" in names and names[0] in ("hidden_states", "pixel_values"):
-        yield from _patches(config, names, generator)
-    if "input_features" in names:
-        for features in _spectra(config, generator):
-            yield {"input_features": features} | _decoder(config, names, generator)
-    if "input_values" in names:
-        yield {"input_values": torch.randn(BATCH, 4000, generator=generator)} | _decoder(config, names, generator)
-        bins = _first(config, "num_mel_bins", 16)
-        length = _first(config, "max_length", 64)
-        yield {"input_values": torch.randn(BATCH, length, bins, generator=generator)}
-        yield {"input_values": torch.randn(BATCH, 1, 4000, generator=generator)}
-    if "inputs_embeds" in names:
-        width = _first(config, "hidden_size", 32)
-        yield {"inputs_embeds": torch.randn(BATCH, LENGTH, width, generator=generator)}
-    if "hidden_states" in names and "grid_thw" not in names:
-        width = _first(config, "hidden_size", 32)
-        yield {"hidden_states": torch.randn(BATCH, LENGTH, width, generator=generator)}
-
-
-def _tokens(config: PreTrainedConfig, names: list[str], generator: torch.Generator) -> Iterator[Inputs]:
-    vocabulary = _first(config, "vocab_size", 32)
-    first, last = (_FIRST_ID, _LAST_ID) if vocabulary > _LAST_ID else (vocabulary // 4, vocabulary)
-    ids = torch.randint(first, last, (BATCH, LENGTH), generator=generator)
-    inputs: Inputs = {"input_ids": ids} | _decoder(config, names, generator)
-    if "bbox" in names:
-        corner = torch.randint(0, 50, (BATCH, LENGTH, 2), generator=generator)
-        inputs["bbox"] = torch.cat((corner, corner + 20), -1)
-    yield inputs
-    if "char_input_ids" in names or _first(config, "num_codebooks", 0):
-        books = _first(config, "num_codebooks", 1)
-        yield {**inputs, "input_ids": ids[..., None].expand(-1, -1, books).contiguous()}
-
-
-def _decoder(config: PreTrainedConfig, names: list[str], generator: torch.Generator) -> Inputs:
-    if "decoder_input_ids" not in names:
-        return {}
-    vocabulary = min(_first(config, "decoder_vocab_size", 0) or _first(config, "vocab_size", 32), _LAST_ID)
-    return {"decoder_input_ids": torch.randint(vocabulary // 4, vocabulary, (BATCH, LENGTH), generator=generator)}
-
-
-def _pixels(config: PreTrainedConfig, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    channels = _first(config, "num_channels", 3)
-    height, width = _sides(config)
-    yield torch.randn(BATCH, channels, height, width, generator=generator)
-    yield torch.randn(BATCH, _first(config, "num_frames", 2), channels, height, width, generator=generator)
-
-
-def _videos(config: PreTrainedConfig, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    frames = _first(config, "frames_per_clip", 0) or _first(config, "num_frames", 2)
-    height, width = _sides(config)
-    yield torch.randn(BATCH, frames, _first(config, "num_channels", 3), height, width, generator=generator)
-
-
-def _patches(config: PreTrainedConfig, names: list[str], generator: torch.Generator) -> Iterator[Inputs]:
-    channels = _first(config, "num_channels", 0) or _first(config, "in_channels", 3)
-    patch, frames = _first(config, "patch_size", 14), _first(config, "temporal_patch_size", 1)
-    sides = 2 * (_first(config, "spatial_merge_size", 1) or 1)
-    grid = torch.tensor([[1, sides, sides]] * BATCH)
-    flat = channels * frames * patch * patch
-    rows = torch.randn(BATCH * sides * sides, flat, generator=generator)
-    yield {names[0]: rows, "grid_thw": grid}
-
-
-def _spectra(config: PreTrainedConfig, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    bins = _first(config, "num_mel_bins", 0) or _first(config, "feature_size", 0) or _first(config, "input_dim", 80)
-    length = 2 * _first(config, "max_source_positions", 16)
-    yield torch.randn(BATCH, bins, length, generator=generator)
-    yield torch.randn(BATCH, length, bins, generator=generator)
-    yield torch.randn(BATCH, length, _first(config, "feature_projection_input_dim", bins), generator=generator)
-
-
-def _sides(config: PreTrainedConfig) -> tuple[int, int]:
-    size = _first(config, "image_size", 0) or _first(config, "img_size", 64)
-    return (size, size) if isinstance(size, int) else (size[0], size[-1])
-
-
-def _first(config: PreTrainedConfig, name: str, default: Any) -> Any:
-    """The value of the outermost config that has one."""
-    found = (getattr(part, name, None) for part in configs_in(config))
-    return next((value for value in found if value), default)
+    parameters = inspect.signature(model.forward).parameters
+    names = [name for name in parameters if name not in ("args", "kwargs")]
+    main = [model.main_input_name] if isinstance(model.main_input_name, str) else model.main_input_name
+    required = [name for name in names if parameters[name].default is inspect.Parameter.empty]
+    groups = [*_GROUPS, ((*required, *main), ()), (tuple(required), tuple(names))]
+    tried = set()
+    for needed, welcome in groups:
+        if not set(needed) <= set(names) or not {*needed, *welcome}:
+            continue
+        for layout in range(LAYOUTS):
+            maker = Maker(model.config, torch.Generator().manual_seed(seed), layout)
+            wanted = [name for name in names if name in needed or name in welcome]
+            inputs = {name: value for name in wanted if (value := maker.make(name, names)) is not None}
+            shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
+            if inputs and inputs.keys() >= set(needed) and shapes not in tried:
+                tried.add(shapes)
+                yield inputs

@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.hub_kernels import is_kernel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.auto.bound import bridge_of
 from easytorch.auto.tiny import configs_in
@@ -55,6 +58,8 @@ def attention_for(
     """
     if issubclass(model_class, NativeModel):
         return Choice(asked or _of_config(config) or ("eager" if wants_weights else "easytorch"))
+    config = built_from(model_class, config)
+    _check_names(config, asked)
     if isinstance(asked, dict):
         return _by_part(model_class, config, asked)
     if asked is None and wants_weights:
@@ -68,6 +73,12 @@ def attention_for(
     if trial.reason is not None:
         raise _cannot_be_obeyed(asked, trial.reason)
     return Choice(None, dict.fromkeys(trial.plugged, asked))
+
+
+def built_from(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedConfig:
+    """What the auto classes give `model_class`: a language model of a config that has images is made of its text."""
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text is not None and model_class.config_class == text else config
 
 
 def plug_attention(model: PreTrainedModel, choice: Choice) -> None:
@@ -105,6 +116,30 @@ def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str,
         if refused:
             raise _cannot_be_obeyed(name, "; ".join(refused))
     return Choice(theirs or None, ours, f"attn_implementation={asked!r} was asked for" if theirs else None)
+
+
+def _check_names(config: PreTrainedConfig, asked: str | dict[str, Any] | None) -> None:
+    """`ValueError` for an attention, or a part of the config, that is not there; transformers passes over some."""
+    if isinstance(asked, dict):
+        parts = ["", *config.sub_configs]
+        if unknown := sorted(set(asked) - set(parts)):
+            has = f"{type(config).__name__} has the parts {parts}"
+            raise ValueError(f"attn_implementation={asked!r} names {unknown}; {has}")
+        for part, name in asked.items():
+            _check_names(getattr(config, part) if part else config, name)
+    elif asked is not None and not isinstance(asked, str):
+        raise TypeError(f"attn_implementation={asked!r} must be a name, or a dict of names by part of the config")
+    elif asked is not None and not (asked in INTERFACES or _is_theirs(asked)):
+        theirs = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()} - OURS)
+        raise ValueError(
+            f"attn_implementation={asked!r} is unknown; EasyTorch has 'easytorch', 'vanilla' and 'flash', transformers "
+            f"{', '.join(map(repr, theirs))}"
+        )
+
+
+def _is_theirs(name: str) -> bool:
+    plain = name.removeprefix("paged|")
+    return plain in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) or is_kernel(plain)
 
 
 def _cannot_be_obeyed(asked: str, reason: str) -> ValueError:

@@ -19,6 +19,8 @@ VOCABULARY = 320
 POSITIONS = 128
 WINDOW = 4
 EXPERTS, EXPERTS_A_TOKEN = 4, 2
+FRAMES, LATENTS = 4, 2
+LEAST_HEAD = 4  # what is smaller already stays: half of a rotary head must not be nothing
 
 # (the most head counts are divided by, what head sizes are divided by, fewer layers, smaller images): the first that
 # builds and runs is taken.
@@ -38,21 +40,32 @@ _LAYERS = re.compile(
     r"(en|de)coder_num_hidden_layers|num_(en|de)coder_(layers|blocks)|num_block_layers|(en|de)coder_depth"
 )
 _HEADS = re.compile(
-    r"(.*_)?(num|n)_(attention_|key_value_|query_|kv_|key_|value_)?heads?(_kv|_kv_heads)?|"
-    r"(.*_)?(num_)?(attention|key_value|kv)_heads|heads|n_head_kv|num_attention_groups|multi_query_group_num"
+    r"(.*_)?(num|n)_(attention_|key_value_|query_|kv_|key_|value_|mamba_|linear_)?heads?(_kv|_kv_heads)?|"
+    r"(.*_)?(num_)?(attention|key_value|kv)_heads|heads|n_head_kv|num_(attention|query)_groups|multi_query_group_num|"
+    r"num_(attention_)?heads_per_stage"
 )
 _KEY_HEADS = re.compile(r".*(key_value|kv).*")
-_HEAD_SIZES = re.compile(r"(.*_)?head_(dim|size)|d_kv|kv_channels|rotary_dim|dim_head|(.*_)?head_dim_.*")
+_HEAD_SIZES = re.compile(
+    r"(.*_)?head_(dim|size)|d_kv|kv_channels|rotary_dim|dim_head|(.*_)?head_dim_.*|(.*_)?d_head|(.*_)?headdim"
+)
 _WIDTHS = re.compile(
     r"d_model|d_ff|d_inner|n_embd|n_inner|(.*_)?(hidden|intermediate|embedding|embed|ffn|inner|mlp|projection|ff)_"
     r"(size|dim|sizes|dims|channels)|(.*_)?(en|de)coder_ffn_dim|(.*_)?hidden_sizes?|(.*_)?embed_dims?|"
     r"(.*_)?lora_rank|dim|dim_feedforward|feedforward_dim|ffn_hidden_size|(.*_)?ffn_dim|width|output_dim|proj_dim|"
     r"word_embed_proj_dim|(.*_)?hidden_dim|conv_dim|(.*_)?intermediate_size(_mlp)?|vision_output_dim|lru_width|"
     r"out_hidden_size|embed_dim_per_stage|(.*_)?expert_ffn_size|moe_intermediate_size|neck_hidden_sizes|emb_dim|"
-    r"output_channels|backbone_channel_list|(.*_)?attention_size|hidden_size_per_layer_input|fusion_hidden_size|query_dim|num_pos_feats"
+    r"output_channels|backbone_channel_list|(.*_)?attention_size|hidden_size_per_layer_input|fusion_hidden_size|query_dim|"
+    r"num_pos_feats|mamba_d_ssm|(stage|stem|encoder|decoder)_(in_|mid_|out_)?channels|(.*_)?fusion_hidden_sizes|"
+    r"(upsample|duration)_.*channels|.*_hidden_dimension|(.*_)?codebook_dim|num_filters|.*bottleneck_(size|dim)|(.*_)?d_latents|"
+    r"coordinate_size|shape_size|hidden_size_global|share_expert_dim"
 )
+_GROUPS = re.compile(r".*_groups")  # of a convolution of one channel each
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts|moe_num_experts|num_experts_per_layer")
-_EXPERTS_A_TOKEN = re.compile(r"num_experts_per_tok(en)?|moe_(k|topk|top_k)|top_k|num_selected_experts|moe_topk")
+_FRAMES = re.compile(r"num_frames|frames_per_clip|num_clip_frames")
+_HASHES = re.compile(r".*_hash_.*_vocab")
+_EXPERTS_A_TOKEN = re.compile(
+    r"num_experts_per_tok(en)?|moe_(k|topk|top_k)|top_k|num_selected_experts|moe_topk|num_experts_per_token"
+)
 _POSITIONS = re.compile(r"(max_(.*_)?position(_embedding)?s|n_positions|max_sequence_length|n_ctx|max_seq_len)")
 _WINDOWS = re.compile(
     r"sliding_window(_size)?|local_attention|attention_chunk_size|attention_window(_size)?|local_window|block_size|global_tokens_size"
@@ -73,20 +86,42 @@ def shrunken(config: PreTrainedConfig, attempt: int = 0) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     parts = list(configs_in(config))
     head_divisor = _common_divisor(parts, heads)
+    sizes = [size for part in parts for size in _head_sizes(part)]
+    while by > 1 and any(size < by * LEAST_HEAD for size in sizes):
+        by //= 2
     ids: dict[int, int] = {}
     for part in parts:
         part._attn_implementation_internal = None
         part.dtype = None
         if layers:
             _keep_one_of_each_layer(part)
+        hidden = vars(part).get("hidden_size")
         for name, value in list(vars(part).items()):
-            small = _shrunken_value(name, value, head_divisor, by, ids)
+            named = "hidden_size" if _is_int(value) and value == hidden and _GROUPS.fullmatch(name) else name
+            small = _shrunken_value(named, value, head_divisor, by, ids)
             if small is not value:
                 setattr(part, name, small)
+        _fill(part)
         _shrink_rotary(part, by)
         if images:
             _shrink_image(part)
     return config
+
+
+def _fill(part: PreTrainedConfig) -> None:
+    """What a class may want and its default config leaves open or has wrong, unlike the config of a checkpoint."""
+    given = vars(part)  # attributes may be properties that raise
+    heads, width = given.get("num_attention_heads"), given.get("hidden_size")
+    if _is_int(heads) and _is_int(width):
+        if "head_dim" not in given and width % heads:
+            part.num_attention_heads = heads = math.gcd(width, heads)
+        if given.get("head_dim", width) is None and width % heads == 0:
+            part.head_dim = width // heads
+        if given.get("num_key_value_heads", heads) is None:
+            part.num_key_value_heads = heads
+    period, offset = given.get("attn_layer_period"), given.get("attn_layer_offset")
+    if _is_int(period) and _is_int(offset):
+        part.attn_layer_offset = min(offset, period - 1)
 
 
 def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -100,6 +135,18 @@ def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         seen.add(id(part))
         yield part
         waiting += [value for value in vars(part).values() if isinstance(value, PreTrainedConfig)]
+
+
+def _head_sizes(part: PreTrainedConfig) -> Iterator[int]:
+    """What each head of the attention of `part` has, or several such sizes; nothing where they are not known."""
+    given = vars(part)  # attributes may be properties that raise
+    if _is_int(given.get("head_dim")):
+        yield given["head_dim"]
+        return
+    for width in ("hidden_size", "d_model", "embed_dim", "n_embd", "dim"):
+        for heads in ("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads"):
+            if _is_int(given.get(width)) and _is_int(given.get(heads)) and given[heads]:
+                yield given[width] // given[heads]
 
 
 def _common_divisor(parts: list[PreTrainedConfig], most: int) -> int:
@@ -130,8 +177,14 @@ def _shrunken_value(name: str, value: Any, heads: int, by: int, ids: dict[int, i
             return min(value, most)
     if _EXPERTS_A_TOKEN.fullmatch(name):
         return min(value, EXPERTS_A_TOKEN)
-    if name == "n_group":
+    if name in ("n_group", "num_group", "num_expert_group"):
         return min(value, 2)
+    if _FRAMES.fullmatch(name):
+        return min(value, FRAMES)
+    if _HASHES.fullmatch(name):
+        return min(value, VOCABULARY)
+    if name == "latent_query_num":
+        return LATENTS
     if name == "topk_group":
         return 1
     for pattern, divisor in ((_HEADS, heads), (_HEAD_SIZES, by), (_WIDTHS, heads * by)):
@@ -194,9 +247,7 @@ def _section(part: PreTrainedConfig, rope: dict[str, Any], by: int) -> list[int]
     """How many pairs turn by time, height and width; some classes have a default that the small head does not fit."""
     if rope.get("mrope_section") and all(size % by == 0 for size in rope["mrope_section"]):
         return [size // by for size in rope["mrope_section"]]
-    head = getattr(part, "head_dim", None) or (
-        getattr(part, "hidden_size", 0) // (getattr(part, "num_attention_heads", 0) or 1)
-    )
+    head = next(_head_sizes(part), 0)
     pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
     return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
 

@@ -9,7 +9,6 @@ those of transformers' own attention under every kind of mask the class takes.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import logging
 import warnings
@@ -19,27 +18,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.auto.inputs import Inputs, candidates
+from easytorch.auto.cases import cases, tensors
+from easytorch.auto.failures import FAILURES, first_line
+from easytorch.auto.inputs import working_inputs
 from easytorch.auto.tiny import ATTEMPTS, configs_in, shrunken
-from easytorch.layers.attention import EAGER_INTERFACES, OBSERVERS, OF_STOCK
+from easytorch.layers.attention import OBSERVERS, OF_STOCK
 
 ModelClass = type[PreTrainedModel]
 
 # Relative RMS. Both sides compute in float32, where the order of a sum is worth 1e-6; a mask that is misread changes
 # the outputs by more than 1e-2 with weights as large as these.
 TOLERANCE = 1e-4
-MOST_INPUTS = 400_000
 MOST_WEIGHTS = (8_000_000, 30_000_000)  # what builds with fewer is taken before what needs more
-
-# What another library's model can fail with when it is made small and given made-up inputs.
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError, OSError,
-    RuntimeError, StrictDataclassError, TypeError, ValueError,
-)  # fmt: skip
 
 
 @dataclass
@@ -105,40 +98,58 @@ def _structure(config: PreTrainedConfig) -> str:
 
 def _try(model_class: ModelClass, config: PreTrainedConfig) -> Trial:
     name = model_class.__name__
-    failure = None
-    for attempt, most in attempts():
-        try:
-            model = build(model_class, shrunken(config, attempt), most)
-            if not any(map(_is_attention, model.modules())):
-                return Trial(refusals={"": f"{name} has no attention that could be replaced"})
-            runs = list(_runs(model))
-        except FAILURES as error:
-            failure = failure or first_line(error)
-            continue
+    failures: list[str] = []
+    for model in small_models(model_class, config, failures):
+        if not has_attention(model):
+            return Trial(refusals={"": f"{name} has no attention that could be replaced"})
+        runs = list(_runs(model, failures))
         if runs:
-            trial = _compare(model, runs)
-            return replace(trial, keys=_keys(model))
-    failure = failure or "no inputs were found for it"
-    return Trial(refusals={"": f"{name} could not be tried with the EasyTorch attention ({failure})"})
+            return replace(_compare(model, runs), keys=_keys(model))
+    return Trial(refusals={"": f"{name} could not be tried with the EasyTorch attention ({failures[-1]})"})
 
 
-def attempts() -> Iterator[tuple[int, int]]:
-    """(attempt, the most weights it may have), in the order to try."""
-    for most in MOST_WEIGHTS:
-        yield from ((attempt, most) for attempt in range(len(ATTEMPTS)))
+def small_models(model_class: ModelClass, config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedModel]:
+    """Models of `config` made small in other ways, those of few weights first; `failures` is told of those not made.
+
+    What has no attention comes as an outline on the meta device, whatever its size: nothing is to be run.
+    """
+    larger, seen, unmade = [], set(), []
+    for attempt in range(len(ATTEMPTS)):
+        try:
+            small = shrunken(config, attempt)
+            described = json.dumps(small.to_dict(), default=repr)
+            if described in seen:
+                continue
+            seen.add(described)
+            with torch.device("meta"):
+                outline = model_class._from_config(copy.deepcopy(small))
+            if not has_attention(outline):
+                yield outline
+                return
+            count = sum(weight.numel() for weight in outline.parameters())
+            if count > MOST_WEIGHTS[0]:
+                larger.append((count, attempt))
+                continue
+            model = build(model_class, small)
+        except FAILURES as error:
+            unmade.append(first_line(error))
+            continue
+        yield model
+    for count, attempt in sorted(larger):
+        if count > MOST_WEIGHTS[1]:
+            unmade.append(f"{model_class.__name__} has {count} weights even when it is made small")
+            break
+        yield build(model_class, shrunken(config, attempt))
+    failures.extend([*unmade[:1], *failures[:1]])  # what runs and lacks inputs says more than what does not build
 
 
-def build(model_class: ModelClass, config: PreTrainedConfig, most_weights: int = MOST_WEIGHTS[0]) -> PreTrainedModel:
-    """A model of `config` in float32 with weights large enough that attention matters; `ValueError` if it is large."""
-    with torch.device("meta"):
-        count = sum(weight.numel() for weight in model_class._from_config(copy.deepcopy(config)).parameters())
-    if count > most_weights:
-        raise ValueError(f"{model_class.__name__} has {count} weights even when it is made small")
+def build(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of `config` in float32 with weights large enough that attention matters."""
     model = model_class._from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.is_floating_point():
+            if weight.is_floating_point() and weight.numel():
                 scale = 1.0 if weight.ndim < 2 else weight[0].numel() ** -0.5
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.5 * scale)
     return model
@@ -153,7 +164,7 @@ class Run:
     call: Callable[[], Any]
 
 
-def _runs(model: PreTrainedModel) -> Iterator[Run]:
+def _runs(model: PreTrainedModel, failures: list[str]) -> Iterator[Run]:
     """Calls that transformers' own attention carries out: of the model, and of models in it that it did not run."""
     run: set[nn.Module] = set()
     handles = [
@@ -164,9 +175,10 @@ def _runs(model: PreTrainedModel) -> Iterator[Run]:
     for unit in model.modules():
         if not isinstance(unit, PreTrainedModel) or (unit is not model and not _lacking(unit, run)):
             continue
-        small = (inputs for inputs in candidates(unit) if _small(inputs))
-        inputs = next((inputs for inputs in small if _works(functools.partial(unit, **inputs))), None)
+        inputs, failure = working_inputs(unit)
         if inputs is None:
+            if unit is model:
+                failures.append(failure or "no inputs were found for it")
             continue
         for case, call in cases(unit, inputs):
             if _works(call):
@@ -179,10 +191,6 @@ def _lacking(unit: nn.Module, run: set[nn.Module]) -> bool:
     return any(_is_attention(module) and module not in run for module in unit.modules())
 
 
-def _small(inputs: Inputs) -> bool:
-    return sum(tensor.numel() for tensor in inputs.values()) <= MOST_INPUTS
-
-
 def _works(call: Callable[[], Any]) -> bool:
     try:
         with torch.no_grad():
@@ -190,86 +198,6 @@ def _works(call: Callable[[], Any]) -> bool:
     except FAILURES:
         return False
     return True
-
-
-def cases(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(name, call): no mask, padding on either side, 4D masks of both kinds, gradients, more tokens after a cache."""
-    yield "no mask", functools.partial(model, **inputs)
-    yield "gradients", functools.partial(gradients, model, inputs)
-    tokens = inputs.get("input_ids")
-    if tokens is None:
-        return
-    batch, length = tokens.shape[:2]
-    right = torch.ones(batch, length, dtype=torch.long)
-    right[0, length - 3 :] = 0
-    padded = {"padding on the right": right, "padding on the left": right.flip(1)}
-    for name, mask in padded.items():
-        yield name, functools.partial(model, **inputs, attention_mask=mask)
-    yield "gradients with padding", functools.partial(gradients, model, inputs | {"attention_mask": right.flip(1)})
-    seen = (torch.ones(length, length).tril() * right[:, None, None]).bool()
-    seen[1, :, 2] = False  # the third row of the second sequence sees nothing
-    seen[1, :, 2, :] = False
-    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-    if model.config._attn_implementation not in (
-        "eager",
-        *EAGER_INTERFACES,
-    ):  # which would add it to the scores as zeros and ones
-        yield "a 4D boolean mask", functools.partial(model, **inputs, attention_mask=seen)
-    yield "a 4D additive mask", functools.partial(model, **inputs, attention_mask=added)
-    if "decoder_input_ids" in inputs:
-        yield "padded decoder", functools.partial(model, **inputs, attention_mask=right, decoder_attention_mask=right)
-    for name, mask in padded.items():
-        yield f"decoding after {name}", functools.partial(_decode, model, inputs, mask, static=False)
-    yield "decoding in a static cache", functools.partial(_decode, model, inputs, right.flip(1), static=True)
-
-
-def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The gradient of every weight."""
-    model.zero_grad(set_to_none=True)
-    with torch.enable_grad():
-        outputs = [tensor for tensor in tensors(model(**inputs)) if tensor.requires_grad]
-        generator = torch.Generator().manual_seed(1)
-        loss = sum((tensor * torch.randn(tensor.shape, generator=generator)).sum() for tensor in outputs)
-        if not isinstance(loss, torch.Tensor):
-            raise ValueError("no output has a gradient")
-        loss.backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def _decode(model: Any, inputs: Inputs, mask: torch.Tensor, *, static: bool) -> list[Any]:
-    """The outputs of all tokens but two, then one, then one, through a cache."""
-    key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    tokens, length = inputs[key], inputs[key].shape[1]
-    if static:
-        config = model.config.get_text_config(decoder=True)
-        cache: Any = StaticCache(config=config, max_cache_len=length + 3)
-        if key == "decoder_input_ids":
-            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-    else:
-        cache = None
-    outputs = []
-    for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
-        step = inputs | {key: tokens[:, start:end], "use_cache": True, "past_key_values": cache}
-        step["attention_mask"] = mask if key == "decoder_input_ids" else mask[:, :end]
-        output = model(**step)
-        outputs.append(output)
-        cache = output.past_key_values
-        if cache is None:
-            raise ValueError("there is no cache")
-    return outputs
-
-
-def tensors(output: Any) -> list[torch.Tensor]:
-    """The floating tensors of a model's output, without those of its caches."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, dict):
-        output = [value for name, value in output.items() if "past_key_values" not in name and "cache" not in name]
-    if isinstance(output, list | tuple):
-        return [tensor for item in output for tensor in tensors(item)]
-    return []
 
 
 def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
@@ -330,6 +258,10 @@ def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
     return Trial(frozenset(plugged - set(refusals)), refusals)
 
 
+def has_attention(model: nn.Module) -> bool:
+    return any(map(_is_attention, model.modules()))
+
+
 def _is_attention(module: nn.Module) -> bool:
     return "attention" in type(module).__name__.lower()
 
@@ -367,10 +299,6 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor], toleranc
         if size > 1e-6 * scale:  # a gradient that is nothing but rounding says nothing
             worst = max(worst, _rms(ours[known] - right[known]) / size)
     return f"off by {worst:.1%}" if worst > tolerance else None
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
 
 
 def _rms(tensor: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_architectures.py"
-SEED, DRAWN = 9, 6
+SEED, DRAWN = 9, 2
 
 _spec = importlib.util.spec_from_file_location("check_architectures", SCRIPT)
 assert _spec is not None and _spec.loader is not None
@@ -32,6 +32,9 @@ OFFENDERS = {
     "bigbird_pegasus": None,  # gradients of rows that see no key
     "falcon": 0,
     "qwen2_vl": None,
+    "gemma4_text": 2,  # attributes that raise when they differ by layer
+    "emu3": 2,  # a language model of a config that has images
+    "sam2": None,
     "bert": 2,
     "llama": 2,
 }

@@ -131,6 +131,15 @@ def test_loading_changes_the_instance_and_not_its_class() -> None:
     assert easytorch.AutoModelForCausalLM.from_config(model.config).config._attn_implementation == "easytorch"
 
 
+def test_a_config_shared_with_other_models_keeps_their_attention() -> None:
+    config = mistral()
+    theirs = t.AutoModelForCausalLM.from_config(config)
+    ours = easytorch.AutoModelForCausalLM.from_config(config)
+    assert ours.config._attn_implementation == "easytorch"
+    assert config._attn_implementation == theirs.config._attn_implementation == "sdpa"
+    assert t.AutoModelForCausalLM.from_config(config).config._attn_implementation == "sdpa"
+
+
 def test_the_bridge_of_an_instance_is_copied_pickled_and_let_go() -> None:
     model = easytorch.AutoModel.from_config(mistral()).eval()
     names = set(model.transform_fn(model.state_dict()))
@@ -165,6 +174,8 @@ def test_a_dict_of_attentions_names_the_parts() -> None:
     model = load(copy.deepcopy(config), attn_implementation={"text_config": "vanilla", "vision_config": "eager"})
     assert model.config.text_config._attn_implementation == "vanilla"
     assert model.config.vision_config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"names \['audio_config'\]; LlavaConfig has the parts .*'vision_config'"):
+        load(copy.deepcopy(config), attn_implementation={"audio_config": "vanilla"})
     model = load(copy.deepcopy(config), attn_implementation={"": "eager"})
     assert model.config._attn_implementation == "eager" and "asked for" in model.easytorch_report.reason
     model = load(copy.deepcopy(config), attn_implementation="flash")
@@ -208,3 +219,61 @@ def test_small_configs_keep_what_makes_an_architecture() -> None:
     assert config.image_token_index < text.vocab_size <= 320
     assert vision.image_size % vision.patch_size == 0 and len(list(configs_in(config))) == 3
     assert t.LlavaConfig().text_config.hidden_size == 4096  # the defaults are left alone
+
+
+def test_attention_is_switched_by_every_name_or_refused() -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(mistral()).eval()
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=MASK).logits
+        for name, kept in {
+            "flash": "easytorch_tiled", "vanilla": "vanilla", "sdpa": "sdpa", "eager": "eager", "easytorch": "easytorch"
+        }.items():  # fmt: skip
+            for asked in (name, {"": name}):
+                model.set_attn_implementation(asked)
+                assert model.config._attn_implementation == kept == model.easytorch_report.attention
+                torch.testing.assert_close(model(IDS, attention_mask=MASK).logits[MASK == 1], expected[MASK == 1])
+                assert len(model.easytorch_report.called) == (0 if name in ("sdpa", "eager") else 2)
+    for unknown in ("nosuch", {"": "nosuch"}, {"vision_config": "eager"}, {"": "vanilla", "nosuch": "vanilla"}):
+        words = r"unknown; EasyTorch has 'easytorch', 'vanilla' and 'flash', transformers .*'sdpa'|has the parts \[''\]"
+        with pytest.raises(ValueError, match=words):
+            model.set_attn_implementation(unknown)
+        with pytest.raises(ValueError, match=words):
+            easytorch.AutoModelForCausalLM.from_config(mistral(), attn_implementation=unknown)
+        assert model.config._attn_implementation == "easytorch"
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.set_attn_implementation("vanilla")
+        assert (twin.config._attn_implementation, model.config._attn_implementation) == ("vanilla", "easytorch")
+
+
+def test_attention_that_was_not_tried_is_not_switched_on() -> None:
+    ours = easytorch.AutoModel.from_config(shrunken(t.PegasusXConfig()))
+    ours.set_attn_implementation("eager")
+    ours.set_attn_implementation("easytorch")
+    assert ours.config._attn_implementation == "easytorch_eager_mask"  # and not the one with boolean masks
+    falcon = easytorch.AutoModelForCausalLM.from_config(shrunken(t.FalconConfig()))
+    with pytest.raises(ValueError, match="'flash' cannot be obeyed: FalconForCausalLM computes attention by itself"):
+        falcon.set_attn_implementation("flash")
+    assert falcon.config._attn_implementation == "sdpa"
+
+
+def test_a_small_config_is_not_made_smaller_than_attention_can_be() -> None:
+    """Heads of one number have no half to turn: a small model of a user was refused our attention for that."""
+    for config in (t.Qwen2VLConfig(), t.MistralConfig()):
+        twice = shrunken(shrunken(config))
+        for part in configs_in(twice):
+            heads = getattr(part, "num_heads", None) or getattr(part, "num_attention_heads", None)
+            if heads is not None:
+                assert (getattr(part, "embed_dim", None) or part.hidden_size) // heads >= 4, part
+
+
+def test_the_text_of_a_config_with_images_is_tried() -> None:
+    config = t.Qwen3_5Config(text_config=shrunken(t.Qwen3_5TextConfig()).to_dict())
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    model(IDS)
+    assert type(model) is t.Qwen3_5ForCausalLM and model.easytorch_report.reason is None
+    assert model.easytorch_report.called == model.easytorch_report.layers
+
+
+def test_weights_of_no_numbers_do_not_stop_a_trial() -> None:
+    """DINOv3 without register tokens has a weight (1, 0, width)."""
+    assert try_attention(t.DINOv3ViTModel, t.DINOv3ViTConfig(num_register_tokens=0)).plugged == {""}

@@ -38,9 +38,24 @@ def newer_names() -> set[str]:
 def test_every_public_name_loads() -> None:
     import easytorch
 
-    for name in [name for name in easytorch.__all__ if name not in newer_names()]:
+    for name in easytorch.__all__:
         assert getattr(easytorch, name) is not None
         assert name in dir(easytorch)
+
+
+def test_star_gives_what_the_installed_transformers_has(tmp_path: Path) -> None:
+    """An auto class that came later is named by nobody, here AutoModelForMaskedLM."""
+    code = """
+import transformers
+from transformers.utils.import_utils import _LazyModule
+names = _LazyModule.__dir__
+_LazyModule.__dir__ = lambda self: [name for name in names(self) if name != "AutoModelForMaskedLM"]
+import easytorch, easytorch.auto
+from easytorch import *
+assert AutoModelForCausalLM is easytorch.AutoModelForCausalLM and OperationRegistry
+print("AutoModelForMaskedLM" in globals(), "AutoModelForMaskedLM" in easytorch.__all__ + easytorch.auto.__all__)
+"""
+    assert run(code, cwd=tmp_path, path=(ROOT,)) == "False False"
 
 
 def checked_names(file: Path) -> list[str]:
