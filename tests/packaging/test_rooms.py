@@ -63,8 +63,11 @@ SOURCES = source_files()
 
 def imported_rooms(path: Path) -> list[tuple[int, str]]:
     """(line, room) of every import of a file from another room, public names of `easytorch` by where they live."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(), str(path))) if isinstance(node, ast.Attribute)]
+    # `import easytorch` is light; `easytorch.AutoModel` loads `easytorch.auto`.
+    used = [(node.lineno, ast.unparse(node)) for node in nodes if ast.unparse(node.value) == "easytorch"]
     found = []
-    for line, module in imported_modules(path):
+    for line, module in [*imported_modules(path), *used]:
         parts = module.split(".")
         if parts[0] == "easytorch" and len(parts) > 1:
             room = easytorch._HOME.get(parts[1], f"easytorch.{parts[1]}").split(".")[1]
@@ -81,6 +84,16 @@ def test_a_file_imports_only_the_rooms_its_own_may(path: Path) -> None:
         return
     for line, other in imported_rooms(path):
         assert other in ARROWS[room], f"{path}:{line}: {room} imports {other}, which docs/architecture.md does not list"
+
+
+def test_public_names_count_as_imports_of_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = tmp_path / "easytorch" / "training" / "probe.py"
+    probe.parent.mkdir(parents=True)
+    for room in ("auto", "operations"):
+        (tmp_path / "easytorch" / room).mkdir()
+    probe.write_text("import easytorch\nx = easytorch.AutoModel\nfrom easytorch import OperationRegistry\n")
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert sorted(imported_rooms(probe)) == [(2, "auto"), (3, "operations")]
 
 
 def test_the_rooms_of_the_page_are_those_there_are() -> None:
