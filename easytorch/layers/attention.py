@@ -18,7 +18,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
+from easytorch.layers.config import wants_attentions
+from easytorch.operations import Attention, OperationMetadata, UnsupportedOperationError
 from easytorch.operations.environment import forced_by_environment
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,7 @@ OF_STOCK = {
 }
 NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
 
-_OPERATIONS = {
-    backend: OperationRegistry.create("attention", OperationMetadata(backend=backend))
-    for backend in NATIVE_INTERFACES.values()
-}
+_OPERATIONS = {backend: Attention(OperationMetadata(backend=backend)) for backend in NATIVE_INTERFACES.values()}
 
 # What else reaches the attention through transformers' **kwargs. These do not change what is attended; positions and
 # packing are already in the mask.
@@ -139,7 +137,7 @@ def attend(
         if mask is not None:  # transformers adds both: a row that sees nothing then has the mean of all values
             bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
             mask = None
-    if output_attentions or (output_attentions is None and getattr(_config_of(module), "output_attentions", False)):
+    if output_attentions or (output_attentions is None and wants_attentions(getattr(module, "config", None))):
         backend = _backend_with_weights(backend)
     if mask is not None:
         features["mask"] = mask
@@ -155,7 +153,12 @@ def attend(
         features["softmax_scale"] = scaling
     if dropout and module.training:
         features["dropout_prob"] = dropout
-    output = _OPERATIONS[backend](query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **features)
+    operation = _OPERATIONS[backend]
+    if length == 1 and len(features) == (1 if scaling is None else 2):  # nothing else: of one query causal says nothing
+        attended = operation.one_token(query, key, value, scaling)
+        if attended is not None:
+            return attended, None
+    output = operation(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **features)
     return output.attention_outputs, output.attention_weights
 
 
@@ -233,12 +236,18 @@ def register_interfaces() -> None:
         AttentionMaskInterface.register(name, eager_mask)
 
 
+_UNSAID: Any = object()
+
+
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     if is_causal is not None:
         return is_causal
+    causal = getattr(module, "is_causal", _UNSAID)
+    if causal is not _UNSAID:
+        return causal
     # transformers takes a module that does not say for causal, yet its own classes that do not say are all
     # bidirectional (AlignText, ClapText, MarkupLM, Splinter) or always pass a mask
-    return getattr(module, "is_causal", not type(module).__module__.startswith("transformers."))
+    return not type(module).__module__.startswith("transformers.")
 
 
 def _split_mask(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -272,10 +281,6 @@ def _backend_with_weights(backend: str | None) -> str:
             f'use attn_implementation="vanilla", or "easytorch" which then takes it by itself'
         )
     return "vanilla" if backend is None else backend
-
-
-def _config_of(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
 
 
 def _check_others(kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input
+from easytorch.layers.config import attn_implementation
 from easytorch.layers.linear import linear
 from easytorch.protocol.native import NativeModel
 
@@ -95,7 +96,7 @@ class BertMultiHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query = self.heads(self.query, hidden_states)
         key, value = self.key_value(hidden_states, encoder_hidden_states, past_key_values)
-        attend = interface_of(self.config._attn_implementation)
+        attend = interface_of(attn_implementation(self.config))
         dropout = self.dropout.p if self.training else 0.0
         scaling = self.head_dim**-0.5
         output, weights = attend(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)

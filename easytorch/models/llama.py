@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input, keep_logits
+from easytorch.layers.config import attn_implementation
 from easytorch.layers.heads import QuestionAnsweringHead, SequenceClassificationHead, TokenClassificationHead
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm
@@ -72,7 +73,7 @@ class LlamaAttention(nn.Module):
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = interface_of(self.config._attn_implementation)
+        attend = interface_of(attn_implementation(self.config))
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
+from easytorch.kernels.decode import aten as aten_decode
 from easytorch.operations import attention_cpu
 from easytorch.operations.attention_impl import AttentionImpl
 from easytorch.operations.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.decode import ONE_QUERY, DecodeAttention
+from easytorch.operations.environment import untouched
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.metadata import OperationMetadata
@@ -91,6 +94,17 @@ class Attention(AttentionImpl):
         implementation = self.implementations[attention_cpu.preferences(*args, kwargs)[0][0]]
         method, backend = implementation.path(platform)
         return getattr(implementation, method) if implementation.supports(backend, *args, **kwargs) is None else None
+
+    def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None = None) -> Tensor | None:
+        """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv): a call without features.
+
+        None where the call has to be made: something is forced, compared or set, or the kernel needs a closer look.
+        """
+        if not (self._free and self._settled_as_given and untouched()):
+            return None
+        if softmax_scale is not None and not (type(softmax_scale) is float and math.isfinite(softmax_scale)):
+            return None
+        return aten_decode.one_token(query, key, value, softmax_scale)
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         name, _, backend = forced.partition(":")

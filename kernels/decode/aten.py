@@ -37,6 +37,7 @@ from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
 from easytorch.kernels.decode.contract import check_decode
+from easytorch.kernels.interop.arguments import FLOATS
 from easytorch.kernels.interop.torch_func import recording
 
 _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
@@ -139,6 +140,32 @@ def decode(
         _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b), free)
         for b, end in enumerate(ends)
     ])  # fmt: skip
+
+
+def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
+    """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv), as models and their caches hold them -> (B, 1, H, Dv).
+
+    `decode` of a call without features, which generation makes at each layer of each token: over a short cache its
+    steps take longer than the attention itself. None where there is more to look at: another layout, dtype or size,
+    a graph that is traced, and every mistake, of which `decode` says what it is.
+    """
+    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
+        return None
+    if not (query.is_cpu and key.is_cpu and value.is_cpu and key.is_contiguous() and value.is_contiguous()):
+        return None
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        return None
+    batch, heads, length, dim = q
+    kv_heads, keys, value_dim = v[1:]
+    if length != 1 or k != (batch, kv_heads, keys, dim) or v[0] != batch or dim == 0 or keys == 0 or kv_heads == 0:
+        return None
+    dtype = query.dtype
+    if heads % kv_heads or key.numel() >= _LARGE or dtype not in FLOATS or key.dtype != dtype or value.dtype != dtype:
+        return None
+    rows = readable(query.reshape(batch, kv_heads, heads // kv_heads, dim))
+    output = F.scaled_dot_product_attention(rows, key, value, scale=scale)
+    return output.reshape(batch, 1, heads, value_dim)
 
 
 def _faster_by_products(key: Tensor) -> bool:

@@ -7,17 +7,20 @@ negation and two of its copies. Pairs: one complex product.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from easytorch.kernels.interop.torch_func import eager
 from easytorch.kernels.rotary import native
 
 # Below this many elements of the query the definition's gradient is faster: each of our two costs 50 us of Python.
 FEW_TO_LEARN = 2**16
 
 
-def supports(cos: torch.Tensor, sin: torch.Tensor) -> str | None:
+def supports(cos: Tensor, sin: Tensor) -> str | None:
     """None when this path carries the call, else the reason why not."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "gradients of the tables are taken by the definition"
@@ -25,9 +28,9 @@ def supports(cos: torch.Tensor, sin: torch.Tensor) -> str | None:
 
 
 def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
-    position_ids: torch.Tensor | None = None, offset: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
+    position_ids: Tensor | None = None, offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The definition's result up to rounding: fewer steps round. Differentiable by query and key, and again."""
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     if torch.compiler.is_compiling() or (learning and query.numel() < FEW_TO_LEARN):  # a compiler fuses the definition
@@ -35,24 +38,51 @@ def rotary(
             query, key, cos, sin, interleaved=interleaved, position_ids=position_ids, offset=offset
         )  # fmt: skip
     cos, sin = native.tables(query, key, cos, sin, position_ids, offset)
+    if query.shape[1] == 1 and query.dtype == key.dtype and not (interleaved or torch.is_grad_enabled()):
+        return _turn_one_token(query, key, cos, sin)
     if interleaved:
         half = cos.shape[-1] // 2
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         turns = torch.complex(cos[..., :half].to(wide), sin[..., :half].to(wide))
         return _turn_pairs(query, turns), _turn_pairs(key, turns)
     below, above = sin.chunk(2, -1)
-    if not learning and query.shape[1] == 1 and query.dtype == key.dtype:
-        # one token: a step takes longer to call than to compute, and is the same for the heads of both
-        heads = query.shape[2]
-        turned = _turn_halves(torch.cat((query, key), 2), cos, below, above, _signed(query, cos, below, above))
-        return turned[:, :, :heads], turned[:, :, heads:]
     if learning:
         return _Halves.apply(query, cos, below, above), _Halves.apply(key, cos, below, above)
     signed = _signed(query, cos, below, above)
     return _turn_halves(query, cos, below, above, signed), _turn_halves(key, cos, below, above, signed)
 
 
-def _turn_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def _turn_one_token(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """By halves, in the fewest steps: of one token a step takes longer to call than to compute, and is the same for the
+    heads of both. One result in two parts takes half the time of two slices."""
+    heads = torch.cat((query, key), 2)
+    dim = cos.shape[-1]
+    turned, rest = (heads, None) if dim == heads.shape[-1] else heads.split_with_sizes((dim, heads.shape[-1] - dim), -1)
+    output = turned * cos
+    # not to be written to, and not one that a mode or a transform has made
+    signs = _kept_signs(dim, sin.dtype) if eager() else _signs(dim, sin.dtype)
+    swapped, signed = turned.roll(dim // 2, -1), sin * signs
+    if heads.dtype.itemsize == 2 and cos.dtype == heads.dtype:  # the steps, and so the bits, of many tokens
+        output.add_(swapped.mul_(signed))
+    else:
+        output.addcmul_(swapped, signed)
+    if output.dtype != heads.dtype:
+        output = output.to(heads.dtype)
+    if rest is not None:
+        output = torch.cat((output, rest), -1)
+    return output.split_with_sizes((query.shape[2], key.shape[2]), 2)
+
+
+def _signs(dim: int, dtype: torch.dtype) -> Tensor:
+    """(R,), the signs of the sines where the halves of a head are swapped: -1 for the first, 1 for the second."""
+    half = torch.ones(dim // 2, dtype=dtype, device="cpu")
+    return torch.cat((-half, half))
+
+
+_kept_signs = functools.lru_cache(maxsize=16)(torch.inference_mode(False)(_signs))
+
+
+def _turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
     """x (B, T, H, D), turns (B or 1, T, 1, R / 2) complex."""
     dim = 2 * turns.shape[-1]
     wide = torch.float64 if turns.dtype == torch.complex128 else torch.float32
@@ -61,9 +91,7 @@ def _turn_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
 
-def _turn_halves(
-    x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor, signed: torch.Tensor | None
-) -> torch.Tensor:
+def _turn_halves(x: Tensor, cos: Tensor, below: Tensor, above: Tensor, signed: Tensor | None) -> Tensor:
     """x (B, T, H, D), cos (B or 1, T, 1, R), below and above (B or 1, T, 1, R / 2): the halves of the sines."""
     dim = cos.shape[-1]
     turned, rest = (x, None) if dim == x.shape[-1] else x.split((dim, x.shape[-1] - dim), -1)
@@ -80,7 +108,7 @@ def _turn_halves(
     return output if rest is None else torch.cat((output, rest), -1)
 
 
-def _signed(x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor | None:
+def _signed(x: Tensor, cos: Tensor, below: Tensor, above: Tensor) -> Tensor | None:
     """What the halves, swapped, are multiplied by in 16 bits."""
     return torch.cat((-below, above), -1) if x.dtype.itemsize == 2 and cos.dtype == x.dtype else None
 
@@ -91,14 +119,14 @@ class _Halves(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, cos: torch.Tensor, below: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor, cos: Tensor, below: Tensor, above: Tensor) -> Tensor:
         return _turn_halves(x, cos, below, above, _signed(x, cos, below, above))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, below, above = ctx.saved_tensors
         return _Halves.apply(grad, cos, -above, -below), None, None, None
