@@ -89,6 +89,46 @@ def test_whatever_watches_or_replaces_a_layer_is_run(calls: list[torch.dtype]) -
     assert not calls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_layer_is_a_product_unless_something_listens(
+    dtype: torch.dtype, calls: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = nn.Linear(8, 4, dtype=dtype), torch.ones(2, 3, 8, dtype=dtype)
+    expected = layer(x)
+    seen: list[str] = []
+    forward = nn.Linear.forward
+    for register in (
+        layer.register_forward_hook,
+        layer.register_forward_pre_hook,
+        layer.register_full_backward_hook,
+        layer.register_full_backward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):
+        handle = register(lambda *_, name=register.__name__: seen.append(name))
+        linear(layer, x.clone().requires_grad_()).sum().backward()
+        handle.remove()
+        assert seen.pop() == register.__name__ and not seen
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) + 1)
+        assert torch.equal(linear(layer, x), expected + 1)
+        patch.setattr(nn.Linear, "forward", forward)
+        patch.setattr(nn.Module, "__call__", lambda self, x: x)
+        assert linear(layer, x) is x
+    assert torch.equal(linear(layer, x), expected)
+    weight = layer.weight.detach()  # as FSDP and meta-learning have it
+    del layer.weight
+    layer.weight = weight * 2  # type: ignore[assignment]
+    assert torch.equal(linear(layer, x), layer(x)) and not torch.equal(layer(x), expected)
+    other = nn.Linear(8, 4, bias=False, dtype=dtype)
+    product = other(x)
+    with monkeypatch.context() as patch:  # and the module is not called for nothing
+        patch.setattr(nn.Module, "_call_impl", None)
+        assert torch.equal(linear(other, x), product)
+    assert not calls
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -247,6 +247,64 @@ def test_attention_of_one_query_takes_it() -> None:
         forced(query.expand(B, 2, H, D), key, value)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kv_heads", [1, K, H])
+@pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.5])
+def test_one_token_in_the_layout_of_a_cache(scale: float | None, kv_heads: int, dtype: torch.dtype) -> None:
+    query, key, value = (tensor.to(dtype) for tensor in tensors(kv_heads))
+    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    got = OperationRegistry.create("attention").one_token(
+        heads_first[0], heads_first[1].contiguous(), heads_first[2].contiguous(), scale
+    )
+    assert got.shape == (B, 1, H, DV) and got.dtype == dtype
+    expected = attention(query.double(), key.double(), value.double(), causal=True, softmax_scale=scale)[0]
+    assert relative_rms_error(got, expected) <= TOLERANCE[dtype]
+
+
+def test_what_one_token_leaves_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(B, H, 1, D), torch.randn(B, K, S, D), torch.randn(B, K, S, DV)
+    operation = OperationRegistry.create("attention")
+    assert operation.one_token(query, key, value, 1.0) is not None
+    large = torch.zeros(1, 1, 1, 1).expand(B, K, 2**18, D)
+    for others in (
+        (query, key.transpose(1, 2).contiguous().transpose(1, 2), value),  # a layout that has to be looked at
+        (query, key, value[..., ::2]),
+        (query.expand(B, H, 2, D), key, value),
+        (query[0], key[0], value[0]),
+        (query[:, :-1], key, value),
+        (query[:1], key, value),
+        (query, key[:, :1].contiguous(), value),
+        (query, key[:, :, 1:].contiguous(), value),
+        (query, key[..., 1:].contiguous(), value),
+        (query[..., :0], key[..., :0], value),
+        (query, key[:, :, :0], value[:, :, :0]),
+        (query[:, :0], key[:, :0], value[:, :0]),
+        (query, key.double(), value),
+        (query.int(), key.int(), value.int()),
+        (query.to("meta"), key.to("meta"), value.to("meta")),
+        (query, key.to("meta"), value),
+        (query, torch.nn.Parameter(key), value),
+        (query, large, large),
+        (query, None, value),
+    ):
+        assert operation.one_token(*others, 1.0) is None
+    for scale in (1, True, "1", float("nan"), float("inf"), torch.tensor(1.0)):
+        assert operation.one_token(query, key, value, scale) is None
+    for setting in (
+        {"backend": "decode"},
+        {"softmax_scale": 0.5},
+        {"dropout_prob": 0.5},
+        {"runtime_dtype": torch.float64},
+        {"runtime_softmax_dtype": torch.float64},
+    ):
+        made = OperationRegistry.create("attention", OperationMetadata(**setting))
+        assert made.one_token(query, key, value, 1.0) is None
+    for name, said in (("EASYTORCH_OPS", "attention=vanilla"), ("EASYTORCH_CHECK", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, said)
+            assert operation.one_token(query, key, value, 1.0) is None
+
+
 def test_names_and_metadata() -> None:
     operation = OperationRegistry.create("autoregressive_decodeattn", OperationMetadata(softmax_scale=0.5))
     query, key, value = tensors()
