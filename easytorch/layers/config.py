@@ -13,7 +13,7 @@ _fields = object.__getattribute__
 _IMPLEMENTATION, _OUTPUT_ATTENTIONS = PreTrainedConfig._attn_implementation, PreTrainedConfig.output_attentions
 
 
-def attn_implementation(config: PreTrainedConfig) -> str | None:
+def attn_implementation(config: PreTrainedConfig) -> Any:
     """`config._attn_implementation`."""
     if type(config)._attn_implementation is _IMPLEMENTATION:  # else a class of its own mind (hrm_text)
         return _fields(config, "_attn_implementation_internal")
