@@ -29,7 +29,7 @@ from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
-from easytorch.bridge.steps import at_step, step_folder, step_read
+from easytorch.bridge.steps import chosen, step_folder, step_read
 from easytorch.bridge.ties import held_apart, untied
 from easytorch.bridge.unconverted import note_on_narrow, refuse_quantized
 from easytorch.bridge.unwrap import UnwrappedReader, in_collections
@@ -307,7 +307,7 @@ def open_checkpoint(
     what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`. drop: names of
     tensors that are not read, `*` in them standing for anything.
     """
-    form, file = registry.find(path if step is None else at_step(path, step), prefer=prefer)
+    form, file = registry.find(chosen(path, step), prefer=prefer)
     if isinstance(config, Config):
         found: Config | None = config
     elif config is not None:
@@ -330,10 +330,10 @@ def open_checkpoint(
         unwrapped = UnwrappedReader(kept, params_key=params_key)
         weights = unwrapped.tensors
         usual = form.usual_scheme if isinstance(form, OwnNames) else None
-        chosen = recognise(weights, found, usual) if scheme is None else scheme_called(scheme)
-        if found is None and (content := chosen.infer_config(weights)) is not None:
+        names = recognise(weights, found, usual) if scheme is None else scheme_called(scheme)
+        if found is None and (content := names.infer_config(weights)) is not None:
             found = Config(_folder(path) / "config.json", content)
-        return Checkpoint(form, reader, chosen.name, found, weights=unwrapped, step=said, dropped=drop)
+        return Checkpoint(form, reader, names.name, found, weights=unwrapped, step=said, dropped=drop)
     except BaseException:
         reader.close()
         raise

@@ -22,6 +22,7 @@ from easytorch.bridge.rules import Rules
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource
+from easytorch.bridge.steps import step_folder
 from easytorch.bridge.unconverted import refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.way_back import lost_tensor
@@ -48,7 +49,8 @@ class Conversion:
         rules: Rules | None = None,
         drop: Collection[str] = (),
     ) -> None:
-        refuse_adapter_beside(source)
+        for folder in (source, step_folder(source, checkpoint.reader.files[0])):
+            refuse_adapter_beside(folder)
         if checkpoint.config is not None:
             refuse_foreign_config(checkpoint.config.file, source)
         if dtype is not None and checkpoint.scheme == target.scheme == TORCH:

@@ -15,6 +15,8 @@ from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.locations import local_source
 from easytorch.bridge.schemes.registry import TORCH
+from easytorch.bridge.steps import step_folder
+from easytorch.bridge.unconverted import note_on_adapter
 
 # Compared a piece at a time, so that memory does not grow with the tensor.
 _PIECE = 1 << 20
@@ -47,6 +49,7 @@ class Difference:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     differing: tuple[TensorDifference, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -88,6 +91,11 @@ def diff(
             only_first=tuple(name for name in left.tensors if name not in right.tensors),
             only_second=tuple(name for name in right.tensors if name not in left.tensors),
             differing=tuple(difference for difference in found if difference is not None),
+            notes=tuple(
+                note
+                for path, checkpoint in ((here, one), (there, other))
+                for note in note_on_adapter(path, step_folder(path, checkpoint.reader.files[0]))
+            ),
         )
 
 

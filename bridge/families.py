@@ -47,10 +47,14 @@ class Config:
 
 def given_config(path: Path) -> Config:
     """The config a user names: a file, whatever it is called, or the folder of a config.json."""
+    from easytorch.bridge.companions import is_weights
+
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         what = "there is no config.json in this folder" if path.is_dir() else "there is no such config"
         raise CheckpointError(f"{what}; give the path of the model's config.json, or of its folder", file=path)
+    if is_weights(file.name):
+        raise CheckpointError("holds weights and is no config.json; give the path of that, or of its folder", file=path)
     return Config(file, read_json(file, limit=_CONFIG_LIMIT))
 
 

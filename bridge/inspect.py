@@ -11,6 +11,8 @@ from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.locations import local_source
+from easytorch.bridge.steps import step_folder
+from easytorch.bridge.unconverted import note_on_adapter
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class CheckpointInfo:
     files: tuple[str, ...]
     metadata: Mapping[str, str]
     tensors: tuple[TensorInfo, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -42,6 +45,7 @@ class CheckpointInfo:
             "files": list(self.files),
             "metadata": dict(self.metadata),
             "total_bytes": self.total_bytes,
+            "notes": list(self.notes),
             "tensors": [
                 {"name": info.name, "shape": list(info.shape), "dtype": info.dtype, "bytes": info.stored_bytes}
                 | ({"packed": info.packed} if info.packed else {})
@@ -66,6 +70,7 @@ def inspect(path: str | PathLike[str]) -> CheckpointInfo:
             files=tuple(file.name for file in reader.files),
             metadata=dict(reader.metadata),
             tensors=tuple(reader.tensors.values()),
+            notes=tuple(note_on_adapter(local, step_folder(local, reader.files[0]))),
         )
 
 

@@ -66,7 +66,7 @@ def _append(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 def _entries(file: Path) -> list[dict]:
     """The key and the finished files, up to the first line that is not whole."""
     try:
-        lines = file.read_bytes().split(b"\n")[:-1]
+        lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     entries: list[dict] = []

@@ -19,10 +19,24 @@ def steps_in(path: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def chosen(path: Path, step: int | None) -> Path:
+    """What to open of `path`: a step's folder, the last one's where it holds nothing but steps, or `path` itself."""
+    if step is not None:
+        return at_step(path, step)
+    found = steps_in(path)
+    if not found or _has_weights(path):
+        return path
+    return next((folder for folder in reversed(found.values()) if _has_weights(folder)), path)
+
+
+def _has_weights(path: Path) -> bool:
+    return any(form.detect(path) for form in registry.formats())
+
+
 def at_step(path: Path, step: int) -> Path:
     """The folder of one step of the run at `path`; `CheckpointError` listing those there are otherwise."""
     found = steps_in(path)
-    readable = [one for one, folder in found.items() if any(form.detect(folder) for form in registry.formats())]
+    readable = [one for one, folder in found.items() if _has_weights(folder)]
     if step not in readable:
         listed = f"the steps there are {', '.join(map(str, readable))}" if readable else "there are no steps in it"
         raise CheckpointError(f"has no step {step}; {listed}", file=path)

@@ -41,9 +41,17 @@ def adapter_in(folder: Path) -> str | None:
     return next((name for name in (ADAPTER_CONFIG, *_ADAPTER_WEIGHTS) if (folder / name).is_file()), None)
 
 
-def refuse_adapter_beside(path: Path) -> None:
-    """`CheckpointError` for a folder that holds an adapter beside the model it changes."""
-    if path.is_dir() and (found := adapter_in(path)) is not None:
+def note_on_adapter(*places: Path | None) -> list[str]:
+    """Notes on adapters beside the model, in those of `places` that are folders."""
+    found = [(path, adapter_in(path)) for path in places if path is not None and path.is_dir()]
+    return [
+        f"{path} holds an adapter (PEFT, {file}) too, which is no part of these weights" for path, file in found if file
+    ]
+
+
+def refuse_adapter_beside(path: Path | None) -> None:
+    """`CheckpointError` for a folder, where `path` is one, that holds an adapter beside the model it changes."""
+    if path is not None and path.is_dir() and (found := adapter_in(path)) is not None:
         raise CheckpointError(
             f"holds an adapter (PEFT, {found}) beside the model, and adapters are not converted; {_MERGE}, or "
             "give the model's weight file in the folder's place to convert it without the adapter",

@@ -118,6 +118,11 @@ def find(path: Path, *, prefer: Kind | None = None) -> tuple[Format, Path]:
             found.setdefault(kind_of(form), (form, file))
     if not found:
         refuse_adapter(path)
+        broken = sorted(file.name for file in path.iterdir() if not file.exists()) if path.is_dir() else []
+        if broken:
+            raise CheckpointError(
+                f"no weights found, and links to nothing: {', '.join(broken)}; fetch it again", file=path
+            )
         raise CheckpointError(f"no weights found; read here: {', '.join(_FORMATS)}", file=path)
     if prefer in found:
         return found[prefer]

@@ -61,12 +61,15 @@ def _print(found: Difference) -> None:
             console.print(f"{sign} {printable(name)}")
     for difference in found.differing:
         console.print(f"~ {printable(difference.name)}  {_line(difference)}")
+    for note in found.notes:
+        console.print(printable(f"note: {note}"))
     if found.same:
         console.print(f"the same: {found.compared} tensors")
     else:
         console.print(
             f"{found.compared} tensors in both, {len(found.differing)} differ; "
-            f"{len(found.only_first)} only in {found.first}, {len(found.only_second)} only in {found.second}"
+            f"{len(found.only_first)} only in {printable(found.first)}, "
+            f"{len(found.only_second)} only in {printable(found.second)}"
         )
 
 

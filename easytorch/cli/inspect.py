@@ -39,6 +39,8 @@ def command(
     else:
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(_title(info), style="bold")
+        for note in info.notes:
+            console.print(printable(f"note: {note}"))
         # rich cuts the lines of a tree to the console's width, and with them the sizes at their ends.
         Console(highlight=False, markup=False, width=_LONGEST_LINE).print(_tree(info))
 

@@ -1,5 +1,6 @@
 """A destination is there whole or not at all, whatever ends the writer."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import pytest
 from easytorch.bridge import renames
 from easytorch.bridge.atomic import new_file, new_folder, staged
 from easytorch.bridge.convert import convert
+from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 # Rewrites the Flax checkpoint argv[1] in small shards as argv[2] and kills itself when argv[3] tensors are written.
@@ -230,3 +233,27 @@ with new_folder(d, replace=True) as folder:
         pytest.fail("the block ran")
     assert (tmp_path / "new" / "x").read_text() == "new"
     assert leftovers(tmp_path) == []
+
+
+def test_finished_files_are_not_written_again(tiny_flax, tmp_path, monkeypatch):
+    form = registry.target("flax").form
+    written: list[str] = []
+    write = type(form).write
+
+    def spy(self, folder, file, tensors, source):
+        written.append(file)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        write(self, folder, file, tensors, source)
+
+    monkeypatch.setattr(type(form), "write", spy)
+    options = {"to": "flax", "max_shard_size": "1KB", "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_flax, tmp_path / "new", **options)
+    (left,) = leftovers(tmp_path)
+    lines = (tmp_path / left / "journal").read_text().splitlines()
+    finished = {line["file"] for line in map(json.loads, lines) if "file" in line}
+    assert finished and finished <= set(written[:3])
+    convert(tiny_flax, tmp_path / "new", **options)
+    assert finished.isdisjoint(written[4:])
+    assert diff(tiny_flax, tmp_path / "new").same

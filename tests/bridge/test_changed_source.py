@@ -152,6 +152,24 @@ def test_a_read_between_two_looks_is_held_against_both(tmp_path, monkeypatch):
         file.read_into(0, memoryview(bytearray(10)))
 
 
+def test_an_end_that_comes_early_is_an_error_by_itself(tmp_path, monkeypatch):
+    """Sizes and times may say nothing: some network file systems answer from what they remember."""
+    (tmp_path / "file").write_bytes(bytes(1 << 16))
+    file = ReadFile(tmp_path / "file")
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, start: 0)
+    with pytest.raises(CheckpointError, match="was changed while it was being read"):
+        file.read_into(0, memoryview(bytearray(10)))
+
+
+def test_what_changed_before_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(1 << 16))
+    file = ReadFile(tmp_path / "file")
+    os.utime(tmp_path / "file", (1, 1))
+    monkeypatch.delattr(os, "preadv")
+    with pytest.raises(CheckpointError, match="was changed while it was being read"):
+        file.read_into(0, memoryview(bytearray(10)))
+
+
 def test_a_file_is_read_in_any_pieces(tmp_path):
     rng = np.random.default_rng(SEED)
     content = rng.integers(0, 256, 200_001, dtype=np.uint8).tobytes()

@@ -277,3 +277,14 @@ main(["convert", {str(tiny_torch)!r}, {str(tmp_path / "new")!r}, "--to", "gguf"]
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert ended.stderr.strip() == "error: GGUF files need the gguf package: pip install gguf"
+
+
+def test_weights_are_no_config(tiny_torch, tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: holds weights and is no config\.json"):
+        convert(tiny_torch, tmp_path / "out", to="flax", config=tiny_torch / "model.safetensors")
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs/x")
+    with pytest.raises(CheckpointError, match=r"no weights found, and links to nothing: model\.safetensors"):
+        convert(tmp_path, tmp_path / "out", to="flax")

@@ -301,6 +301,8 @@ def test_each_step_with_its_own_files(tmp_path, kind):
             convert(tmp_path / f"{step}", folder, to="orbax")
         (folder / "vocab.txt").write_text(f"of {step}")
     (tmp_path / "run/README.md").write_text("of the run")
+    report = convert(tmp_path / "run", tmp_path / "last", to="flax" if kind == "torch" else "torch")
+    assert "step 2 is read, of 1, 2" in report.notes and (tmp_path / "last/vocab.txt").read_text() == "of 2"
     convert(tmp_path / "run", tmp_path / "out", to="flax" if kind == "torch" else "torch", step=1)
     names = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*")}
     assert {"config.json", "vocab.txt", "README.md"} <= names

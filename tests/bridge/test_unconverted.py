@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.inspect import inspect
 from easytorch.bridge.load_tree import load_tree
@@ -42,6 +43,19 @@ def test_an_adapter_beside_its_model(llama, tmp_path, to):
     convert(tmp_path / "model/model.safetensors", tmp_path / "alone", to=to)
     assert not list((tmp_path / "alone").rglob("adapter*"))
     assert (tmp_path / "alone/config.json").is_file()
+
+
+def test_an_adapter_beside_its_model_is_said_to_those_who_look(llama, tmp_path):
+    (tmp_path / "run").mkdir()
+    llama.save_pretrained(tmp_path / "run/checkpoint-3")
+    for folder, path in ((tmp_path / "model",) * 2, (tmp_path / "run/checkpoint-3", tmp_path / "run")):
+        assert inspect(path).notes == diff(path, path).notes == ()
+        write_adapter(folder)
+        (note,) = inspect(path).notes
+        assert note.startswith(f"{folder} holds an adapter (PEFT, adapter_config.json)")
+        assert diff(path, path).notes == (note, note)
+        with pytest.raises(CheckpointError, match="holds an adapter"):
+            convert(path, tmp_path / "out", to="flax")
 
 
 @pytest.mark.parametrize("to", ["torch", "flax"])
