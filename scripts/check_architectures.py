@@ -185,7 +185,10 @@ def _check_class(auto: str, model_class: Any, config: Any, seed: int) -> dict[st
         if inputs is not None:
             break
     else:
-        return {"status": "not tried", "reason": failures[-1]}
+        return {
+            "status": "not tried",
+            "reason": _as_it_is(model_class, built_from(model_class, config)) or failures[-1],
+        }
     torch.manual_seed(0)
     try:
         given = _as_given(theirs.config)
@@ -219,6 +222,22 @@ def _check_class(auto: str, model_class: Any, config: Any, seed: int) -> dict[st
     if wrong:
         return row | {"status": "different", "reason": "; ".join(wrong)}
     return row | {"status": "equal" if row["called"] else "stock"}
+
+
+def _as_it_is(model_class: Any, config: Any) -> str | None:
+    """Why transformers itself makes no model of the type's default config, None where it does."""
+    import torch
+
+    from easytorch.auto.failures import FAILURES, first_line
+
+    try:
+        with torch.device("meta"):
+            model_class._from_config(_as_given(config))
+    except ImportError as error:
+        return f"a package is not installed: {first_line(error)}"
+    except FAILURES as error:
+        return f"transformers' default config makes no model, and there is no checkpoint here: {first_line(error)}"
+    return None
 
 
 def _as_given(config: Any) -> Any:

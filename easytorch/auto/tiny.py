@@ -20,6 +20,7 @@ POSITIONS = 128
 WINDOW = 4
 EXPERTS, EXPERTS_A_TOKEN = 4, 2
 FRAMES, LATENTS = 4, 2
+LEAST_WIDTH = 8  # the 3 channels of an image are fewer
 LEAST_HEAD = 4  # what is smaller already stays: half of a rotary head must not be nothing
 
 # (the most head counts are divided by, what head sizes are divided by, fewer layers, smaller images): the first that
@@ -32,6 +33,8 @@ ATTEMPTS = (
     (1, 4, True, False),
     (32, 1, True, False),
     (8, 8, False, False),
+    (8, 8, False, True),
+    (1, 4, False, True),
     (1, 1, True, True),
 )
 
@@ -57,7 +60,7 @@ _WIDTHS = re.compile(
     r"output_channels|backbone_channel_list|(.*_)?attention_size|hidden_size_per_layer_input|fusion_hidden_size|query_dim|"
     r"num_pos_feats|mamba_d_ssm|(stage|stem|encoder|decoder)_(in_|mid_|out_)?channels|(.*_)?fusion_hidden_sizes|"
     r"(upsample|duration)_.*channels|.*_hidden_dimension|(.*_)?codebook_dim|num_filters|.*bottleneck_(size|dim)|(.*_)?d_latents|"
-    r"coordinate_size|shape_size|hidden_size_global|share_expert_dim"
+    r"coordinate_size|shape_size|pooler_output_size|hidden_size_global|share_expert_dim"
 )
 _GROUPS = re.compile(r".*_groups")  # of a convolution of one channel each
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts|moe_num_experts|num_experts_per_layer")
@@ -187,9 +190,12 @@ def _shrunken_value(name: str, value: Any, heads: int, by: int, ids: dict[int, i
         return LATENTS
     if name == "topk_group":
         return 1
-    for pattern, divisor in ((_HEADS, heads), (_HEAD_SIZES, by), (_WIDTHS, heads * by)):
+    for pattern, divisor in ((_HEADS, heads), (_HEAD_SIZES, by)):
         if pattern.fullmatch(name):
             return max(1, value // divisor)
+    if _WIDTHS.fullmatch(name) and value >= LEAST_WIDTH:
+        small = max(1, value // (heads * by))
+        return -(-small // 8) * 8 if "moe" in name else small  # rows that grouped products read start at 16 bytes
     return value
 
 
