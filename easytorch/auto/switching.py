@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from easytorch.auto.plugging import attention_for, plug_attention
 from easytorch.auto.report import report_on
 from easytorch.auto.trial import attention_groups
-from easytorch.protocol.flax_trees import plain_config
+from easytorch.protocol.conversion import plain_config
 
 
 def set_attention(model: PreTrainedModel, attn_implementation: str | dict[str, str], **kwargs: Any) -> None:
