@@ -20,7 +20,7 @@ from easytorch.auto.trial import attention_groups, try_attention
 from easytorch.bridge.families import families
 from easytorch.layers.attention import INTERFACES, OF_STOCK, OURS
 from easytorch.protocol.conversion import plain_config
-from easytorch.protocol.native import NativeModel
+from easytorch.protocol.native import NativeModel, check_parts
 
 ModelClass = type[PreTrainedModel]
 
@@ -57,6 +57,7 @@ def attention_for(
     `ValueError` when ours was asked for by name and `model_class` cannot take it.
     """
     if issubclass(model_class, NativeModel):
+        check_parts(config, asked)
         return Choice(asked or _of_config(config) or ("eager" if wants_weights else "easytorch"))
     config = built_from(model_class, config)
     _check_names(config, asked)
@@ -121,10 +122,7 @@ def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str,
 def _check_names(config: PreTrainedConfig, asked: str | dict[str, Any] | None) -> None:
     """`ValueError` for an attention, or a part of the config, that is not there; transformers passes over some."""
     if isinstance(asked, dict):
-        parts = ["", *config.sub_configs]
-        if unknown := sorted(set(asked) - set(parts)):
-            has = f"{type(config).__name__} has the parts {parts}"
-            raise ValueError(f"attn_implementation={asked!r} names {unknown}; {has}")
+        check_parts(config, asked)
         for part, name in asked.items():
             _check_names(getattr(config, part) if part else config, name)
     elif asked is not None and not isinstance(asked, str):

@@ -298,7 +298,7 @@ def difference(given: list[torch.Tensor], expected: list[torch.Tensor], toleranc
         size = _rms(right[known])
         if size > 1e-6 * scale:  # a gradient that is nothing but rounding says nothing
             worst = max(worst, _rms(ours[known] - right[known]) / size)
-    return f"off by {worst:.1%}" if worst > tolerance else None
+    return f"off by {worst:.2%}" if worst > tolerance else None
 
 
 def _rms(tensor: torch.Tensor) -> float:

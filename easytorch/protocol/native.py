@@ -17,6 +17,16 @@ from easytorch.protocol.load_checks import check_loaded
 from easytorch.protocol.loading import load_pretrained
 
 
+def check_parts(config: PreTrainedConfig, attn_implementation: Any) -> None:
+    """`ValueError` for a dict of attentions that names a part which `config` does not have."""
+    if not isinstance(attn_implementation, dict):
+        return
+    parts = ["", *config.sub_configs]
+    if unknown := sorted(set(attn_implementation) - set(parts)):
+        has = f"{type(config).__name__} has the parts {parts}"
+        raise ValueError(f"attn_implementation={attn_implementation!r} names {unknown}; {has}")
+
+
 class NativeModel(BridgeMixin, PreTrainedModel):
     """A `transformers.PreTrainedModel` whose attention is ours under every name, "sdpa" and "eager" included."""
 
@@ -82,6 +92,11 @@ class NativeModel(BridgeMixin, PreTrainedModel):
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
+
+    def set_attn_implementation(self, attn_implementation: Any, allow_all_kernels: bool = False) -> None:
+        """As transformers', which passes over parts of the config that are not there; here they are a `ValueError`."""
+        check_parts(self.config, attn_implementation)
+        super().set_attn_implementation(attn_implementation, allow_all_kernels)
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False

@@ -9,6 +9,8 @@ import transformers
 import easytorch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.kernels.rotary.frequencies import inverse_frequencies
+from easytorch.models._bert_encoder import BertEmbeddings
+from easytorch.protocol.batching import generate_batch
 
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
@@ -88,6 +90,13 @@ def test_generate_batch_raises_what_went_wrong(make_pair, llama_config) -> None:
         ours.generate_batch([[5, 9], [4]], generation_config=settings, continuous_batching_config=SMALL_CACHE)
 
 
+def test_generate_batch_notices_results_that_are_missing(make_pair, llama_config) -> None:
+    """transformers returns fewer than it was asked for where its thread ended, and no error with them."""
+    ours, _ = make_pair("LlamaForCausalLM", llama_config())
+    with pytest.raises(RuntimeError, match=r"finished 0 of 2 requests of LlamaForCausalLM .*: see the log"):
+        generate_batch(ours, lambda inputs: {}, [[5, 9], [4]])
+
+
 def test_a_shape_that_differs_is_a_runtime_error_too(llama_config, tmp_path) -> None:
     easytorch.AutoModelForCausalLM.from_config(llama_config()).save_pretrained(tmp_path)
     for kind in (RuntimeError, CheckpointError, ValueError):
@@ -102,6 +111,8 @@ def test_buffers_of_bert(make_pair, bert_config, tmp_path) -> None:
         given, expected = dict(model.named_buffers()), dict(theirs.named_buffers())
         assert set(given) == set(expected)
         assert all(torch.equal(given[name], expected[name]) for name in expected)
+    alone = BertEmbeddings(bert_config())  # outside a model nothing sets them later
+    assert torch.equal(alone.position_ids, theirs.embeddings.position_ids)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +169,24 @@ def test_eps_of_every_norm_is_that_of_the_config(make_pair, llama_config, bert_c
         plain.load_state_dict(ours.state_dict())
         with torch.no_grad():
             assert (plain(IDS)[0] - ours(IDS)[0]).abs().max() > 1e-2
+
+
+def test_the_dropout_of_llama_acts_and_only_in_training(make_pair, llama_config) -> None:
+    for model in make_pair("LlamaForCausalLM", llama_config(attention_dropout=0.5)):
+        with torch.no_grad():
+            assert torch.equal(model(IDS).logits, model(IDS).logits)
+            model.train()
+            assert not torch.allclose(model(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "BertModel"])
+def test_attention_for_parts_that_are_not_there(make_pair, llama_config, bert_config, name) -> None:
+    config = llama_config() if name == "LlamaModel" else bert_config()
+    ours, _ = make_pair(name, config)
+    with pytest.raises(ValueError, match=r"names \['vision_config'\]; \w+Config has the parts \[''\]"):
+        ours.set_attn_implementation({"vision_config": "eager"})
+    with pytest.raises(ValueError, match=r"names \['nosuch'\]"):
+        easytorch.AutoModel.from_config(config, attn_implementation={"nosuch": "eager"})
 
 
 def test_each_dropout_of_bert_acts_and_only_in_training(make_pair, bert_config) -> None:

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.kernels.attention import native
-from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, INTERFACES, attend, interface_of
+from easytorch.layers.attention import EAGER_INTERFACES, FLASH_FOR_TRANSFORMERS, INTERFACES, attend, interface_of
 from easytorch.operations import UnsupportedOperationError
 
 B, H, K, T, S, D = 2, 4, 2, 5, 7, 8
@@ -111,6 +111,14 @@ def test_packed_sequences(heads) -> None:
     torch.testing.assert_close(attend(Module(True), query, key, value, None, **kwargs)[0], expected, **TOLERANCE)
     with pytest.raises(ValueError, match="one packed row"):
         attend(Module(True), *heads, None, **kwargs)
+
+
+@pytest.mark.parametrize("name", EAGER_INTERFACES)
+def test_the_mask_alone_says_who_sees_whom_in_eager_attention(name, heads) -> None:
+    """Whatever the module and the call say of causality or a window: transformers' eager attention reads neither."""
+    eager = ALL_ATTENTION_FUNCTIONS[name]
+    for kwargs in ({}, {"is_causal": True}, {"sliding_window": 2}):
+        torch.testing.assert_close(eager(Module(True), *heads, None, **kwargs)[0], definition(*heads), **TOLERANCE)
 
 
 def test_dropout_only_in_training(heads) -> None:
