@@ -10,6 +10,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import aten_flash_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.base import backend
 from easytorch.operations.output import AttentionOutput
@@ -44,7 +45,7 @@ class FlashAttention(AttentionImpl):
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
         if backend == "aten":
-            return None
+            return REFUSAL if transforming_in_graph() else None
         if backend == "xla":
             if query.dtype == torch.float64:
                 return "XLA attention computes in float32, not float64"

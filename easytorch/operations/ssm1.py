@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
 from easytorch.kernels.ssm1 import aten, native
 from easytorch.operations.base import backend
 from easytorch.operations.registry import OperationRegistry
@@ -31,6 +32,8 @@ class SSM1(StateSpaceImpl):
     def supports(self, backend: str, x: Tensor, dt: Tensor, A: Tensor, *args: Any, **kwargs: Any) -> str | None:
         if backend == "xla" and (self.metadata.runtime_dtype or x.dtype) == torch.float64:
             return "TPUs and jax, as torch_xla calls it, have no float64"
+        if backend == "aten" and transforming_in_graph():
+            return REFUSAL
         if backend != "triton":
             return None
         from easytorch.kernels.ssm1 import triton_ssm1

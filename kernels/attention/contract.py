@@ -251,7 +251,8 @@ def _band(
 
 def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     given = tensor.shape
-    if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(reversed(given), reversed(shape), strict=False)):
+    # with ==: where a graph is traced, `in` says of a symbol that it is no number
+    if len(given) > len(shape) or any(a != 1 and a != b for a, b in zip(given[::-1], shape[::-1], strict=False)):
         raise ValueError(f"attention: {name} {tuple(given)} does not broadcast to (B, H, T, S) = {tuple(shape)}")
 
 

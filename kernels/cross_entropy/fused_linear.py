@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.cross_entropy import aten, chunk
-from easytorch.kernels.cross_entropy.native import check_arguments, check_linear, counted, cross_entropy
+from easytorch.kernels.cross_entropy.native import (
+    check_arguments,
+    check_linear,
+    counted,
+    cross_entropy,
+    linear_cross_entropy,
+    reduce,
+)
 from easytorch.kernels.interop.arguments import check_integer
 from easytorch.kernels.interop.torch_func import eager, transforming
 
@@ -43,8 +50,9 @@ def fused_linear_cross_entropy(
     """hidden (..., D), weight (V, D), labels (...), bias (V,) -> the loss, float32 (float64 for float64 inputs).
 
     `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits. library: "torch" or
-    "triton", which computes the losses and gradients of a chunk's logits. Not differentiable twice. Raises `ValueError`
-    for what does not fit. Few logits are formed whole, unless there is a chunk_size, and all under `torch.func`.
+    "triton", which computes the losses and gradients of a chunk's logits. "mean" and "sum" are differentiable any
+    number of times, beyond the first with all logits at once, "none" once. Raises `ValueError` for what does not fit.
+    Few logits are formed whole, unless there is a chunk_size, and all under `torch.func`.
     """
     check_linear(hidden, weight, bias, labels)
     vocabulary = weight.shape[0]
@@ -62,9 +70,11 @@ def fused_linear_cross_entropy(
     rows, flat = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1)
     size = default_chunk_size(vocabulary) if chunk_size is None else chunk_size
     settings = (ignore_index, label_smoothing, softcap, z_loss, size, library)
-    if reduction == "none":
-        return _losses(rows, weight, bias, flat, *settings).reshape(labels.shape)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    # which gradients an exported program is asked for is not known yet
+    if reduction == "none" or not any(wanted) or torch.compiler.is_exporting():
+        losses = _losses(rows, weight, bias, flat, *settings).reshape(labels.shape)
+        return reduce(losses, labels, ignore_index, reduction)
     # while it is compiled the number of rows may be unknown, and would be fixed by asking
     one_chunk = not torch.compiler.is_compiling() and rows.shape[0] <= size
     total = _sum(rows, weight, bias, flat, *settings, one_chunk, wanted)[0]
@@ -138,14 +148,33 @@ def _sum_fake(
 
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.dtype, ctx.arguments = inputs[0].dtype, len(inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:], *inputs[:4])
+    ctx.arguments = inputs[4:]
 
 
 def _sum_autograd(ctx: Any, total_grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = [_scaled(grad, total_grad, ctx.dtype) for grad in ctx.saved_tensors]
-    needed = [grad if n else None for grad, n in zip(grads, ctx.needs_input_grad[:3], strict=True)]
-    return *needed, *[None] * (ctx.arguments - 3)
+    *grads, hidden, weight, bias, labels = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # autograd asks for a graph of the gradients themselves, to which those of the forward pass are constants
+        ignore_index, label_smoothing, softcap, z_loss = ctx.arguments[:4]
+
+        def total(*leaves: torch.Tensor) -> torch.Tensor:
+            given = iter(leaves)
+            parts = [next(given) if want else x for want, x in zip(wanted, (hidden, weight, bias), strict=True)]
+            return linear_cross_entropy(
+                parts[0], parts[1], labels, parts[2], ignore_index=ignore_index, label_smoothing=label_smoothing,
+                softcap=softcap, z_loss=z_loss, reduction="sum",
+            )  # fmt: skip
+
+        leaves = [x for want, x in zip(wanted, (hidden, weight, bias), strict=True) if want]
+        again = iter(torch.func.vjp(total, *leaves)[1](total_grad))
+        needed = [next(again) if want else None for want in wanted]
+    else:
+        scaled = [_scaled(grad, total_grad, hidden.dtype) for grad in grads]
+        needed = [grad if want else None for grad, want in zip(scaled, wanted, strict=True)]
+    return *needed, *[None] * (1 + len(ctx.arguments))
 
 
 _sum.register_autograd(_sum_autograd, setup_context=_sum_context)

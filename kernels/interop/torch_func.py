@@ -11,8 +11,13 @@ REFUSAL = "torch.func takes no gradient of an operator: the definition, in plain
 
 
 def transforming() -> bool:
-    """True inside `torch.func.grad`, `vmap` and the like; False while a graph is traced."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """True inside `torch.func.grad`, `vmap` and the like, also where they stand in a function that is compiled."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def transforming_in_graph() -> bool:
+    """True inside `torch.func` in a function that is compiled, where torch (2.13) follows no `autograd.Function`."""
+    return torch.compiler.is_compiling() and transforming()
 
 
 def eager() -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.interop.torch_func import recording, transforming
 from easytorch.kernels.linear.native import check_tensors
 
 
@@ -32,14 +32,16 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         return "an exported program should need nothing but ATen where it runs"
     if torch.is_autocast_enabled("cpu"):
         return "autocast wants another dtype"
+    if transforming():
+        return "torch.func's transforms are ATen's"
     if torch.compiler.is_compiling():  # the rest cannot be asked while a graph is traced
         return None
     if torch.jit.is_tracing():
         return "a traced program should need nothing but ATen where it runs"
     if not torch.backends.mkldnn.enabled:
         return "torch.backends.mkldnn.enabled is off"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return "torch.func's transforms and forward-mode gradients are ATen's"
+    if forward_ad._current_level >= 0:
+        return "forward-mode gradients are ATen's"
     return None
 
 

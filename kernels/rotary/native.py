@@ -38,6 +38,7 @@ def tables(
     """cos and sin (B or 1, T, 1, R) of the call's positions; an error where they or the heads do not fit."""
     if not (together(query, key) and together(query, cos) and together(query, sin)):
         check_tensors("rotary", query=query, key=key, cos=cos, sin=sin)
+    # sizes are compared with ==: where a graph is traced, `in` says of a symbol that it is no number
     q, k, c = query.shape, key.shape, cos.shape
     all_positions = len(c) == 2
     fits = (
@@ -45,7 +46,7 @@ def tables(
         and q[:2] == k[:2]
         and q[3] == k[3]
         and sin.shape == c
-        and (all_positions or (len(c) == 3 and c[0] in (1, q[0]) and c[1] == q[1]))
+        and (all_positions or (len(c) == 3 and (c[0] == 1 or c[0] == q[0]) and c[1] == q[1]))
         and c[-1] <= q[3]
         and c[-1] % 2 == 0
         and floating(query)
@@ -81,7 +82,7 @@ def _rows(
         return cos[None, offset : offset + length], sin[None, offset : offset + length]
     shape = position_ids.shape
     integers = position_ids.dtype in (torch.int32, torch.int64)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != length or not integers:
+    if len(shape) != 2 or not (shape[0] == 1 or shape[0] == batch) or shape[1] != length or not integers:
         raise ValueError(
             f"rotary: position_ids must be integers (B or 1, T), here ({batch} or 1, {length}), got "
             f"{tuple(shape)} of {position_ids.dtype}"

@@ -110,3 +110,25 @@ def test_a_query_whose_rows_overlap_is_copied_in_a_graph_too(operation: str, dty
     wanted = torch.autograd.grad(expected, list(double.values()), upstream.double())
     for got, want in zip((output, *grads), (expected, *wanted), strict=True):
         assert relative_rms_error(got, want) <= TOLERANCE[dtype]
+
+
+def test_sizes_that_are_symbols_fit_tables_and_masks_of_known_sizes() -> None:
+    """A mask or table that the compiled function holds has numbers for sizes, beside the caller's symbols."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 33, 4, 16), torch.randn(2, 33, 2, 16), torch.randn(2, 33, 2, 16)
+    cos, sin, ids = torch.randn(2, 33, 16), torch.randn(2, 33, 16), torch.arange(33).repeat(2, 1)
+    mask, bias = torch.rand(2, 1, 33, 33) < 0.7, torch.randn(2, 4, 33, 33)
+    attend, turn = OperationRegistry.create("attention"), OperationRegistry.create("rotary")
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        turned = *turn(query, key, cos, sin), *turn(query, key, cos[0], sin[0], position_ids=ids)
+        return *turned, attend(query, key, value, mask=mask, bias=bias).attention_outputs
+
+    expected = call(query, key, value)
+    for tensor in (query, key, value):
+        for dim in (0, 1):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(query, key, value), expected, strict=True):
+        torch.testing.assert_close(got, want)

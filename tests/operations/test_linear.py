@@ -109,6 +109,10 @@ def test_autocast_transforms_and_forward_mode_go_to_aten(monkeypatch: pytest.Mon
     torch.testing.assert_close(torch.func.vmap(operation, (0, None))(x, weight), F.linear(x, weight))
     got = torch.func.grad(lambda w: operation(x[0], w).square().sum())(weight)
     torch.testing.assert_close(got, torch.func.grad(lambda w: F.linear(x[0], w).square().sum())(weight))
+    in_a_graph = torch.compile(
+        torch.func.grad(lambda w: operation(x[0], w).square().sum()), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(in_a_graph(weight), got)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x[0], x[1])
         tangent = torch.autograd.forward_ad.unpack_dual(operation(dual, weight)).tangent

@@ -123,3 +123,47 @@ def test_one_chunk_needs_no_wide_gradient_of_the_weight(dtype: torch.dtype) -> N
     operator = torch.ops.easytorch.fused_linear_cross_entropy_sum.default
     settings = (-100, 0.0, None, 0.0, 64, "torch", True, [True, True, True])
     torch.library.opcheck(operator, (hidden, weight, bias, labels, *settings))
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "hidden", "weight"])
+@pytest.mark.parametrize("reduction", native.REDUCTIONS)
+def test_second_gradients_are_right_or_an_error(reduction: str, frozen: str) -> None:
+    """The leaves are in the last sum too: a first gradient that has lost its graph would only be missing from it."""
+    tensors = {
+        name: torch.randn(shape, dtype=torch.float64).requires_grad_(name != frozen)
+        for name, shape in {"hidden": (5, 8), "weight": (16, 8), "bias": (16,)}.items()
+    }
+    leaves = [x for x in tensors.values() if x.requires_grad]
+    settings = {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.3, "reduction": reduction, "ignore_index": 3}
+
+    def second(function: Any, **chunks: int) -> tuple[torch.Tensor, ...]:
+        loss = function(**tensors, labels=torch.arange(5), **settings, **chunks)
+        first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
+        return (*first, *torch.autograd.grad(sum(x.square().sum() for x in (*first, *leaves)), leaves))
+
+    expected = second(native.linear_cross_entropy)
+    if reduction == "none":
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            second(fused_linear_cross_entropy, chunk_size=2)
+        return
+    for got, want in zip(second(fused_linear_cross_entropy, chunk_size=2), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("recorded", [(False, False), (True, False), (True, True)], ids=str)
+def test_an_exported_loss_has_any_gradient_it_is_asked_for(recorded: tuple[bool, bool]) -> None:
+    """Which leaves recorded a gradient while it was exported says nothing of the program that runs."""
+
+    class Loss(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return fused_linear_cross_entropy(hidden, weight, labels, chunk_size=2)
+
+    hidden, weight, labels = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
+    example = tuple(x.clone().requires_grad_(on) for x, on in zip((hidden, weight), recorded, strict=True))
+    program = torch.export.export(Loss(), (*example, labels)).module()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    for wanted in (leaves, leaves[1:]):
+        got = torch.autograd.grad(program(*leaves, labels), wanted)
+        expected = torch.autograd.grad(Loss()(*leaves, labels), wanted)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
