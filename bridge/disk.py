@@ -51,11 +51,14 @@ def _sync_file_system(path: Path) -> None:
 def os_error_of(error: Exception) -> OSError | None:
     """The operating system's error in one of a library that writes files itself, None where there is none.
 
-    torch.save raises its own while it handles that of the file; tensorstore states the number in its text.
+    torch.save raises its own while it handles that of the file, or one more while it handles that; tensorstore states
+    the number in its text, and so does what is written in Rust.
     """
-    if isinstance(error, OSError):
-        return error
-    if isinstance(error.__context__, OSError):
-        return error.__context__
-    number = re.search(r"os_error_code='(\d+)'", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError):
+            return link
+        link = link.__context__
+    number = re.search(r"os_error_code='(\d+)'|\(os error (\d+)\)", str(error))
+    code = int(number[1] or number[2]) if number else None
+    return None if code is None else OSError(code, os.strerror(code))

@@ -15,9 +15,11 @@ MODEL = flag("model")
 # What transformers raises while it builds a config or a model out of sizes that do not fit together.
 REFUSALS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError, AssertionError)
 
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
 COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "d_model",
+    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "d_model",
 )  # fmt: skip
 
 
@@ -34,7 +36,10 @@ def check_architecture(model: dict[str, Any] | str) -> PreTrainedConfig:
 def _read(folder: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise type(error)(f"{MODEL}: {error}") from error
 
 
 def build(settings: dict[str, Any]) -> PreTrainedConfig:
@@ -43,9 +48,10 @@ def build(settings: dict[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = settings["model_type"]
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"{MODEL}: unknown architecture {model_type!r}{nearest(str(model_type), CONFIG_MAPPING)}")
     _check_counts(settings)
+    _check_activations(settings)
     try:
         config = AutoConfig.for_model(**settings)
     except StrictDataclassError as error:
@@ -96,6 +102,16 @@ def _check_counts(settings: dict[str, Any]) -> None:
         value = settings.get(name)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{MODEL}: {name} must be at least 1, got {value}")
+
+
+def _check_activations(settings: dict[str, Any]) -> None:
+    """transformers raises a bare KeyError for these."""
+    from transformers.activations import ACT2FN
+
+    for name in ACTIVATIONS:
+        value = settings.get(name)
+        if isinstance(value, str) and value not in ACT2FN:
+            raise ValueError(f"{MODEL}: unknown {name} {value!r}{nearest(value, ACT2FN)}")
 
 
 def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTrainedConfig, where: str) -> None:

@@ -9,14 +9,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from easytorch.bridge.errors import nearest
 from easytorch.switches import switch
-from easytorch.training.config import TrainingConfig
+from easytorch.training.config import TrainingConfig, flag
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainingConfig:
-    """`ValueError`/`OSError` for what is wrong with the values; argparse exits with 2 on a flag it does not know."""
+    """`ValueError` or `OSError` for flags and values that are wrong."""
     flags = vars(_parser(prog).parse_args(arguments))
     path = flags.pop("config", None)
     values = {} if path is None else _read(path)
@@ -67,24 +68,35 @@ def _report(error: Exception) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A wrong flag is a `ValueError` like any other wrong setting: one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            message = f"unknown flag {unknown}{nearest(unknown.split()[0].partition('=')[0], known)}"
+        raise ValueError(f"{message}; {self.prog} --help lists the flags")
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog, argument_default=argparse.SUPPRESS, description=TrainingConfig.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="a JSON file with any of the settings; flags go over it")
     for item in dataclasses.fields(TrainingConfig):
-        flag, default = "--" + item.name.replace("_", "-"), item.default
+        option, default = "--" + item.name.replace("_", "-"), item.default
         if item.name in ("text", "change"):
-            parser.add_argument(flag, nargs="+", metavar="FILE" if item.name == "text" else "SETTING")
+            parser.add_argument(option, nargs="+", metavar="FILE" if item.name == "text" else "SETTING")
         elif item.name == "model":
-            parser.add_argument(flag, type=_model, metavar="JSON|FOLDER|ID")
+            parser.add_argument(option, type=_model, metavar="JSON|FOLDER|ID")
         elif isinstance(default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
+            parser.add_argument(option, action=argparse.BooleanOptionalAction)
         else:
             kind = {"int": int, "float": float, "int | None": int}.get(str(item.type), str)
             hint = "" if default is dataclasses.MISSING else f"default {default}"
-            parser.add_argument(flag, type=kind, metavar=item.name.upper(), help=hint)
+            parser.add_argument(option, type=kind, metavar=item.name.upper(), help=hint)
     return parser
 
 
@@ -96,10 +108,14 @@ def _model(text: str) -> dict[str, Any] | str:
 
 
 def _read(path: str) -> dict[str, Any]:
+    if not path or Path(path).is_dir() or not Path(path).exists():
+        raise FileNotFoundError(f"{flag('config')}: there is no file {path!r}")
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag('config')}: {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object of training settings, it holds a {type(values).__name__}")
+        raise ValueError(
+            f"{flag('config')}: {path} must hold a JSON object of training settings, it holds a {type(values).__name__}"
+        )
     return values

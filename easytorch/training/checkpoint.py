@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from easytorch.bridge.atomic import new_folder
+from easytorch.bridge.errors import CheckpointError
+from easytorch.training.disk import named_os_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STATE = "training_state.pt"
 _PREFIX = "checkpoint-"
+_NAME = re.compile(_PREFIX + "[0-9]+")
 
 
 def checkpoint_path(output: Path, step: int) -> Path:
@@ -33,12 +38,14 @@ def save_checkpoint(
 
     Raises `CheckpointError` where it cannot be written; what was there before stays.
     """
-    with new_folder(final, replace=True) as temporary:
+    with new_folder(final, replace=True) as temporary, named_os_errors(final):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        torch.save({"step": step, **state}, temporary / STATE)
+        # A file of ours: torch, given a path, loses the reason why it could not be written.
+        with (temporary / STATE).open("wb") as file:
+            torch.save({"step": step, **state}, file)
     for old in _checkpoints(final.parent)[:-keep]:
-        shutil.rmtree(old)
+        old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
 def latest_checkpoint(output: str | Path) -> Path | None:
@@ -48,14 +55,27 @@ def latest_checkpoint(output: str | Path) -> Path | None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was given as `state`, and the step."""
+    """What `save_checkpoint` was given as `state`, and the step; `CheckpointError` for what is damaged."""
     path = checkpoint / STATE
     if not path.is_file():
         raise FileNotFoundError(f"{checkpoint} has no {STATE}: it can be loaded as a model, and not be resumed from")
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    advice = f"move {checkpoint} away to resume from the checkpoint before it"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, OSError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"is damaged, or was not written by this trainer ({why}); {advice}", file=path) from error
+    if not isinstance(state, dict) or not {"step", "optimizer"} <= state.keys():
+        raise CheckpointError(f"holds no step and optimizer state; {advice}", file=path)
+    if type(state["step"]) is not int or checkpoint.name != f"{_PREFIX}{state['step']}":
+        raise CheckpointError(f"says that it is of step {state['step']!r}; {advice}", file=path)
+    settings = state.get("settings")
+    if settings is not None and not (isinstance(settings, dict) and isinstance(settings.get("text"), dict)):
+        raise CheckpointError(f"has settings that are none of training; {advice}", file=path)
+    return state
 
 
 def _checkpoints(output: Path) -> list[Path]:
     """Oldest first."""
-    found = [path for path in output.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    found = [path for path in output.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ ON_NONFINITE = ("stop", "skip")
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
 )  # fmt: skip
+
+# Above what any run has; numbers of elements, bytes and seconds are made of them.
+LARGEST_COUNT = 2**31 - 1
+LARGEST_SEED = 2**63 - 1
 
 # A resumed run takes these out of its checkpoint.
 _STORED = ("model", "vocab_size")
@@ -107,25 +111,35 @@ class TrainingConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("text", "change"):  # JSON has lists, and one name may stand alone
+            given = getattr(self, name)
+            object.__setattr__(
+                self, name, (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+            )
         for item in dataclasses.fields(self):
             self._require_type(item.name, str(item.type))
         if not self.text:
             raise ValueError(f"{flag('text')} names no file to train on")
-        for name in ("vocab_size", "block_size", "batch_size", "steps", "eval_every", "log_every", "keep_checkpoints"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup_steps", "save_every", "learning_rate", "min_learning_rate", "weight_decay", "grad_clip"):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more, and finite")
+        for name in ("text", "output", "model", "attn_implementation"):
+            value = getattr(self, name)
+            for path in value if isinstance(value, tuple) else (value,):
+                if isinstance(path, str) and (not path or "\0" in path):
+                    raise ValueError(f"{flag(name)} must be a name, got {path!r}")
+        self._require_count("vocab_size", 257, " (the bytes and end-of-text)")
+        self._require_count("block_size", 2, " (a token and the one it predicts)")
+        for name in ("batch_size", "micro_batch_size", "steps", "eval_every", "log_every", "keep_checkpoints"):
+            self._require_count(name, 1)
+        for name in ("warmup_steps", "save_every"):
+            self._require_count(name, 0)
+        for name in ("learning_rate", "min_learning_rate", "weight_decay", "grad_clip"):
+            self._require(name, 0 <= getattr(self, name) <= sys.float_info.max, "0 or more, and finite")
         for name in ("beta1", "beta2", "eval_fraction"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        self._require("vocab_size", self.vocab_size >= 257, "at least 257 (the bytes and end-of-text)")
-        self._require("block_size", self.block_size >= 2, "at least 2 (a token and the one it predicts)")
-        self._require("seed", self.seed >= 0, "0 or more")
+        self._require("seed", 0 <= self.seed <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("on_nonfinite", self.on_nonfinite in ON_NONFINITE, f"one of {', '.join(ON_NONFINITE)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
-        if self.micro_batch_size is not None:
-            self._require("micro_batch_size", self.micro_batch_size >= 1, "at least 1")
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"{flag('min_learning_rate')} {self.min_learning_rate} is above {flag('learning_rate')} "
@@ -146,6 +160,12 @@ class TrainingConfig:
     def _require(self, name: str, holds: bool, accepted: str) -> None:
         if not holds:
             raise ValueError(f"{flag(name)} must be {accepted}, got {getattr(self, name)!r}")
+
+    def _require_count(self, name: str, least: int, why: str = "") -> None:
+        value = getattr(self, name)
+        if value is not None:
+            self._require(name, value >= least, f"at least {least}{why}")
+            self._require(name, value <= LARGEST_COUNT, f"at most {LARGEST_COUNT}")
 
     def _require_type(self, name: str, declared: str) -> None:
         """JSON has types of its own: "10" and 10.5 are no number of steps."""
@@ -187,9 +207,7 @@ class TrainingConfig:
         missing = [flag(name) for name in ("text", "output") if name not in values]
         if missing:
             raise ValueError(f"training needs {' and '.join(missing)}")
-        lists = {name: values[name] for name in ("text", "change") if isinstance(values.get(name), (str, list, tuple))}
-        tuples = {name: (value,) if isinstance(value, str) else tuple(value) for name, value in lists.items()}
-        return cls(**{**values, **tuples})
+        return cls(**values)
 
 
 # The annotations above -> what a value must be an instance of, and how a message says so.

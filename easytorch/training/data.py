@@ -19,6 +19,10 @@ def read_texts(paths: Sequence[str]) -> list[str]:
     """The documents; an empty file is an error, as is one that is not UTF-8."""
     texts = []
     for path in paths:
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"{flag('text')}: {path} is a folder; name the files in it")
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{flag('text')}: there is no file {path!r}")
         try:
             texts.append(Path(path).read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -28,15 +32,27 @@ def read_texts(paths: Sequence[str]) -> list[str]:
     return texts
 
 
-def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Write the token ids of all documents, an end-of-text after each, to `path` as one int32 `.npy` array."""
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The token ids of all documents, an end-of-text after each, as one int32 array."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text (eos) token to put between documents")
     ids: list[int] = []
     for text in texts:
         ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         ids.append(tokenizer.eos_token_id)
-    np.save(path, np.asarray(ids, dtype=np.int32))
+    return np.asarray(ids, dtype=np.int32)
+
+
+def split_blocks(tokens: int, block_size: int, eval_fraction: float) -> tuple[int, int]:
+    """(blocks to train on, blocks held out) of so many tokens; `ValueError` where none is left to train on."""
+    count = tokens // block_size
+    held_out = max(1, round(count * eval_fraction)) if eval_fraction else 0
+    if count - held_out < 1:
+        raise ValueError(
+            f"{flag('text')} has {tokens} tokens, which is {count} blocks of {block_size}, {held_out} of them held "
+            f"out: nothing is left to train on; use more text or a smaller {flag('block_size')}"
+        )
+    return count - held_out, held_out
 
 
 class Blocks:
@@ -48,15 +64,9 @@ class Blocks:
 
     def __init__(self, path: Path, block_size: int, eval_fraction: float) -> None:
         tokens = np.load(path, mmap_mode="r")
-        count = len(tokens) // block_size
+        self.train_count, self.eval_count = split_blocks(len(tokens), block_size, eval_fraction)
+        count = self.train_count + self.eval_count
         self.blocks = tokens[: count * block_size].reshape(count, block_size)
-        held_out = max(1, round(count * eval_fraction)) if eval_fraction else 0
-        self.train_count, self.eval_count = count - held_out, held_out
-        if self.train_count < 1:
-            raise ValueError(
-                f"the text has {len(tokens)} tokens, which is {count} blocks of {block_size}, {held_out} of them held "
-                f"out: nothing is left to train on; use more text or a smaller {flag('block_size')}"
-            )
 
     def largest_token(self) -> int:
         return int(self.blocks.max())

@@ -27,6 +27,13 @@ class StopOnSignal:
     def __exit__(self, *exception: object) -> None:
         self._restore()
 
+    def asked_within(self, seconds: float) -> bool:
+        """Whether it is asked, by now or within so many seconds."""
+        until = time.monotonic() + seconds
+        while not self.asked and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.asked
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked and time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
             self._restore()

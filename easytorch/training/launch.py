@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import easytorch
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.prepare import check_inputs
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class TrainingFailedError(RuntimeError):
@@ -24,8 +31,8 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
     """Train as `torchrun --standalone --nproc-per-node processes` does and wait for the end.
 
     threads: of each process; None shares the cores out evenly. Raises `ValueError` or `OSError` for bad input before
-    anything is started, `TrainingFailedError` when a process fails, and `KeyboardInterrupt` when Ctrl-C ended the run,
-    after its checkpoint is written.
+    anything is started, `TrainingFailedError` when a process fails, and `KeyboardInterrupt` when Ctrl-C, SIGTERM or
+    SIGHUP ended the run, after its checkpoint is written.
     """
     if processes < 1:
         raise ValueError(f"{flag('processes')} must be at least 1, got {processes}")
@@ -39,14 +46,35 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
     ]  # fmt: skip
     environment = {**os.environ, **child_environment(), "OMP_NUM_THREADS": str(threads or _share_of_cores(processes))}
     running = subprocess.Popen(command, env=environment)
-    try:
+    with _signals_passed_on(running) as asked:
         code = running.wait()
-    except KeyboardInterrupt:
-        # The terminal has sent Ctrl-C to the training processes too; they are writing their checkpoint.
-        running.wait()
-        raise
+    if asked and code in (0, *(128 + number for number in STOPPING)):
+        raise KeyboardInterrupt
     if code:
         raise TrainingFailedError(output, code)
+
+
+@contextmanager
+def _signals_passed_on(running: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """What is asked of this process by signal is done by the one it waits for, which writes a checkpoint first; the
+    numbers that came. A terminal sends Ctrl-C to both, and torchrun does not finish in order when it gets two."""
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT or asked:
+            running.send_signal(signal.SIGTERM)
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield asked
+        return
+    names = [name for name in STOPPING if signal.getsignal(name) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    former = {name: signal.signal(name, pass_on) for name in names}
+    try:
+        yield asked
+    finally:
+        for name, handler in former.items():
+            signal.signal(name, handler)
 
 
 def child_environment() -> dict[str, str]:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from easytorch.bridge.errors import CheckpointError
 from easytorch.training.checkpoint import checkpoint_path, load_state, save_checkpoint
 from easytorch.training.config import TrainingConfig
 from easytorch.training.data import Blocks, step_indices
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
 from easytorch.training.interrupt import StopOnSignal
+from easytorch.training.metrics import read_metrics, series
 from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer
 from easytorch.training.plot import plot_loss
 from easytorch.training.prepare import (
@@ -72,7 +74,8 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
         tokenizer, blocks = read_tokens(config)
         model = make_model(config, tokenizer, checkpoint, processes.device)
         check_model(model, blocks, config)
-    return _Run(config, processes, tokenizer, blocks, model, checkpoint, settings).run()
+        optimizer, step = _make_optimizer(model, config, checkpoint)
+    return _Run(config, processes, tokenizer, blocks, model, optimizer, step, checkpoint, settings).run()
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
@@ -89,6 +92,23 @@ def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None
     return inputs.settings
 
 
+def _make_optimizer(
+    model: PreTrainedModel, config: TrainingConfig, checkpoint: Path | None
+) -> tuple[torch.optim.AdamW, int]:
+    """The optimizer, and how many of its steps the checkpoint has done."""
+    optimizer = make_optimizer(model, config)
+    if checkpoint is None:
+        return optimizer, 0
+    state = load_state(checkpoint)
+    try:
+        load_optimizer(optimizer, state["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"cannot be resumed from: {error}; move it away to resume from the checkpoint before it", file=checkpoint
+        ) from error
+    return optimizer, state["step"]
+
+
 class _Run:
     """The state of one process's loop."""
 
@@ -99,6 +119,8 @@ class _Run:
         tokenizer: PreTrainedTokenizerBase,
         blocks: Blocks,
         model: PreTrainedModel,
+        optimizer: torch.optim.AdamW,
+        step: int,
         checkpoint: Path | None,
         settings: dict[str, Any],
     ) -> None:
@@ -106,12 +128,7 @@ class _Run:
             config, processes, tokenizer, blocks, model, settings,
         )  # fmt: skip
         self.share, self.micro = config.share(processes.world)
-        self.optimizer = make_optimizer(model, config)
-        self.step, self.checkpoint = 0, checkpoint
-        if checkpoint is not None:
-            state = load_state(checkpoint)
-            self.step = state["step"]
-            load_optimizer(self.optimizer, state["optimizer"])
+        self.optimizer, self.step, self.checkpoint = optimizer, step, checkpoint
         self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if processes.world > 1 else model
         self.report: Report | None = None
         self.skipped = self.skipped_in_a_row = 0
@@ -120,6 +137,7 @@ class _Run:
         config, interrupted = self.config, False
         with ExitStack() as stack:
             stop = stack.enter_context(StopOnSignal())
+            stack.enter_context(self.processes.one_failure(stop))
             if self.processes.first:
                 self.report = stack.enter_context(
                     Report(Path(config.output), self.step, config.steps, config.log_every)
@@ -190,7 +208,8 @@ class _Run:
         found = first_nonfinite(self.model, loss, norm)
         assert found is not None
         self.skipped_in_a_row += 1
-        skipping = self.config.on_nonfinite == "skip" and nonfinite_parameter(self.model) is None
+        bad_weight = self.processes.any(nonfinite_parameter(self.model) is not None)
+        skipping = self.config.on_nonfinite == "skip" and not bad_weight
         if not skipping or self.skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
             if self.report is not None:
                 self.report.metrics.write(step=self.step + 1, loss=loss, gradient_norm=norm, stopped=found)
@@ -246,7 +265,12 @@ class _Run:
     def _save(self) -> None:
         """A checkpoint, if its weights are good: without this look at them, the last good checkpoint could make room
         for weights that the step before has driven off, since the loss of a step is that of the weights before it."""
-        if (found := nonfinite_parameter(self.model) or self._nonfinite_next()) is not None:
+        bad = nonfinite_parameter(self.model)
+        if self.processes.any(bad is not None):  # in one process alone, where its memory is bad
+            found: str | None = bad or "a parameter is not finite in another process"
+        else:
+            found = self._nonfinite_next()
+        if found is not None:
             self._fail(self.step, f"{found}, with the weights after this step")
         with self.processes.together():
             self.checkpoint = checkpoint_path(Path(self.config.output), self.step)
@@ -291,5 +315,5 @@ def _draw(output: Path) -> None:
     """The loss curve, where matplotlib is there to draw it; the run does not depend on it."""
     if importlib.util.find_spec("matplotlib") is None:
         print('loss.png is not drawn, matplotlib is missing: pip install "easytorch[train]"')
-    else:
+    elif series(read_metrics(output / "metrics.jsonl"), "loss"):  # none where every step was skipped
         plot_loss(output / "metrics.jsonl", output / "loss.png")

@@ -26,11 +26,37 @@ def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.opti
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The moments of `state`; decay and betas stay those of `optimizer`, which a resumed run may have changed."""
+    """The moments of `state`; decay and betas stay those of `optimizer`, which a resumed run may have changed.
+
+    `ValueError` for a state that is not of these parameters: torch takes it and reads past the end of the moments.
+    """
+    _check_moments(optimizer, state)
     ours = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, settings in zip(optimizer.param_groups, ours, strict=True):
         group.update(settings)
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    moments, groups = state.get("state"), state.get("param_groups")
+    whole = isinstance(moments, dict) and isinstance(groups, list)
+    if not whole or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise ValueError("it holds no optimizer state")
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise ValueError("its optimizer state is of another number of parameters")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip((n for group in groups for n in group["params"]), parameters, strict=True):
+        own = moments.get(number)
+        if not isinstance(own, dict):
+            if moments:  # a run that has only skipped steps has none at all
+                raise ValueError(f"its optimizer state lacks parameter {number}")
+            continue
+        for name, shape in (("step", ()), ("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape)):
+            moment = own.get(name)
+            if not isinstance(moment, torch.Tensor) or moment.shape != shape:
+                raise ValueError(f"its {name} of parameter {number} has not the shape {tuple(shape)}")
+            if not torch.isfinite(moment).all():
+                raise ValueError(f"its {name} of parameter {number} has values that are not finite")
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 import easytorch
 from easytorch.training import architecture, memory
 from easytorch.training.checkpoint import latest_checkpoint, load_state
 from easytorch.training.config import TrainingConfig, flag
-from easytorch.training.data import Blocks, read_texts, tokenize
+from easytorch.training.data import Blocks, read_texts, split_blocks, tokenize
+from easytorch.training.disk import named_os_errors
+from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.processes import find_device
 from easytorch.training.resume import check_same, stored_settings
 from easytorch.training.tokenizer import train_tokenizer
@@ -51,6 +54,8 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
         notes.append(f"{config.output} has no checkpoint to resume: this run starts from the beginning")
     model = architecture.check_architecture(config.model)
     if isinstance(config.model, dict):
+        if "vocab_size" in config.model:
+            notes.append("the model's vocab_size is not used: the tokenizer's is, which --vocab-size sets")
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
     notes.append(memory.describe(model, processes, device))
     return Inputs(texts, settings, notes)
@@ -58,7 +63,11 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:
     """The checkpoint to resume from, if any; `FileExistsError` where a new run would mix with an old one."""
-    checkpoint = latest_checkpoint(config.output)
+    output = Path(config.output)
+    beside = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not beside.is_dir():
+        raise NotADirectoryError(f"{flag('output')} {config.output}: {beside} is a file; give another folder")
+    checkpoint = latest_checkpoint(output)
     if checkpoint is not None and not config.resume:
         raise FileExistsError(
             f"{config.output} already has {checkpoint.name}: --resume it, or give another folder with --output"
@@ -68,17 +77,30 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
     """The tokenizer and the tokenized text, in the folder `data` of the output; one process makes them."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     # transformers draws a bar for each save and load; this run has one of its own.
     logging.disable_progress_bar()
     folder = Path(config.output) / "data"
     source = checkpoint or (config.model if isinstance(config.model, str) else None)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else AutoTokenizer.from_pretrained(source)
-    tokenizer.save_pretrained(folder)
-    tokenize(texts, tokenizer, folder / "tokens.npy")
+    tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else _load_tokenizer(source)
+    tokens = tokenize(texts, tokenizer)
+    split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses what is too little
+    with named_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(folder)
+        np.save(folder / "tokens.npy", tokens)
+
+
+def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (ValueError, OSError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{source}: no tokenizer can be loaded there ({error}); put the model's own beside the weights"
+        ) from error
 
 
 def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Blocks]:
@@ -102,7 +124,11 @@ def make_model(
     if checkpoint is not None or isinstance(config.model, str):
         model: torch.nn.Module = auto.from_pretrained(str(checkpoint or config.model), **chosen)
     else:
-        model = auto.from_config(architecture.with_tokenizer(config, tokenizer), **chosen)
+        fitted = architecture.with_tokenizer(config, tokenizer)
+        try:
+            model = auto.from_config(fitted, **chosen)
+        except ValueError as error:
+            raise ValueError(f"{flag('model')}: {error}") from error
     return cast("PreTrainedModel", model.to(device))
 
 
@@ -115,11 +141,20 @@ def check_model(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) 
             f"{flag('model')}: its tokenizer gives the token {largest}, and it has embeddings for {rows}: "
             f"the tokenizer is another model's"
         )
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    if (bad := nonfinite_parameter(model)) is not None:
+        raise ValueError(f"the model cannot be trained from here: {bad}")
+    # Two texts that begin with the same token: what is predicted from it must not depend on what follows.
+    tokens = torch.tensor([[0, 1], [0, 2]], dtype=torch.int64, device=model.device)
     try:
         with torch.no_grad():
-            model.eval()(input_ids=tokens, labels=tokens, use_cache=False)
+            logits = model.eval()(input_ids=tokens, labels=tokens, use_cache=False).logits
     except architecture.REFUSALS as error:
         raise ValueError(
             f"{flag('model')}: it cannot be run with these sizes: {type(error).__name__}: {error}"
         ) from error
+    first = logits[:, 0].float()
+    if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4 * float(first.abs().max())):
+        raise ValueError(
+            f"{flag('model')}: {type(model).__name__} sees the tokens that it is to predict; give a causal model, "
+            f'or "is_decoder": true where the architecture has it'
+        )

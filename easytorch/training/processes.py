@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from easytorch.training.config import flag
+from easytorch.training.interrupt import StopOnSignal
+
+# torchrun looks at its processes ten times a second; on a busy machine it takes longer to pass on what it saw.
+LOST_PEER_SECONDS = 3.0
 
 
 class OtherProcessError(RuntimeError):
@@ -47,6 +52,10 @@ class Processes:
             dist.all_reduce(stacked)
         return stacked.tolist()
 
+    def any(self, found: bool) -> bool:
+        """Whether it is so in any process; the same answer in every one."""
+        return self.sum(float(found))[0] > 0
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """What the block raises in any process ends it in all: the first that failed raises its error, and the others
@@ -56,9 +65,8 @@ class Processes:
             yield
         except Exception as raised:  # a boundary between processes: the others wait for this one's answer
             error = raised
-        # 0 for a process that is well, 2 for one with wrong input, else 1: by a sum that every process takes part in.
-        mark = 0.0 if error is None else 2.0 if isinstance(error, (ValueError, OSError)) else 1.0
-        marks = self.sum(*(mark if rank == self.rank else 0.0 for rank in range(self.world)))
+        # By a sum that every process takes part in.
+        marks = self.sum(*(_mark(error) if rank == self.rank else 0.0 for rank in range(self.world)))
         failed = [rank for rank, found in enumerate(marks) if found]
         if not failed:
             return
@@ -68,6 +76,28 @@ class Processes:
                 f"process {failed[0]} of {self.world} has failed", wrong_input=marks[failed[0]] == 2.0
             ) from error
         raise error
+
+    @contextmanager
+    def one_failure(self, stop: StopOnSignal) -> Iterator[None]:
+        """The block communicates: a process that fails in it breaks the connections of the others, which then have
+        nothing to say and raise `OtherProcessError`. The first to fail says so in the store they share; for one that
+        was killed torchrun sends the others SIGTERM."""
+        try:
+            yield
+        except Exception as error:  # a boundary between processes
+            if self.world == 1 or self.failed:
+                raise
+            mine = f"{self.rank} {_mark(error):.0f}"
+            rank, mark = _get_default_store().compare_set("easytorch/failed", "", mine).decode().split()
+            broken = isinstance(error, RuntimeError)
+            if rank != str(self.rank) or (broken and stop.asked_within(LOST_PEER_SECONDS)):
+                raise OtherProcessError("another process has failed", wrong_input=mark == "2") from error
+            raise
+
+
+def _mark(error: Exception | None) -> float:
+    """0 for a process that is well, 2 for one with wrong input, else 1."""
+    return 0.0 if error is None else 2.0 if isinstance(error, (ValueError, OSError)) else 1.0
 
 
 def find_device(device: str) -> torch.device:

@@ -40,6 +40,18 @@ from easytorch.training.arguments import parse
         {"resume": "no"},
         {"model": ["llama"]},
         {"model": {"hidden_size": 32}},
+        {"model": ""},
+        {"output": ""},
+        {"output": "a\0b"},
+        {"text": ("",)},
+        {"text": ("a", None)},
+        {"attn_implementation": ""},
+        {"seed": 2**63},
+        {"learning_rate": 10**400},
+        *(
+            {name: 2**31}
+            for name in ("steps", "block_size", "batch_size", "vocab_size", "micro_batch_size", "save_every")
+        ),
     ],
 )
 def test_a_setting_out_of_range_is_named(settings, wrong):
@@ -94,6 +106,35 @@ def test_unknown_and_missing_settings_are_named(tmp_path):
         parse(["--config", str(path)], "train")
 
 
+def test_one_file_or_a_list_of_them_is_taken(settings):
+    assert settings(text="a.txt").text == ("a.txt",)
+    assert settings(text=["a.txt", "b.txt"], change=["seed"]).text == ("a.txt", "b.txt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stepz", "3"], r"unknown flag --stepz 3 \(nearest known name: '--steps'\)"),
+        (["--learning-rte=3"], r"unknown flag --learning-rte=3 \(nearest known name: '--learning-rate'\)"),
+        (["extra"], "unknown flag extra"),
+        (["--steps"], "--steps: expected one argument"),
+        (["--steps", "three"], "--steps: invalid int value: 'three'"),
+        (["--config", "absent.json"], r"config \(--config\): there is no file 'absent.json'"),
+        (["--config", ""], r"config \(--config\): there is no file ''"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_without_the_usage(arguments, said, capsys):
+    with pytest.raises((ValueError, OSError), match=said):
+        parse(["--text", "a.txt", "--output", "o", *arguments], "train")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_config_file_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "run.json").write_bytes(b"\xff{")
+    with pytest.raises(ValueError, match=r"config \(--config\): .*run\.json is not JSON"):
+        parse(["--config", str(tmp_path / "run.json")], "train")
+
+
 def test_the_defaults_are_those_documented():
     """Each of them decides what a run without flags learns, or what it costs."""
     config = TrainingConfig(text=("a",), output="b")
@@ -116,8 +157,6 @@ def test_settings_from_json_may_name_one_file(tmp_path):
         TrainingConfig.from_dict({"text": [1], "output": "o"})
 
 
-def test_a_model_flag_that_is_not_json_is_named(capsys):
-    with pytest.raises(SystemExit) as exit_:
+def test_a_model_flag_that_is_not_json_is_named():
+    with pytest.raises(ValueError, match="--model: this is not JSON"):
         parse(["--text", "a", "--output", "b", "--model", '{"model_type": llama}'], "train")
-    assert exit_.value.code == 2
-    assert "--model: this is not JSON" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_a_saved_tokenizer_is_the_same_one(tmp_path):
 
 def test_documents_are_packed_with_an_end_after_each(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 300)
-    tokenize(TEXTS, tokenizer, tmp_path / "tokens.npy")
+    np.save(tmp_path / "tokens.npy", tokenize(TEXTS, tokenizer))
     blocks = Blocks(tmp_path / "tokens.npy", 8, 0.0)
     stream = [*tokenizer(TEXTS[0])["input_ids"], tokenizer.eos_token_id, *tokenizer(TEXTS[1])["input_ids"]]
     got = blocks.batch(np.arange(blocks.train_count))
@@ -70,5 +70,5 @@ def test_text_that_cannot_be_used_is_named(tmp_path):
         read_texts([str(tmp_path / "empty.txt")])
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
         read_texts([str(tmp_path / "latin.txt")])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"text \(--text\): there is no file"):
         read_texts([str(tmp_path / "absent.txt")])

@@ -14,6 +14,7 @@ from easytorch.training import NonFiniteError, latest_checkpoint, train
 from easytorch.training.finite import first_nonfinite, nonfinite_parameter
 from easytorch.training.loop import MOST_SKIPPED_IN_A_ROW, _Run
 from easytorch.training.metrics import read_metrics
+from easytorch.training.processes import Processes
 
 
 def strict_lines(output):
@@ -85,6 +86,13 @@ def test_skipped_steps_change_nothing(settings, monkeypatch):
         assert all(torch.equal(got[number][name], moments[name]) for name in moments)
 
 
+def test_a_run_of_skipped_steps_alone_has_no_curve(settings, monkeypatch):
+    multiplied(monkeypatch, math.nan, 1, 2)
+    result = train(settings(on_nonfinite="skip", steps=2, eval_fraction=0.0))
+    assert result.skipped == 2 and result.checkpoint.is_dir()
+    assert not (result.checkpoint.parent / "loss.png").exists()
+
+
 def test_a_run_that_only_skips_is_stopped(settings, monkeypatch):
     config = settings(on_nonfinite="skip", steps=40, eval_fraction=0.0)
     multiplied(monkeypatch, math.nan, *range(5, 41))
@@ -136,6 +144,18 @@ def test_a_weight_that_is_not_finite_is_named_and_never_skipped(settings, monkey
     with pytest.raises(NonFiniteError, match=r"step 6: the parameter model\.embed_tokens\.weight has 1 of"):
         train(config)
     assert names(config.output) == ["checkpoint-4"]
+
+
+def test_a_weight_that_is_not_finite_in_another_process_ends_this_one_too(settings, monkeypatch):
+    """Every process decides by the answers of all: one that went on by itself would wait for the others for ever."""
+    monkeypatch.setattr(Processes, "any", lambda self, found: True)
+    config = settings(steps=2, eval_fraction=0.0, save_every=0)
+    with pytest.raises(NonFiniteError, match="step 2: a parameter is not finite in another process"):
+        train(config)
+    multiplied(monkeypatch, math.nan, 1)
+    config = settings("skip", steps=2, eval_fraction=0.0, on_nonfinite="skip")
+    with pytest.raises(NonFiniteError, match="step 1: the loss is nan"):
+        train(config)
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(settings, monkeypatch):

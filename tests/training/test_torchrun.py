@@ -92,6 +92,50 @@ def test_ctrl_c_ends_the_command_with_a_checkpoint_to_resume_from(settings, tmp_
     assert load_state(checkpoint)["step"] == len(series(config.output, "loss")) < 100_000
 
 
+def test_sigterm_to_the_command_alone_ends_the_training_processes_with_a_checkpoint(settings, tmp_path):
+    """As systemd, docker and kill do."""
+    config = settings(steps=100_000, eval_fraction=0.0)
+    config.save(tmp_path / "run.json")
+    metrics = Path(config.output) / "metrics.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-m", "easytorch", "train", "--processes", "2", "--config", str(tmp_path / "run.json")],
+        env={**os.environ, **child_environment()}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        deadline = time.monotonic() + 600
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        running.terminate()
+        said = running.communicate(timeout=600)  # ends when no process holds the pipes any more
+    assert running.returncode == 130 and "can be resumed" in said[0], said
+    assert latest_checkpoint(config.output) is not None
+
+
+FULL_DISK = """
+import errno, os, sys
+from easytorch.training import arguments, loop
+original, rank = loop._Run._loss, int(os.environ["RANK"])
+def loss(self, module, tokens):
+    if self.step == 2 and rank == 0:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    return original(self, module, tokens)
+loop._Run._loss = loss
+sys.exit(arguments.run(sys.argv[1:], "train"))
+"""
+
+
+def test_one_process_fails_and_only_its_failure_is_told(settings, tmp_path):
+    (tmp_path / "rank.py").write_text(FULL_DISK)
+    config = settings(steps=4, eval_fraction=0.0)
+    config.save(tmp_path / "run.json")
+    torchrun = ["-m", "easytorch.training.torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(tmp_path / "rank.py"), "--config", str(tmp_path / "run.json")],
+        env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device: 'metrics.jsonl'\n")
+
+
 def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):
     with pytest.raises(ValueError, match="does not divide"):
         launch(settings(batch_size=3), 2)
