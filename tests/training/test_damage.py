@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, a metrics file, a disk or a model: one `ValueError` or `OSError` that names it."""
+"""What can be wrong with a checkpoint, a metrics file, a disk or a model: one error that names it."""
 
 from __future__ import annotations
 
