@@ -53,15 +53,20 @@ def _copy(source: Path, destination: Path, left: Iterable[Path]) -> list[str]:
             notes.append(f"{parent} is left out: it is an adapter (PEFT), which is not converted; merge it first")
             folders.clear()
             continue
+        notes += [
+            f"{Path(parent, name)} is left out: it is a link to a folder; copy that there"
+            for name in folders
+            if Path(parent, name).is_symlink()
+        ]
         for name in sorted(files):
             file = Path(parent, name)
-            if (
-                name.startswith(".")
-                or name == ADAPTER_CONFIG
-                or is_weights(name)
-                or not file.is_file()
-                or file.resolve() in left_out
-            ):
+            if name.startswith(".") or name == ADAPTER_CONFIG or is_weights(name):
+                continue
+            if not file.is_file():
+                kind = "a link to nothing" if file.is_symlink() else "no regular file"
+                notes.append(f"{file} is left out: it is {kind}")
+                continue
+            if file.resolve() in left_out:
                 continue
             if not stands_inside(file, source):
                 notes.append(f"{file} is left out: it is a link to a file outside of the folder; copy that there")

@@ -24,18 +24,16 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor both hold. `max_abs` and `max_rel` (of the first's value) are None where shapes differ."""
+    """A tensor both hold differently. `max_abs` and `max_rel` (of the first's value) are None where shapes differ.
+
+    They are 0 where only the sign of a zero, the bits of a NaN or the dtype differ.
+    """
 
     name: str
     first: TensorInfo
     second: TensorInfo
     max_abs: float | None
     max_rel: float | None
-
-    @property
-    def same(self) -> bool:
-        """Whether dtype, shape and every bit agree."""
-        return self.max_abs == 0.0 and self.first.dtype == self.second.dtype
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,8 @@ def diff(
     A tensor differs when its shape does, when its dtype does, or when some value is further than `tolerance` from the
     first's (0: when some bit differs). `config` is the config.json of those that have none.
     """
+    if not tolerance >= 0.0:
+        raise ValueError(f"tolerance is {tolerance}; give a number from 0 on")
     with (
         local_source(first) as here,
         local_source(second) as there,
@@ -111,7 +111,7 @@ def _compare(left: Reader, right: Reader, name: str, tolerance: float) -> Tensor
     if identical(first, second):
         return None
     absolute, relative = _distance(first, second)
-    if one.dtype == other.dtype and 0.0 < absolute <= tolerance:
+    if one.dtype == other.dtype and tolerance > 0.0 and absolute <= tolerance:
         return None
     return TensorDifference(name, one, other, absolute, relative)
 
@@ -119,30 +119,50 @@ def _compare(left: Reader, right: Reader, name: str, tolerance: float) -> Tensor
 def _distance(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     """The largest absolute and relative difference; NaN in one place of only one of them counts as infinite."""
     absolute = relative = 0.0
-    for one, other in _pieces(first, second):
-        gap = np.abs(one - other)
-        gap[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-        gap[np.isnan(gap)] = np.inf
+    for one, other in _pieces(first, second, _exact(first.dtype, second.dtype)):
+        gap = _gaps(one, other)
         if gap.size:
             absolute = max(absolute, float(gap.max()))
             with np.errstate(divide="ignore", invalid="ignore"):
-                ratio = np.where(gap == 0, 0.0, gap / np.abs(one))
+                ratio = np.where(gap == 0, 0.0, gap / np.abs(one.astype(np.result_type(one, np.float64))))
+            # What is infinite or NaN in the first has no relative difference to anything else.
+            ratio[np.isnan(ratio)] = np.inf
             relative = max(relative, float(ratio.max()))
     return absolute, relative
 
 
-def _pieces(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _exact(first: np.dtype, second: np.dtype) -> np.dtype:
+    """The type in which the elements of both are subtracted: float64 cannot tell 2**53 from 2**53 + 1."""
+    if {first.kind, second.kind} <= {"i", "u"} and (common := np.result_type(first, second)).kind != "f":
+        return np.dtype(f"{common.kind}8")
+    return np.dtype("complex128" if "complex" in first.name or "complex" in second.name else "float64")
+
+
+def _gaps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """How far the elements are apart, 0 where both are NaN and infinite where only one is."""
+    if one.dtype.kind == "c":
+        return np.hypot(_gaps(one.real, other.real), _gaps(one.imag, other.imag))
+    if one.dtype.kind in "iu":
+        # Two int64 may be further apart than an int64 reaches: the difference wraps, and is right as unsigned.
+        return (np.maximum(one, other) - np.minimum(one, other)).view(np.uint64)
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(one - other)
+    gap[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    gap[np.isnan(gap)] = np.inf
+    return gap
+
+
+def _pieces(first: np.ndarray, second: np.ndarray, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     if first.size <= _PIECE or first.ndim == 0:
-        wide = np.complex128 if "complex" in first.dtype.name or "complex" in second.dtype.name else np.float64
-        yield np.atleast_1d(first.astype(wide)), np.atleast_1d(second.astype(wide))
+        yield np.atleast_1d(first.astype(dtype)), np.atleast_1d(second.astype(dtype))
         return
     rows = _PIECE * len(first) // first.size
     if rows == 0:
         for one, other in zip(first, second, strict=True):
-            yield from _pieces(one, other)
+            yield from _pieces(one, other, dtype)
     else:
         for start in range(0, len(first), rows):
-            yield from _pieces(first[start : start + rows], second[start : start + rows])
+            yield from _pieces(first[start : start + rows], second[start : start + rows], dtype)
 
 
 call_as(diff)

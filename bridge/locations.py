@@ -48,6 +48,7 @@ def local_source(
     A text that is no existing path and could be a name on the Hub is one. `prefer`: as in `registry.find`.
     headers_only: remote safetensors are fetched without their data, which nobody will read.
     """
+    _refuse_null(location)
     if not isinstance(location, str) or os.path.lexists(location):
         yield Path(location)
         return
@@ -73,6 +74,7 @@ def local_destination(location: Location) -> Iterator[Path]:
     Nothing may stand at a URL yet. `hf://org/name` makes a repository, in one commit; elsewhere what tells that the
     checkpoint is whole (config, index) comes last, and a failed upload is removed.
     """
+    _refuse_null(location)
     if not is_remote(location):
         yield Path(location)
         return
@@ -88,6 +90,11 @@ def local_destination(location: Location) -> Iterator[Path]:
             raise CheckpointError("exists already; choose another destination or remove it first", file=url)
         yield local
         _upload(local, system, root, url)
+
+
+def _refuse_null(location: Location) -> None:
+    if "\0" in os.fspath(location):
+        raise CheckpointError("holds a null character, which no path does; give another name", file=location)
 
 
 def _file_system(url: str) -> tuple[Any, str]:

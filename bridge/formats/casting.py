@@ -30,10 +30,10 @@ def cast_into(out: np.ndarray, array: np.ndarray) -> None:
         return
     lost = ~_finite(out) & _finite(array)
     if lost.any():
-        value, largest = float(array[lost][0]), _largest(out.dtype)
+        value = float(array[lost][0])
         raise CastOverflow(
-            f"holds {value:.4g}, and {out.dtype.name} ends at {largest:.4g}; give another dtype, as bf16 or fp32, or "
-            "leave the tensor out (--drop)"
+            f"holds {value:.4g}, and {_why_not(value, out.dtype)}; give another dtype, as bf16 or fp32, or leave the "
+            "tensor out (--drop)"
         )
 
 
@@ -50,6 +50,12 @@ def _narrows(given: np.dtype, made: np.dtype) -> bool:
     if given.name not in FLOATING or made.name not in FLOATING:
         return False
     return _largest(made) < _largest(given) or float(ml_dtypes.finfo(made).min) >= 0
+
+
+def _why_not(value: float, made: np.dtype) -> str:
+    if value <= 0 < float(ml_dtypes.finfo(made).min):
+        return f"{made.name} has no zero and nothing negative"
+    return f"{made.name} ends at {_largest(made):.4g}"
 
 
 @cache

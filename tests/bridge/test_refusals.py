@@ -1,6 +1,7 @@
 """What convert, inspect and diff must not do: follow links out, obey a name, lose numbers, write where nobody asked."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,37 @@ def test_companions_are_followed_to_files_in_the_folder_alone(tiny_torch, tmp_pa
     assert not (tmp_path / "new" / "sub" / "up.json").exists()
     assert (tmp_path / "new" / "also.txt").read_text() == "mine"
     assert [note.partition(" is left out")[0].rpartition("/")[2] for note in report.notes] == ["vocab.txt", "up.json"]
+
+
+def test_what_is_no_file_is_left_out_and_said(tiny_torch, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret.txt").write_text("secret")
+    (tiny_torch / "own").mkdir()
+    (tiny_torch / "own" / "kept.txt").write_text("mine")
+    (tiny_torch / "linked").symlink_to("own")
+    (tiny_torch / "out").symlink_to(tmp_path / "elsewhere")
+    (tiny_torch / "broken.txt").symlink_to("nowhere")
+    (tiny_torch / "loop.txt").symlink_to("loop.txt")
+    os.mkfifo(tiny_torch / "pipe.txt")
+    report = convert(tiny_torch, tmp_path / "new", to="flax")
+    notes = dict(note.removeprefix(f"{tiny_torch}/").split(" is left out: it is ") for note in report.notes)
+    assert notes == {
+        "linked": "a link to a folder; copy that there",
+        "out": "a link to a folder; copy that there",
+        "broken.txt": "a link to nothing",
+        "loop.txt": "a link to nothing",
+        "pipe.txt": "no regular file",
+    }
+    assert sorted(path.name for path in (tmp_path / "new").rglob("*.txt")) == ["kept.txt"]
+
+
+def test_a_path_with_a_null_character(tiny_torch, tmp_path):
+    for source, destination in ((tiny_torch, tmp_path / "a\0b"), (tmp_path / "a\0b", tmp_path / "new")):
+        for kind in (str, Path):
+            with pytest.raises(CheckpointError, match=r"a\\x00b: holds a null character"):
+                convert(kind(source), kind(destination), to="flax")
+    with pytest.raises(CheckpointError, match="null character"):
+        inspect(str(tmp_path / "a\0b"))
 
 
 def test_snapshots_of_the_hub_are_links_into_its_store(tiny_torch, tmp_path):
@@ -121,6 +153,14 @@ def test_a_number_stays_one_in_every_cast(given, made):
         largest[77] = limits[0]
         with pytest.raises(CastOverflow, match=f"{made} ends at"):
             cast(largest, target)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -3.0])
+def test_a_type_without_zero_and_negatives_says_so(value):
+    made = np.dtype(ml_dtypes.float8_e8m0fnu)
+    assert cast(np.array([0.5, 8.0], np.float32), made).astype(np.float32).tolist() == [0.5, 8.0]
+    with pytest.raises(CastOverflow, match=f"holds {value:.4g}, and float8_e8m0fnu has no zero and nothing negative"):
+        cast(np.array([1.0, value], np.float32), made)
 
 
 def test_an_infinity_that_was_there_stays():
