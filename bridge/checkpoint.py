@@ -15,14 +15,14 @@ import numpy as np
 from easytorch.bridge.architecture import Architecture, architecture_of, check
 from easytorch.bridge.closing import Closing
 from easytorch.bridge.completeness import refuse_missing
-from easytorch.bridge.convention import flax_rules
+from easytorch.bridge.convention import flax_rules, outlined_rules
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config, find_config, given_config
+from easytorch.bridge.families import Config, find_config, given_config, native_rules
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
 from easytorch.bridge.formats.renamed import RenamedReader, without
 from easytorch.bridge.fused import by_hub_names
-from easytorch.bridge.outline import describes, outline_of
+from easytorch.bridge.outline import outline_of
 from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
@@ -126,11 +126,11 @@ class Checkpoint(Closing):
         """The architecture off its family's outline, where the weights are just those it lists."""
         if {scheme, self.scheme} != {TORCH, "flax"}:
             return None
-        found = outline_of(self.needed_config, len(self._weights.tensors))
-        if found is None:
-            return None
-        table = compile_rules(flax_rules(self.needed_config, found))
-        return found if describes(found, self._weights.tensors, table, leaves=scheme == TORCH) else None
+        tensors = self._weights.tensors
+        found = outline_of(self.needed_config, len(tensors), tensors)
+        if found is None or native_rules(self.needed_config.model_type) is not None:
+            return found
+        return found if outlined_rules(found.names, tensors) is not None else None
 
     def _apart(self, torch: Reader) -> Architecture:
         """The architecture, with the tied weights that `torch` holds apart."""

@@ -15,13 +15,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.architecture import UNBUILDABLE, Architecture
 from easytorch.bridge.families import Config, native_rules
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.members import Member, members_of
+from easytorch.bridge.members import Member, members_of, table_of_names
 from easytorch.bridge.outline import OutlinedNames
 from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIED_ENDINGS, TIES, UNREAD, Rule, Rules
 from easytorch.bridge.transforms import Transform
@@ -45,7 +45,35 @@ def flax_rules(config: Config, architecture: Architecture) -> Rules:
     if native is not None:
         return native
     names = architecture.names
-    return names.rules() if isinstance(names, OutlinedNames) else convention_rules(names, architecture.given)
+    if isinstance(names, OutlinedNames):
+        rules = outlined_rules(names, architecture.given)
+        assert rules is not None, "an outline answers where it knows all names"
+        return rules
+    return convention_rules(names, architecture.given)
+
+
+def outlined_rules(names: OutlinedNames, given: Iterable[str]) -> Rules | None:
+    """`convention_rules` off an outline; None where it does not know all of the names `given`."""
+    rows = _Rows(frozenset(given), outline_rows, statistics=True)
+    rows.add(names)
+    table, depends = table_of_names(names.model_type)
+    if rows.unknown and depends:
+        return None
+    rows.add_from_tables([] if table is None else [Member("", table, "")])
+    for sibling in names.siblings():
+        if not rows.unknown:
+            break
+        if sibling is None:
+            return None  # it may have the name
+        rows.add(sibling)
+    rows.add_scratch((*names.unexpected, _ALWAYS_SCRATCH))
+    return None if rows.unknown else rows.rules()
+
+
+def outline_rows(names: OutlinedNames) -> Iterator[Row]:
+    """Every row of one class of an outline."""
+    for name, path, kind, _ in names.rows:
+        yield (name,), path, kind
 
 
 def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf | None = None) -> Rules:
@@ -55,7 +83,7 @@ def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf
     classes of its family (another head, a pooler), and read as older spellings.
     rows_of: the rows of one class by another convention than HF Flax's.
     """
-    rows = _Rows(frozenset(given) - names.fused, rows_of)
+    rows = _Rows(frozenset(given) - names.fused, rows_of or model_rows, statistics=rows_of is None)
     rows.add(names)
     if rows_of is None:
         rows.add_from_tables(members_of(names))
@@ -72,9 +100,11 @@ def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf
 class _Rows:
     """The rows of one or several classes of a family; the first to name a tensor or a leaf decides."""
 
-    def __init__(self, given: frozenset[str], rows_of: RowsOf | None) -> None:
+    def __init__(self, given: frozenset[str], rows_of: Callable[[Any], Iterator[Row]], *, statistics: bool) -> None:
+        """statistics: whether running means stand apart from what is trained."""
         self._given = given
         self._rows_of = rows_of
+        self._statistics = statistics
         self._known: set[str] = set()
         self._tied: set[str] = set()
         self._rows: list[Rule] = []
@@ -89,15 +119,13 @@ class _Rows:
         """The names of the checkpoint that no row has."""
         return sorted(self._given - self._known)
 
-    def add(self, names: HubNames) -> None:
+    def add(self, names: HubNames | OutlinedNames) -> None:
         """The rows of one class, and those of a checkpoint of its base model alone or of a head around it."""
-        self._batch_stats = self._batch_stats or (self._rows_of is None and any(map(is_statistic, names.tensors)))
-        base = names.model.base_model_prefix
-        is_base = bool(base) and not hasattr(names.model, base)
-        others: list[Row] = []
-        for row in (self._rows_of or _model_rows)(names):
+        self._batch_stats = self._batch_stats or (self._statistics and any(map(is_statistic, names.tensors)))
+        base, others = names.base, list[Row]()
+        for row in self._rows_of(names):
             self._add(*row)
-            others += _around(base, *row) if is_base else _without(base, *row)
+            others += _without(base, *row) if names.has_base or not base else _around(base, *row)
         others = [(torch_names, self._headed(torch_names, path), kind) for torch_names, path, kind in others]
         if not self._given or any(not self._given.isdisjoint((*row[0], *_leaves(row[1]))) for row in others):
             for row in others:
@@ -169,7 +197,7 @@ def _around(base: str, torch_names: tuple[str, ...], path: Path, kind: str | Tra
     return [(tuple(f"{base}.{name}" for name in torch_names), _changed(path, lambda leaf: f"{base}/{leaf}"), kind)]
 
 
-def _model_rows(names: HubNames) -> Iterator[Row]:
+def model_rows(names: HubNames) -> Iterator[Row]:
     """Every row of one class, without prefixes of any kind but its own."""
     modules = dict(names.model.named_modules())
     members = members_of(names)

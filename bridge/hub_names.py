@@ -60,6 +60,16 @@ class HubNames:
         return frozenset(name for name, tensor in self.tensors.items() if tensor.dtype.is_floating_point)
 
     @property
+    def base(self) -> str:
+        """What classes of the family call the base model."""
+        return self.model.base_model_prefix
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the model is a head around a base model of that name."""
+        return bool(self.base) and hasattr(self.model, self.base)
+
+    @property
     def ties(self) -> Mapping[str, str]:
         """Names in memory: a weight that is tied -> the one it repeats."""
         return self.model.all_tied_weights_keys

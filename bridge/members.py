@@ -6,6 +6,7 @@ import importlib
 from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from easytorch.bridge.families import native_rules
@@ -61,16 +62,26 @@ def _on_disk(start: str, names: HubNames) -> str:
     return starts.most_common(1)[0][0] if start and starts else start
 
 
+def table_of_names(model_type: str) -> tuple[RuleTable | None, bool]:
+    """The table of a family, None for one that differs nowhere from the convention; whether it depends on the model."""
+    module = _table_module(model_type)
+    if module is not None and hasattr(module, "rules"):
+        return None, True
+    rules = module.RULES if module is not None else native_rules(model_type) if model_type else None
+    return None if rules is None else compile_rules(rules), False
+
+
 def _table(model: PreTrainedModel) -> RuleTable | None:
-    """The table of the model's family, None for one that differs nowhere from the convention."""
     model_type = model.config.model_type
+    table, depends = table_of_names(model_type)
+    module = _table_module(model_type)
+    return compile_rules(module.rules(model)) if depends and module is not None else table
+
+
+def _table_module(model_type: str) -> ModuleType | None:
     # No module can be called like "kosmos-2.5".
     name = f"easytorch.bridge.tables.{model_type.replace('-', '_').replace('.', '_')}"
-    if model_type and find_spec(name) is not None:
-        module = importlib.import_module(name)
-        return compile_rules(module.rules(model) if hasattr(module, "rules") else module.RULES)
-    rules = native_rules(model_type) if model_type else None
-    return None if rules is None else compile_rules(rules)
+    return importlib.import_module(name) if model_type and find_spec(name) is not None else None
 
 
 def _level(model: PreTrainedModel) -> str:

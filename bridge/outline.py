@@ -1,139 +1,247 @@
 """The weights of a known architecture without transformers: names and shapes off config.json, by its family's outline.
 
 Building a model on the meta device imports torch and transformers, which takes seconds. An outline
-(`bridge/outlines/<model_type>.py`) lists what that would find. It answers for the usual case alone: a config of which
-every key and value is known to it, and a checkpoint of just the weights it lists. Everything else, errors included, is
-left to `bridge.architecture`, so that an outline decides how soon an answer comes and never which.
+(`bridge/outlines/<model_type>.json`) lists what that would find. It answers for a config of which every key and value
+is known to it, and a checkpoint of which every name is. Everything else is left to `bridge.architecture`, so that an
+outline decides how soon an answer comes and never which.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
 from easytorch.bridge.architecture import Architecture, refuse_counts
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
-from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.outlines.fields import COMMON, LABELS, UNKNOWN, Field
-from easytorch.bridge.outlines.weights import Weight
-from easytorch.bridge.rules import TIED, TIED_ALWAYS, TIED_ENDINGS, Rules, RuleTable
+from easytorch.bridge.outlines.fields import COMMON, KINDS, LABELS, Field, rotary
+from easytorch.bridge.outlines.language import Settings, holds, value_of
+from easytorch.bridge.rules import BUFFER, TIES
 
-Settings = Mapping[str, Any]
+_LOOPS = "ijk"
+# A row of a table by the convention: torch's name, the leaf, the transform; and what shape the class needs, if any.
+Row = tuple[str, str | None, str, tuple[int, ...] | None]
 
 
-@dataclass(frozen=True)
-class Head:
-    """A class of a family. `base` is the base model's name, "" for the base model itself; `ties` repeat -> source."""
-
-    weights: Callable[[Settings, str], Iterator[Weight]]
-    base: str = ""
-    ties: Mapping[str, str] | None = None
+class Unsure(Exception):
+    """An outline that has no answer: the sizes of the config do not go together."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A family: what its config may say, and the weights of its classes.
+    """A family's file. `classes` hold their rows, templates with counts; `fits` what values go together."""
 
-    `base` is what its classes call the base model. `fields` are the keys of its config; `fits` says whether their
-    values go together. The first of `heads` is what a config without `architectures` describes.
-    """
-
-    base: str
+    model_type: str
+    default: str
     fields: Mapping[str, Field]
-    heads: Mapping[str, Head]
-    fits: Callable[[Settings], bool]
+    made: Mapping[str, str]
+    same: Mapping[str, str]
+    fits: tuple[str, ...]
+    classes: Mapping[str, Mapping[str, Any]]
+
+    def settings(self, content: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The settings that `content` gives and leaves to their defaults; None where one is not known here."""
+        settings = {key: field.default for key, field in self.fields.items()}
+        given = dict(_flat(content, {key.partition(".")[0] for key in self.fields if "." in key}))
+        for key, value in given.items():
+            if key in self.same and key not in self.fields:
+                if self.same[key] not in given or repr(given[self.same[key]]) != repr(value):
+                    return None
+                continue
+            if key not in self.fields or not self.fields[key].accepts(value):
+                return None
+            settings[key] = value
+        settings[LABELS] = 2 if settings["id2label"] is None else len(settings["id2label"])
+        for key, expression in self.made.items():
+            if settings[key] is None:
+                settings[key] = value_of(expression, settings)
+                if settings[key] is None:
+                    return None
+        return settings if all(_fits(condition, settings) for condition in self.fits) else None
+
+    def rows(self, name: str, settings: Settings) -> list[Row]:
+        """The rows of a class; `Unsure` where a size is none."""
+        return [_filled(row, settings, indexes) for row, indexes in _expanded(self._templates(name), settings, {}, 0)]
+
+    def ties(self, name: str, settings: Settings) -> dict[str, str]:
+        """What a class ties: a weight -> the one it repeats."""
+        rows = [(repeat, source, "", None, *when) for repeat, source, *when in self.classes[name]["ties"]]
+        return {
+            _numbered(row[0], indexes): _numbered(row[1], indexes) for row, indexes in _expanded(rows, settings, {}, 0)
+        }
+
+    def _templates(self, name: str) -> list[Any]:
+        found: list[Any] = []
+        for row in self.classes[name]["rows"]:
+            if "all of" not in row:
+                found.append(row)
+                continue
+            start, without = row.get("below", ""), row.get("without", ())
+            found += [
+                [start + one[0], _below(start, one[1]), *one[2:]]
+                for one in self._templates(row["all of"])
+                if one[0] not in without
+            ]
+        return found
 
 
 class OutlinedNames:
-    """`HubNames` of an outline: the names on disk are those in memory, and no other spellings are known."""
+    """`HubNames` of an outline's class: the names on disk are those in memory, and no other spellings are known."""
 
     fused: frozenset[str] = frozenset()
 
-    def __init__(self, weights: Collection[Weight], ties: Mapping[str, str], always: Mapping[str, str]) -> None:
-        self.tensors = {weight.name: weight.shape for weight in weights}
-        self.floating = frozenset(self.tensors)
-        self.ties = ties
-        self._always = always
-        self._weights = weights
+    def __init__(self, outline: Outline, name: str, settings: Settings) -> None:
+        described = outline.classes[name]
+        self.model_type = outline.model_type
+        self.base: str = described["base"]
+        self.has_base: bool = described["inside"]
+        self.rows = outline.rows(name, settings)
+        self.ties = outline.ties(name, settings)
+        self.unexpected: tuple[str, ...] = tuple(described.get("unexpected", ()))
+        self.tensors = {
+            name: shape for name, _, kind, shape in self.rows if shape is not None or kind not in (BUFFER, *TIES)
+        }
+        # Of what torch saves and makes anew where a checkpoint lacks it no shape is held; of a buffer it is empty.
+        buffers = {name for name, _, kind, shape in self.rows if kind == BUFFER and shape == ()}
+        self.shapes = {name: shape for name, shape in self.tensors.items() if shape is not None and name not in buffers}
+        self._outline, self._name, self._settings = outline, name, settings
+
+    @property
+    def floating(self) -> Collection[str]:
+        """The names on disk of what is a floating point tensor in the model: integer buffers have no shape here."""
+        return self.tensors.keys()
 
     def hub_name(self, module_name: str) -> str | None:
         """The name itself, None where it is no weight."""
         return module_name if module_name in self.tensors else None
 
     def aliases(self, names: Collection[str]) -> dict[str, str]:
-        """None: an outline is not used for checkpoints with other names."""
+        """None: an outline is not used for checkpoints with other spellings."""
         return {}
 
-    def rules(self) -> Rules:
-        """The table by HF Flax's convention (`bridge.convention`)."""
-        rows: list[Any] = [(weight.name, weight.leaf, weight.transform) for weight in self._weights]
-        paths = {weight.name: weight.leaf for weight in self._weights}
-        ties = {**self.ties, **self._always}
-        kinds = {repeat: TIED_ALWAYS if repeat in self._always else TIED for repeat in ties}
-        return (*rows, *((repeat, paths[source], kinds[repeat]) for repeat, source in ties.items()))
+    def siblings(self) -> Iterator[OutlinedNames | None]:
+        """Those of the other classes of the family, None for one that the outline cannot say."""
+        for name, described in self._outline.classes.items():
+            if name == self._name:
+                continue
+            if described is None or not all(holds(one, self._settings) for one in described.get("where", ())):
+                yield None
+                continue
+            try:
+                yield OutlinedNames(self._outline, name, self._settings)
+            except Unsure:
+                yield None
 
 
-def outline_of(config: Config, tensors: int) -> Architecture | None:
+def outline_of(config: Config, tensors: int, given: Collection[str] = ()) -> Architecture | None:
     """The architecture `config` describes, of a checkpoint of that many `tensors`; None where no outline answers."""
-    outline = _outlines(config.model_type)
+    outline = read_outline(config.model_type)
     if outline is None:
         return None
-    settings = _settings(outline, config.content)
-    name = config.architecture or next(iter(outline.heads))
-    if settings is None or name not in outline.heads or not outline.fits(settings):
+    name = config.architecture or outline.default
+    described = outline.classes.get(name)
+    settings = outline.settings(config.content)
+    if settings is None or described is None or not all(holds(one, settings) for one in described.get("where", ())):
         return None
     try:
         refuse_counts(config.content, config, tensors)
-    except CheckpointError:
+        names = OutlinedNames(outline, name, settings)
+    except (CheckpointError, Unsure):
         return None
-    head = outline.heads[name]
-    weights = list(head.weights(settings, f"{head.base}." if head.base else ""))
-    tie, ties = settings["tie_word_embeddings"], head.ties or {}
-    always = {repeat: source for repeat, source in ties.items() if repeat.endswith(TIED_ENDINGS)}
-    names = OutlinedNames(weights, ties if tie else {}, always)
-    return Architecture(name, names.tensors, head.base or outline.base, tie, names)
+    tie = bool(names.ties) or (described["tie"] and bool(settings["tie_word_embeddings"]))
+    return Architecture(name, names.shapes, names.base, tie, names, given)
 
 
-def describes(architecture: Architecture, tensors: Mapping[str, TensorInfo], table: RuleTable, *, leaves: bool) -> bool:
-    """Whether `tensors`, torch's or the leaves of a tree, are just the weights of an outlined `architecture`."""
-    found = _torch_shapes(tensors, table) if leaves else {name: info.shape for name, info in tensors.items()}
-    if found is None or any(architecture.shapes.get(name) != shape for name, shape in found.items()):
-        return False
-    return architecture.shapes.keys() - found.keys() <= architecture.names.ties.keys()
+@cache
+def read_outline(model_type: str) -> Outline | None:
+    """The outline of a family, None where there is none."""
+    file = files("easytorch.bridge.outlines") / f"{model_type}.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    fields = dict(COMMON)
+    for key, (kind, default, *values) in found["keys"].items():
+        if kind == "rotary":
+            fields |= rotary(key.removesuffix("rope_parameters"))
+        else:
+            fields[key] = KINDS[kind](default, *values)
+    return Outline(
+        model_type,
+        found["default"],
+        fields,
+        found["made"],
+        found["same"],
+        tuple(found["fits"]),
+        found["classes"],
+    )
 
 
-def _torch_shapes(leaves: Mapping[str, TensorInfo], table: RuleTable) -> dict[str, tuple[int, ...]] | None:
-    """What `leaves` are in torch; None where one is in no row of its own or has another rank than its row's."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path, info in leaves.items():
-        match = table.leaf_rule(path)
-        if match is None:
-            return None
-        rule, _, bindings = match
-        if len(rule.torch) > 1 or len(rule.leaves) > 1 or rule.transform.rank not in (None, len(info.shape)):
-            return None
-        found[rule.torch[0].fill(bindings)] = tuple(rule.transform.torch_shapes(info.shape)[0])
-    return found if len(found) == len(leaves) else None
-
-
-def _outlines(model_type: str) -> Outline | None:
-    name = f"easytorch.bridge.outlines.{model_type}"
-    return importlib.import_module(name).OUTLINE if model_type.isidentifier() and find_spec(name) else None
-
-
-def _settings(outline: Outline, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings that `content` gives and leaves to their defaults; None where one is not known here."""
-    fields = {**COMMON, **outline.fields}
-    settings = {key: field.default for key, field in fields.items()}
+def _flat(content: Mapping[str, Any], parts: Collection[str], start: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a config, and of its parts with dots between."""
     for key, value in content.items():
-        if key not in fields or not fields[key].accepts(value):
-            return None
-        settings[key] = value
-    if UNKNOWN in settings.values():
-        return None
-    settings[LABELS] = 2 if settings["id2label"] is None else len(settings["id2label"])
-    return settings
+        if not start and key in parts and type(value) is dict:
+            yield from _flat(value, parts, f"{key}.")
+        else:
+            yield start + key, value
+
+
+def _fits(condition: str, settings: Settings) -> bool:
+    """Whether `size%heads` leaves no rest, `token<size` is so; a key that is none fits."""
+    if "%" in condition:
+        one, other = (int(key) if key.isdecimal() else settings[key] for key in condition.split("%"))
+        return one is None or other is None or (other > 0 and one % other == 0)
+    one, other = (settings[key] for key in condition.split("<"))
+    return one is None or other is None or one < other
+
+
+def _expanded(
+    rows: Collection[Any], settings: Settings, indexes: Mapping[str, int], depth: int
+) -> Iterator[tuple[Any, Mapping[str, int]]]:
+    """Each row with the running numbers that stand in it: rows of one loop one after the other, number by number."""
+    for loop, inside in groupby(rows, lambda row: _loop(row[0], depth)):
+        if loop is None:
+            here = {**settings, **indexes}
+            yield from ((row, indexes) for row in inside if all(holds(one, here) for one in row[4:]))
+            continue
+        count = value_of(loop[1], settings)
+        if count is None:
+            raise Unsure(loop)
+        body = list(inside)
+        for number in range(count):
+            yield from _expanded(body, settings, {**indexes, _LOOPS[depth]: number}, depth + 1)
+
+
+def _loop(template: str, depth: int) -> tuple[str, str] | None:
+    """What stands before the count number `depth` of a template, and that; None where there are fewer."""
+    parts = template.split("{")
+    return ("{".join(parts[: depth + 1]), parts[depth + 1].partition("}")[0]) if len(parts) > depth + 1 else None
+
+
+def _numbered(template: str, indexes: Mapping[str, int]) -> str:
+    """`template` with running numbers in the places of its counts."""
+    first, *others = template.split("{")
+    numbers = zip(indexes.values(), others, strict=True)
+    return first + "".join(f"{number}{other.partition('}')[2]}" for number, other in numbers)
+
+
+def _below(start: str, leaf: str | None) -> str | None:
+    return start.replace(".", "/") + leaf if leaf is not None and "/" in leaf else leaf
+
+
+def _filled(row: Any, settings: Settings, indexes: Mapping[str, int]) -> Row:
+    template, leaf, kind, sizes, *_ = row
+    name = _numbered(template, indexes)
+    path = leaf
+    if leaf is not None:
+        path = _numbered(leaf, indexes) if "/" in leaf else "/".join((*name.split(".")[:-1], leaf))
+    if sizes is None:
+        return name, path, kind, None
+    shape = tuple(value_of(size, settings) for size in sizes)
+    if None in shape:
+        raise Unsure(name)
+    return name, path, kind, shape  # type: ignore[return-value]

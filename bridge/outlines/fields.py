@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The default of a key that a config must have, as transformers computes it from others or changes it with versions.
-UNKNOWN = object()
 # Of a settings' mapping, not of config.json: how many outputs a classifier has.
 LABELS = "num_labels"
 
 _LARGEST = 1 << 31
-_ACTIVATIONS = frozenset(("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish", "tanh"))
+ACTIVATIONS = frozenset(("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish", "tanh"))
 _DTYPES = frozenset(("float32", "float16", "bfloat16"))
 
 
@@ -28,9 +26,14 @@ class Field:
     accepts: Callable[[Any], bool]
 
 
-def size(default: Any = UNKNOWN) -> Field:
+def size(default: int | None = None) -> Field:
     """A dimension or a count, at least 1; an absent one is None where `default` is."""
     return Field(default, lambda value: (_natural(value) and value > 0) or (value is None and default is None))
+
+
+def maybe(default: int | None) -> Field:
+    """A size that may be said to be none, whatever it is when it is absent."""
+    return Field(default, lambda value: value is None or (_natural(value) and value > 0))
 
 
 def flag(default: bool) -> Field:
@@ -66,7 +69,7 @@ def one_of(default: str | None, known: frozenset[str]) -> Field:
 
 def activation(default: str) -> Field:
     """The name of a nonlinearity."""
-    return one_of(default, _ACTIVATIONS)
+    return one_of(default, ACTIVATIONS)
 
 
 def token(default: int | None = None) -> Field:
@@ -74,24 +77,18 @@ def token(default: int | None = None) -> Field:
     return Field(default, lambda value: value is None or _natural(value))
 
 
-def tokens() -> Field:
+def tokens(default: int | None = None) -> Field:
     """The number of a token, several, or none."""
-    return Field(None, lambda value: value is None or _natural(value) or _naturals(value))
+    return Field(default, lambda value: value is None or _natural(value) or _naturals(value))
 
 
-def rotary() -> Mapping[str, Field]:
-    """Where rotary angles are the plain ones, as this and as earlier versions of transformers write that."""
+def rotary(start: str = "") -> Mapping[str, Field]:
+    """Rotary angles, as this and as earlier versions of transformers write them; weights do not depend on them."""
     return {
-        "rope_parameters": Field(None, lambda value: value is None or _plain_rotary(value)),
-        "rope_theta": number(),
-        "rope_scaling": Field(None, lambda value: value is None),
+        f"{start}rope_parameters": Field(None, lambda value: value is None or _angles(value, {"rope_theta"})),
+        f"{start}rope_theta": number(),
+        f"{start}rope_scaling": Field(None, lambda value: value is None or _angles(value, set())),
     }
-
-
-def padded(settings: Mapping[str, Any], *rows: str) -> bool:
-    """Whether the padding token is a row of the embeddings, of the sizes that `rows` name."""
-    pad = settings["pad_token_id"]
-    return pad is None or all(pad < settings[key] for key in rows)
 
 
 def _natural(value: object) -> bool:
@@ -102,12 +99,28 @@ def _naturals(value: object) -> bool:
     return type(value) is list and len(value) > 0 and all(map(_natural, value))
 
 
-def _plain_rotary(value: object) -> bool:
+# The keys of each way to stretch them.
+_ANGLES = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def _angles(value: object, besides: set[str]) -> bool:
+    """Whether `value` says how rotary angles are made, in one of the ways above. besides: further keys it has."""
+    if type(value) is not dict:
+        return False
+    kind = value.get("rope_type")
+    if type(kind) is not str or kind not in _ANGLES or value.keys() != _ANGLES[kind] | besides | {"rope_type"}:
+        return False
+    numbers = [one for key, one in value.items() if key not in ("rope_type", "original_max_position_embeddings")]
     return (
-        type(value) is dict
-        and value.keys() == {"rope_theta", "rope_type"}
-        and value["rope_type"] == "default"
-        and number().accepts(value["rope_theta"])
+        all(type(one) is float and 0 < one < math.inf for one in numbers)
+        and value.get("factor", 1.0) >= 1
+        and value.get("low_freq_factor", 0.0) < value.get("high_freq_factor", 1.0)
+        and size(1).accepts(value.get("original_max_position_embeddings", 1))
     )
 
 
@@ -120,8 +133,56 @@ def _labels(value: object) -> bool:
     )
 
 
+def _anything(value: object) -> bool:
+    return True
+
+
+# Generation's settings, which older configs hold and transformers takes out.
+_OF_GENERATION = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+)
+# What families of old wrote, or programs around them, and no model reads.
+_UNREAD: Mapping[str, Field] = {
+    **{key: Field(None, _anything) for key in ("task_specific_params", "finetuning_task", "prefix", "tokenizer_class")},
+    **{key: flag(False) for key in ("output_past", "output_attentions", "tie_weights_")},
+    **{key: only(False) for key in ("gradient_checkpointing", "torchscript", "use_bfloat16")},
+    **{key: size() for key in ("n_positions", "n_ctx")},
+    "pruned_heads": only({}),
+    "position_embedding_type": only("absolute"),
+    "decoder_start_token_id": token(),
+    "sep_token_id": token(),
+    "attn_pdrop": share(None),
+    "activation_dropout": share(None),
+    "classif_dropout": share(None),
+}
 COMMON: Mapping[str, Field] = {
-    "architectures": Field(None, lambda value: True),  # `Config.architecture` reads it
+    **{key: Field(None, _anything) for key in _OF_GENERATION},
+    **{key: Field(None, field.accepts) for key, field in _UNREAD.items()},
+    "architectures": Field(None, _anything),  # `Config.architecture` reads it
     "model_type": text(),
     "transformers_version": text(),
     "_name_or_path": text(),
@@ -134,4 +195,18 @@ COMMON: Mapping[str, Field] = {
     "id2label": Field(None, _labels),
     "label2id": Field(None, lambda value: type(value) is dict and all(type(place) is int for place in value.values())),
     "tie_word_embeddings": flag(False),
+}
+
+# By the names that outlines have for them.
+KINDS: Mapping[str, Callable[..., Field]] = {
+    "size": size,
+    "maybe": maybe,
+    "flag": flag,
+    "only": only,
+    "number": number,
+    "share": share,
+    "word": lambda default, known: one_of(default, frozenset(known)),
+    "activation": activation,
+    "token": token,
+    "tokens": tokens,
 }

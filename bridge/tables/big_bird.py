@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from easytorch.bridge.rules import Rules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _WITHOUT = ("BigBirdForCausalLM", "BigBirdForMaskedLM", "BigBirdForTokenClassification")
 

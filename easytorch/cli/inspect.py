@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
-from rich.tree import Tree
 
 from easytorch.bridge.printable import printable
 
 if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
     from easytorch.bridge.formats.base import TensorInfo
     from easytorch.bridge.inspect import CheckpointInfo
 
@@ -37,6 +37,8 @@ def command(
     if as_json:
         typer.echo(json.dumps(info.to_dict(), indent=2))
     else:
+        from rich.console import Console
+
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(_title(info), style="bold")
         for note in info.notes:
@@ -54,11 +56,14 @@ def _title(info: CheckpointInfo) -> str:
 
 
 # A branch of the tree by the part of the names it stands for, with those below it.
-_Branches = dict[str, tuple[Tree, "_Branches"]]
+_Branches = dict[str, tuple["Tree", "_Branches"]]
 
 
 def _tree(info: CheckpointInfo) -> Tree:
     """Every tensor under the parts of its name; one whose name begins another's stands beside that one's branch."""
+    from rich.text import Text
+    from rich.tree import Tree
+
     separator = "." if info.scheme == "torch" else "/"
     root = Tree("", hide_root=True)
     branches: _Branches = {}
@@ -74,6 +79,8 @@ def _tree(info: CheckpointInfo) -> Tree:
 
 
 def _line(name: str, tensor: TensorInfo) -> Text:
+    from rich.text import Text
+
     from easytorch.bridge.sizes import human_size
 
     shape = "x".join(map(str, tensor.shape)) or "scalar"

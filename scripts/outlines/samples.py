@@ -1,0 +1,268 @@
+"""Small configs of a family, drawn at random, and what transformers and the bridge make of a class with one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from easytorch.bridge.architecture import UNBUILDABLE, Architecture, architecture_of
+from easytorch.bridge.convention import model_rows
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.families import Config
+from easytorch.bridge.outlines.fields import ACTIVATIONS, LABELS
+from easytorch.bridge.rules import BUFFER, TIES
+from easytorch.bridge.transforms import transform_called
+
+Settings = dict[str, Any]
+
+# Multiples of 8, so that heads divide them.
+_SIZES = (16, 24, 32, 40, 48, 56, 64, 72, 80, 88)
+# Keys whose values must be small or of a kind; by what a key ends with.
+_ENDINGS: Mapping[str, tuple[Any, ...]] = {
+    "vocab_size": (97, 101, 103, 107),
+    "image_size": (32, 48, 64),
+    "patch_size": (8, 16),
+    "num_channels": (1, 3),
+    "key_value_heads": (1, 2),
+    "_heads": (2, 4, 8),
+    "num_heads": (2, 4, 8),
+    "n_head": (2, 4, 8),
+    "layers": (1, 2, 3),
+    "n_layer": (1, 2, 3),
+    "head_dim": (4, 12, 16),
+    "rotary_dim": (4, 2),
+    "num_experts": (2, 3, 4),
+    "num_local_experts": (2, 3, 4),
+    "num_experts_per_tok": (1, 2),
+    "num_buckets": (8, 16),
+}
+# What transformers knows in places of a text; elsewhere it is held at its default.
+_WORDS: Mapping[str, tuple[str, ...]] = {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "gated-relu")}
+
+
+# Keys of `COMMON` that every config class has.
+_OF_ALL = frozenset(("architectures", "transformers_version", "dtype", "id2label", "label2id"))
+# Of `COMMON`: what no model reads is drawn too, to see that it is so.
+_UNREAD: Mapping[str, Any] = {
+    "max_length": 7,
+    "num_beams": 4,
+    "top_k": 50,
+    "task_specific_params": {"summarization": {"num_beams": 4, "num_layers": 90}},
+    "output_past": True,
+    "gradient_checkpointing": False,
+    "n_positions": 40,
+    "n_ctx": 56,
+    "position_embedding_type": "absolute",
+    "decoder_start_token_id": 2,
+    "classif_dropout": 0.1,
+    "activation_dropout": 0.3,
+    "torch_dtype": "float16",
+    "transformers_version": "4.2.0",
+    "use_cache": True,
+    "initializer_range": 0.03,
+    "pruned_heads": {},
+    "bos_token_id": 1,
+}
+
+_ANGLES = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a family's config.json, dotted in a part's, and the values that are tried."""
+
+    name: str
+    default: Any
+    kind: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a class has with a config: `values` of the config that was made, rows of its table, ties by name."""
+
+    values: Settings
+    rows: tuple[tuple[str, str | None, str, tuple[int, ...] | None], ...]
+    ties: tuple[tuple[str, str], ...]
+    base: str
+    apart: bool
+    tie: bool
+
+
+class Sampler:
+    """The configs of one family."""
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+        self.config_class: Any = transformers.CONFIG_MAPPING[model_type]
+        self.keys = {key.name: key for key in _keys(self.config_class, "")}
+        default: Any = transformers.MODEL_MAPPING[self.config_class]
+        self.default = (default[0] if isinstance(default, tuple) else default).__name__
+        module = sys.modules[getattr(transformers, self.default).__module__]
+        self.classes = [name for name, found in inspect.getmembers(module, inspect.isclass) if self._is_class(found)]
+
+    def _is_class(self, found: type) -> bool:
+        return (
+            issubclass(found, PreTrainedModel)
+            and found.config_class is self.config_class
+            and found.forward is not PreTrainedModel.forward
+        )
+
+    def small(self) -> Settings:
+        """Sizes alone, the first value of each."""
+        sizes = iter(_SIZES * 20)
+        return {
+            key.name: next(sizes) if key.values == _SIZES else key.values[0]
+            for key in self.keys.values()
+            if key.kind == "size" and key.values and key.values[0] is not None
+        }
+
+    def drawn(self, generator: random.Random, held: Mapping[str, Any] = {}, often: float = 0.75) -> Settings:
+        """One of each key's values, sizes all different, the default of a switch `often`; `held` ones as they are."""
+        sizes = iter(generator.sample(_SIZES * 3, len(_SIZES) * 3))
+        settings: Settings = {}
+        for key in self.keys.values():
+            if key.name in held:
+                if held[key.name] is not None:
+                    settings[key.name] = held[key.name]
+            elif key.values == _SIZES:
+                settings[key.name] = next(sizes)
+            elif key.values and (key.kind == "size" or generator.random() > often):
+                value = generator.choice(key.values)
+                if value is not None or key.kind == "maybe":
+                    settings[key.name] = value
+        for key in self.keys:
+            if key.endswith("rope_parameters") and generator.random() < 0.2:
+                settings |= generator.choice(
+                    (
+                        {key: {**_ANGLES, "rope_theta": 10000.0}},
+                        {key: {"rope_type": "default", "rope_theta": 10000.0}},
+                        {key.replace("rope_parameters", "rope_scaling"): _ANGLES},
+                        {key.replace("rope_parameters", "rope_theta"): 500.0},
+                    )
+                )
+        settings |= {key: value for key, value in _UNREAD.items() if key not in self.keys and generator.random() < 0.2}
+        if generator.random() < 0.5:
+            settings["id2label"] = {str(one): f"label {one}" for one in range(generator.randrange(1, 6))}
+        return settings
+
+    def config(self, settings: Settings, name: str | None) -> Config:
+        """config.json with these settings."""
+        content: dict[str, Any] = {"model_type": self.model_type}
+        if name is not None:
+            content["architectures"] = [name]
+        for key, value in settings.items():
+            *parts, last = key.split(".")
+            inside = content
+            for part in parts:
+                inside = inside.setdefault(part, {})
+            inside[last] = value
+        return Config(Path("config.json"), content)
+
+    def built(self, settings: Settings, name: str) -> Built | None:
+        """What transformers builds; None where it refuses the config."""
+        config = self.config(settings, name)
+        try:
+            architecture = architecture_of(config, 100_000)
+            made = self.config_class.from_dict(config.content)
+        except CheckpointError:
+            return None
+        return _built(architecture, {**{key: _value(made, key) for key in self.keys}, LABELS: made.num_labels})
+
+    def buildable(self, settings: Settings, name: str) -> tuple | None:
+        """Names, shapes and ties of the model in memory, sooner than `built`; None where the config is refused."""
+        import torch
+
+        try:
+            made = self.config_class.from_dict(self.config(settings, name).content)
+            with torch.device("meta"):
+                model = getattr(sys.modules[getattr(transformers, self.default).__module__], name)(made)
+        except (StrictDataclassError, *UNBUILDABLE):
+            return None
+        shapes = tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
+        scratch = tuple(key for key, _ in model.named_buffers())
+        return shapes, scratch, tuple(model.all_tied_weights_keys.items())
+
+
+def _built(architecture: Architecture, values: Settings) -> Built:
+    names = architecture.names
+    found: list[tuple[str, str | None, str]] = []
+    for torch_names, path, kind in model_rows(names):
+        kind = kind if isinstance(kind, str) or transform_called(kind.name) is not kind else kind.name
+        if len(torch_names) > 1 or isinstance(path, tuple) or not isinstance(kind, str):
+            raise ValueError(f"several tensors are one: {torch_names}, {path}")
+        found.append((torch_names[0], path, kind))
+    # A tie has its weight's shape only where no other row has.
+    weights = {name for name, _, kind in found if kind not in TIES}
+    rows = []
+    for name, path, kind in found:
+        shape = architecture.shapes.get(name) if kind not in TIES or name not in weights else None
+        if shape is None and kind == BUFFER and name in names.floating:
+            shape = ()  # saved by torch, and made anew where a checkpoint lacks it
+        rows.append((name, path, kind, shape))
+    ties = ((names.hub_name(repeat), names.hub_name(source)) for repeat, source in names.ties.items())
+    return Built(values, tuple(rows), tuple(ties), names.model.base_model_prefix, names.has_base, architecture.tie)  # type: ignore[arg-type]
+
+
+def _value(config: PreTrainedConfig, key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _keys(config_class: Any, start: str) -> Iterator[Key]:
+    parts = getattr(config_class, "sub_configs", None) or {}
+    for field in dataclasses.fields(config_class):
+        if field.name in parts:
+            yield from _keys(parts[field.name], f"{start}{field.name}.")
+            continue
+        if field.name in _OF_ALL:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is dataclasses.MISSING:
+            continue
+        kind, values = _kind(field.name, default, str(field.type))
+        yield Key(start + field.name, default, kind, values)
+
+
+def _kind(name: str, default: Any, annotation: str) -> tuple[str, tuple[Any, ...]]:
+    if isinstance(default, bool):
+        return "flag", (default, not default)
+    if name.endswith("token_id"):
+        return ("tokens" if "list" in annotation else "token"), (None, 3, 5)
+    if isinstance(default, int) and "float" not in annotation:
+        if default < 1:
+            return "only", ()
+        ending = next((values for end, values in _ENDINGS.items() if name.endswith(end)), None)
+        if "None" in annotation:
+            return "maybe", (None, default)
+        return "size", ending or (_SIZES if default >= 16 else (default, default + 1, default + 2))
+    if default is None and "int" in annotation and "float" not in annotation and "list" not in annotation:
+        ending = next((values for end, values in _ENDINGS.items() if name.endswith(end)), _SIZES[:4])
+        return "size", (None, *ending)
+    if isinstance(default, int | float):
+        chance = 0 <= default <= 1 and any(word in name for word in ("drop", "prob", "pdrop"))
+        return ("share" if chance else "number"), (float(default), 0.5)
+    if isinstance(default, str):
+        if default in ACTIVATIONS:
+            return "activation", (default, "gelu", "relu", "silu")
+        words = _WORDS.get(name, ())
+        return ("word", words) if words else ("only", ())
+    return "only", ()
