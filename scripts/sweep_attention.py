@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - a script of the checkout
 from torch import Tensor  # noqa: E402
 
-from easytorch.kernels.attention.contract import visible  # noqa: E402
+from easytorch.kernels.attention.call import AttentionCall  # noqa: E402
+from easytorch.kernels.attention.contract import band_of, visible  # noqa: E402
 from easytorch.kernels.blocksparse import native as blocksparse_native  # noqa: E402
 from easytorch.kernels.decode import native as decode_native  # noqa: E402
 from easytorch.kernels.multi_latent import native as latent_native  # noqa: E402
@@ -391,7 +392,8 @@ def define_varlen(
     for i in range(len(ends[0]) - 1):
         rows, columns = (slice(x[i], x[i + 1]) for x in ends)
         own = mask[rows, columns]
-        seen = visible(*own.shape, own.device, causal=causal, sliding_window=sliding_window)
+        left, right = band_of(causal, sliding_window)
+        seen = visible(AttentionCall(left=left, right=right), *own.shape, own.device)
         mask[rows, columns] = True if seen is None else seen
     return define_attention(query, key, value, mask=mask, **features)
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.aten_flash_tiles import (
-    Extras,
-    Settings,
     blocks,
     chunks,
     keep_factor,
@@ -26,64 +24,66 @@ from easytorch.kernels.attention.aten_flash_tiles import (
     tile_of,
     weights,
 )
+from easytorch.kernels.attention.call import AttentionCall
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, extras: Extras, settings: Settings) -> Tensor:
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv). Records no gradient."""
-    n = sizes_of(query, key, value, settings, extras)
+    n = sizes_of(query, key, value, call)
     output = query.new_zeros(*query.shape[:3], value.shape[3])
-    buffer = memory(n, extras, n.wide)
-    narrow = buffer if n.dtype == n.wide else memory(n, extras, n.dtype)
+    buffer = memory(n, call, n.wide)
+    narrow = buffer if n.dtype == n.wide else memory(n, call, n.dtype)
     for chunk in chunks(n):
         keys, values = key_rows(n, key, chunk, n.wide), key_rows(n, value, chunk, n.dtype)
-        for block in blocks(n, settings, extras, chunk):
+        for block in blocks(n, call, chunk):
             columns = slice(block.start, block.stop)
-            tile = tile_of(n, extras, buffer, chunk, block)
+            tile = tile_of(n, call, buffer, chunk, block)
             rows = query_rows(n, query, chunk, block, n.wide)
-            weights(n, settings, extras, chunk, block, tile, rows, keys[:, columns])
-            if extras.seed is not None:
-                tile.scores.mul_(keep_factor(n, settings, extras.seed, chunk, block))
+            weights(n, call, chunk, block, tile, rows, keys[:, columns])
+            if call.seed is not None:
+                tile.scores.mul_(keep_factor(n, call, chunk, block))
             if narrow is not buffer:
-                tile = tile_of(n, extras, narrow, chunk, block).copy_(tile)
+                tile = tile_of(n, call, narrow, chunk, block).copy_(tile)
             put_query_rows(n, output, chunk, block, torch.bmm(tile.scores, values[:, columns]))
     return output
 
 
 def flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, extras: Extras, settings: Settings, bias_grad: bool
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of query, key, value, bias and sinks for the gradient (B, T, H, Dv) of the output.
 
     That of sinks is None where there are none, that of bias also where `bias_grad` is False.
     """
-    n = sizes_of(query, key, value, settings, extras)
+    n = sizes_of(query, key, value, call)
     grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (query, key, value))
     wide = n.wide  # many tiles are added up for a key
-    grad_bias = None if extras.bias is None or not bias_grad else torch.zeros_like(extras.bias, dtype=wide)
-    grad_sinks = None if extras.sinks is None else torch.zeros(n.kv_heads, n.group, dtype=wide)
-    buffer, grad_buffer = (memory(n, extras, dtype) for dtype in (wide, n.dtype))
-    narrow = buffer if n.dtype == wide else memory(n, extras, n.dtype)
-    spare = None if settings.softcap is None else memory(n, extras._replace(sinks=None), wide)
+    grad_bias = None if call.bias is None or not bias_grad else torch.zeros_like(call.bias, dtype=wide)
+    grad_sinks = None if call.sinks is None else torch.zeros(n.kv_heads, n.group, dtype=wide)
+    buffer, grad_buffer = (memory(n, call, dtype) for dtype in (wide, n.dtype))
+    narrow = buffer if n.dtype == wide else memory(n, call, n.dtype)
+    without_sinks = call._replace(sinks=None)
+    spare = None if call.softcap is None else memory(n, without_sinks, wide)
     for chunk in chunks(n):
         keys, values = key_rows(n, key, chunk, n.dtype), key_rows(n, value, chunk, n.dtype)
         wide_keys = keys if n.dtype == wide else key_rows(n, key, chunk, wide)
         grad_keys, grad_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-        for block in blocks(n, settings, extras, chunk):
+        for block in blocks(n, call, chunk):
             columns = slice(block.start, block.stop)
-            tile, grad_tile = (tile_of(n, extras, x, chunk, block) for x in (buffer, grad_buffer))
+            tile, grad_tile = (tile_of(n, call, x, chunk, block) for x in (buffer, grad_buffer))
             capped = None
             if spare is not None:
-                capped = tile_of(n, extras._replace(sinks=None), spare, chunk, block).scores
+                capped = tile_of(n, without_sinks, spare, chunk, block).scores
             rows, grad_rows = (query_rows(n, x, chunk, block, n.dtype) for x in (query, grad))
-            weights(n, settings, extras, chunk, block, tile, rows.to(wide), wide_keys[:, columns], capped)
+            weights(n, call, chunk, block, tile, rows.to(wide), wide_keys[:, columns], capped)
             if narrow is not buffer:
-                tile = tile_of(n, extras, narrow, chunk, block).copy_(tile)
-            if extras.sinks is not None:
+                tile = tile_of(n, call, narrow, chunk, block).copy_(tile)
+            if call.sinks is not None:
                 grad_tile.whole.zero_()  # the sink's own weight meets no value
             torch.baddbmm(grad_tile.scores, grad_rows, values[:, columns].mT, beta=0, out=grad_tile.scores)
             kept = tile.scores
-            if extras.seed is not None:
-                factor = keep_factor(n, settings, extras.seed, chunk, block)
+            if call.seed is not None:
+                factor = keep_factor(n, call, chunk, block)
                 kept = kept * factor
                 grad_tile.scores.mul_(factor)
             _add_product(grad_values[:, columns], kept.mT, grad_rows, 1.0)
@@ -97,9 +97,9 @@ def flash_backward(
                 grad_sinks[chunk.k0 : chunk.k1] += sink_column.sum(dim=(0, 2))
             if capped is not None:
                 grad_tile.scores.mul_(capped.square_().neg_().add_(1.0))
-            product = torch.bmm(grad_tile.scores, keys[:, columns]).mul_(settings.scale)
+            product = torch.bmm(grad_tile.scores, keys[:, columns]).mul_(call.scale)
             put_query_rows(n, grad_query, chunk, block, product)
-            _add_product(grad_keys[:, columns], grad_tile.scores.mT, rows, settings.scale)
+            _add_product(grad_keys[:, columns], grad_tile.scores.mT, rows, call.scale)
         put_key_rows(grad_key, chunk, grad_keys)
         put_key_rows(grad_value, chunk, grad_values)
     return grad_query, grad_key, grad_value, grad_bias, None if grad_sinks is None else grad_sinks.reshape(-1)

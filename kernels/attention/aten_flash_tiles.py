@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.dropout import threshold
 from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 
@@ -20,27 +21,6 @@ ROWS = 128
 FEWEST_ROWS = 16
 TILE_BYTES = 4 << 20
 SINK_COLUMNS = 16  # the sink is a column of the tile; the others keep rows aligned
-
-
-class Settings(NamedTuple):
-    """The static part of a call. `left` and `right` bound the band of keys, causal included; None is unbounded."""
-
-    scale: float
-    left: int | None
-    right: int | None
-    softcap: float | None
-    dropout_prob: float
-
-
-class Extras(NamedTuple):
-    """The tensors that decide about scores, None where absent; mask and bias broadcast to (B, H, T, S)."""
-
-    mask: Tensor | None
-    bias: Tensor | None
-    query_segments: Tensor | None
-    key_segments: Tensor | None
-    sinks: Tensor | None
-    seed: Tensor | None
 
 
 class Sizes(NamedTuple):
@@ -88,11 +68,11 @@ class Block(NamedTuple):
     stop: int
 
 
-def sizes_of(query: Tensor, key: Tensor, value: Tensor, settings: Settings, extras: Extras) -> Sizes:
+def sizes_of(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Sizes:
     batch, length, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
     group = heads // kv_heads
-    dtype = product_dtype(query.dtype, settings, extras)
+    dtype = product_dtype(query.dtype, call)
     row_bytes = max(1, group * keys * max(dtype.itemsize, torch.float32.itemsize))
     threads = torch.get_num_threads()
     rows = min(ROWS, max(FEWEST_ROWS, TILE_BYTES // (row_bytes * threads)), max(length, 1))
@@ -101,7 +81,7 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, settings: Settings, extr
     return Sizes(batch, length, keys, kv_heads, group, dim, value.shape[3], dtype, rows, chunk)
 
 
-def product_dtype(dtype: torch.dtype, settings: Settings, extras: Extras) -> torch.dtype:
+def product_dtype(dtype: torch.dtype, call: AttentionCall) -> torch.dtype:
     """bfloat16 is multiplied as it is, float16 (slow on CPUs) as float32.
 
     Not so the scores: ATen would round them to bfloat16, and exp makes of an error of 2**-9 in a score of 20 one of 4%
@@ -109,7 +89,7 @@ def product_dtype(dtype: torch.dtype, settings: Settings, extras: Extras) -> tor
     """
     if dtype == torch.float64:
         return dtype
-    plain = settings.softcap is None and extras.bias is None and extras.sinks is None and extras.seed is None
+    plain = call.softcap is None and call.bias is None and call.sinks is None and call.seed is None
     return dtype if dtype == torch.bfloat16 and plain else torch.float32
 
 
@@ -124,18 +104,18 @@ def chunks(n: Sizes) -> Iterator[Chunk]:
             yield Chunk(b, b + 1, k, min(k + n.heads, n.kv_heads))
 
 
-def blocks(n: Sizes, settings: Settings, extras: Extras, chunk: Chunk) -> Iterator[Block]:
+def blocks(n: Sizes, call: AttentionCall, chunk: Chunk) -> Iterator[Block]:
     """The tiles of a chunk, without the keys at either end that band, mask or documents hide from all rows."""
     for first in range(0, n.length, n.rows):
         last = min(first + n.rows, n.length)
-        start = 0 if settings.left is None else max(0, first + n.shift - settings.left)
-        stop = n.keys if settings.right is None else min(n.keys, last + n.shift + settings.right)
-        if extras.query_segments is not None and extras.key_segments is not None and start < stop:
-            queries = extras.query_segments[chunk.b0 : chunk.b1, first:last]
-            keys = extras.key_segments[chunk.b0 : chunk.b1, start:stop]
+        start = 0 if call.left is None else max(0, first + n.shift - call.left)
+        stop = n.keys if call.right is None else min(n.keys, last + n.shift + call.right)
+        if call.query_segment_ids is not None and call.key_segment_ids is not None and start < stop:
+            queries = call.query_segment_ids[chunk.b0 : chunk.b1, first:last]
+            keys = call.key_segment_ids[chunk.b0 : chunk.b1, start:stop]
             start, stop = _narrowed(start, ((keys >= queries.min()) & (keys <= queries.max())).any(dim=0))
-        if extras.mask is not None and extras.mask.shape[1] == 1 and extras.mask.shape[3] != 1 and start < stop:
-            seen = part(n, extras.mask, chunk, Block(first, last, start, stop))
+        if call.mask is not None and call.mask.shape[1] == 1 and call.mask.shape[3] != 1 and start < stop:
+            seen = part(n, call.mask, chunk, Block(first, last, start, stop))
             start, stop = _narrowed(start, seen.flatten(0, -2).any(dim=0))
         if start < stop:
             yield Block(first, last, start, stop)
@@ -193,21 +173,21 @@ class Tile(NamedTuple):
         return self.whole.view(shape)[..., : self.scores.shape[-1]]
 
 
-def memory(n: Sizes, extras: Extras, dtype: torch.dtype) -> Tensor:
+def memory(n: Sizes, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Memory for the largest tile."""
-    columns = n.keys + (0 if extras.sinks is None else SINK_COLUMNS)
+    columns = n.keys + (0 if call.sinks is None else SINK_COLUMNS)
     return torch.empty(n.heads * n.rows * n.group * columns, dtype=dtype)
 
 
-def tile_of(n: Sizes, extras: Extras, buffer: Tensor, chunk: Chunk, block: Block) -> Tile:
+def tile_of(n: Sizes, call: AttentionCall, buffer: Tensor, chunk: Chunk, block: Block) -> Tile:
     rows, columns = (block.last - block.first) * n.group, block.stop - block.start
-    width = columns + (0 if extras.sinks is None else SINK_COLUMNS)
+    width = columns + (0 if call.sinks is None else SINK_COLUMNS)
     whole = buffer[: chunk.heads * rows * width].view(chunk.heads, rows, width)
     return Tile(whole, whole[..., :columns] if width > columns else whole)
 
 
 def weights(
-    n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Block, tile: Tile, query: Tensor, key: Tensor,
+    n: Sizes, call: AttentionCall, chunk: Chunk, block: Block, tile: Tile, query: Tensor, key: Tensor,
     capped: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills a tile of the wide dtype with the softmax of scores, zeros in a row that sees nothing.
@@ -216,59 +196,59 @@ def weights(
     backward needs.
     """
     scores = tile.scores
-    factor = settings.scale if settings.softcap is None else settings.scale / settings.softcap
+    factor = call.scale if call.softcap is None else call.scale / call.softcap
     torch.baddbmm(scores, query, key.mT, beta=0, alpha=factor, out=scores)
-    if settings.softcap is not None:
+    if call.softcap is not None:
         scores.tanh_()
         if capped is not None:
             capped.copy_(scores)
-        scores.mul_(settings.softcap)
+        scores.mul_(call.softcap)
     split = tile.split(n, chunk)
-    if extras.bias is not None:
-        split.add_(part(n, extras.bias, chunk, block))
-    hidden = _hide(n, settings, extras, chunk, block, split)
-    if extras.sinks is not None:
-        sinks = extras.sinks.reshape(n.kv_heads, 1, n.group)[chunk.k0 : chunk.k1]
+    if call.bias is not None:
+        split.add_(part(n, call.bias, chunk, block))
+    hidden = _hide(n, call, chunk, block, split)
+    if call.sinks is not None:
+        sinks = call.sinks.reshape(n.kv_heads, 1, n.group)[chunk.k0 : chunk.k1]
         columns = tile.whole.view(*split.shape[:-1], -1)[..., split.shape[-1] :]
         columns[..., 1:] = float("-inf")
         columns[..., 0] = sinks
     empty = None
-    if hidden or extras.bias is not None:
+    if hidden or call.bias is not None:
         empty = tile.whole.amax(dim=-1, keepdim=True) == float("-inf")
     torch._softmax(tile.whole, -1, False, out=tile.whole)
     if empty is not None and empty.any():
         tile.whole.masked_fill_(empty, 0.0)
 
 
-def _hide(n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Block, scores: Tensor) -> bool:
+def _hide(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block, scores: Tensor) -> bool:
     """-inf where (batches, heads, R, G, C) is not seen; True where that may leave a row nothing.
 
     The band is looked at only where it cuts through the tile. It lies at some key for each row, but not always at one
     that `blocks` has left in the tile.
     """
-    found = _band_misses(n, settings, block)
+    found = _band_misses(n, call, block)
     own = torch.arange(block.first, block.last)[:, None] + n.shift
-    if settings.right is not None:
-        edge = max(block.start, block.first + n.shift + settings.right + 1)  # the first row sees all before it
+    if call.right is not None:
+        edge = max(block.start, block.first + n.shift + call.right + 1)  # the first row sees all before it
         if edge < block.stop:
-            hidden = torch.arange(edge, block.stop) > own + settings.right
+            hidden = torch.arange(edge, block.stop) > own + call.right
             _hide_from_all(scores[..., edge - block.start :], hidden[:, None])
-    if settings.left is not None:
-        edge = min(block.stop, block.last - 1 + n.shift - settings.left)  # the last row sees all from here on
+    if call.left is not None:
+        edge = min(block.stop, block.last - 1 + n.shift - call.left)  # the last row sees all from here on
         if edge > block.start:
-            hidden = torch.arange(block.start, edge) < own - settings.left
+            hidden = torch.arange(block.start, edge) < own - call.left
             _hide_from_all(scores[..., : edge - block.start], hidden[:, None])
-    if extras.mask is not None:
-        hidden = ~part(n, extras.mask, chunk, block)
+    if call.mask is not None:
+        hidden = ~part(n, call.mask, chunk, block)
         if hidden.any():
             found = True
-            if extras.mask.shape[1] == 1:
+            if call.mask.shape[1] == 1:
                 _hide_from_all(scores, hidden)
             else:
                 scores.masked_fill_(hidden, float("-inf"))
-    if extras.query_segments is not None and extras.key_segments is not None:
-        queries = extras.query_segments[chunk.b0 : chunk.b1, block.first : block.last]
-        keys = extras.key_segments[chunk.b0 : chunk.b1, block.start : block.stop]
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
+        queries = call.query_segment_ids[chunk.b0 : chunk.b1, block.first : block.last]
+        keys = call.key_segment_ids[chunk.b0 : chunk.b1, block.start : block.stop]
         hidden = queries[:, None, :, None, None] != keys[:, None, None, None, :]
         if hidden.any():
             _hide_from_all(scores, hidden)
@@ -276,10 +256,10 @@ def _hide(n: Sizes, settings: Settings, extras: Extras, chunk: Chunk, block: Blo
     return found
 
 
-def _band_misses(n: Sizes, settings: Settings, block: Block) -> bool:
+def _band_misses(n: Sizes, call: AttentionCall, block: Block) -> bool:
     """Whether a row's band ends before the first key of the tile, or begins beyond the last."""
-    before = settings.right is not None and block.first + n.shift + settings.right < block.start
-    return before or (settings.left is not None and block.last - 1 + n.shift - settings.left >= block.stop)
+    before = call.right is not None and block.first + n.shift + call.right < block.start
+    return before or (call.left is not None and block.last - 1 + n.shift - call.left >= block.stop)
 
 
 def _hide_from_all(scores: Tensor, hidden: Tensor) -> None:
@@ -301,16 +281,16 @@ def part(n: Sizes, matrix: Tensor, chunk: Chunk, block: Block) -> Tensor:
     return matrix.unflatten(1, (-1, n.group)).transpose(2, 3)
 
 
-def keep_factor(n: Sizes, settings: Settings, seed: Tensor, chunk: Chunk, block: Block) -> Tensor:
+def keep_factor(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block) -> Tensor:
     """(N, R * G, C): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py in int32."""
     batches = torch.arange(chunk.b0, chunk.b1)[:, None, None, None, None] * (n.kv_heads * n.group)
     heads = torch.arange(chunk.k0, chunk.k1)[:, None, None, None] * n.group + torch.arange(n.group)[:, None]
-    state = _mix(_low(seed.reshape(())) ^ _low((batches + heads) * HEAD))
+    state = _mix(_low(call.seed) ^ _low((batches + heads) * HEAD))
     state = _mix(state ^ _low(torch.arange(block.first, block.last)[:, None, None] * ROW))
     state = _mix(state ^ _low(torch.arange(block.start, block.stop) * COLUMN))
     # unsigned order in signed numbers: both sides are moved by 2**31
-    kept = (state ^ _SIGN) >= threshold(settings.dropout_prob) - 2**31
-    factor = kept.to(n.dtype).mul_(1.0 / (1.0 - settings.dropout_prob))
+    kept = (state ^ _SIGN) >= threshold(call.dropout_prob) - 2**31
+    factor = kept.to(n.dtype).mul_(1.0 / (1.0 - call.dropout_prob))
     return factor.reshape(-1, (block.last - block.first) * n.group, block.stop - block.start)
 
 

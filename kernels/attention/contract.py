@@ -1,4 +1,4 @@
-"""The arguments every attention kernel takes, checked and brought to one form.
+"""The arguments every attention kernel takes, checked and brought to one record (call.py).
 
     attention(query, key, value, *, mask, bias, causal, query_segment_ids, key_segment_ids, sliding_window, softcap,
               sinks, softmax_scale, dropout_prob, seed)
@@ -25,6 +25,8 @@ import functools
 
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop import arguments
 from easytorch.kernels.interop.arguments import (
     FLOATS,
@@ -37,6 +39,7 @@ from easytorch.kernels.interop.arguments import (
     together,
 )
 from easytorch.kernels.interop.torch_func import eager
+from easytorch.kernels.random.counter import LOW
 
 Window = tuple[int | None, int | None]
 
@@ -74,25 +77,62 @@ def check_tensors(
     return batch, length, keys, heads, kv_heads, dim, value_dim
 
 
-def check_features(
+def resolve(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     *,
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    causal: bool = False,
     query_segment_ids: torch.Tensor | None = None,
     key_segment_ids: torch.Tensor | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
-    keys: int | None = None,
-) -> None:
-    """An error where a mask, bias, segment ids, sinks, softcap or dropout probability does not fit the call.
+    seed: int | torch.Tensor | None = None,
+    draw: bool = True,
+    columns: int | None = None,
+) -> AttentionCall:
+    """The call as one record, or an error that says what of it does not fit.
 
-    keys: how many there are, where `key` holds a part of them.
+    draw: whether a seed is drawn for dropout that was given none. columns: how many keys mask and bias span, where
+    `key` holds a part of them.
     """
+    dim = check_tensors(query, key, value)[5]
+    if not (mask is bias is query_segment_ids is key_segment_ids is softcap is sinks is None) or dropout_prob != 0.0:
+        _check_features(
+            query, key.shape[1] if columns is None else columns, key.shape[1], mask, bias, query_segment_ids,
+            key_segment_ids, softcap, sinks, dropout_prob,
+        )  # fmt: skip
+    left, right = (None, 0 if causal else None) if sliding_window is None else band_of(causal, sliding_window)
+    if dropout_prob == 0.0:
+        seed = None
+    elif seed is not None:
+        seed = _seed_of(seed)
+    elif draw:
+        seed = draw_seed()
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    return AttentionCall(
+        mask, bias, query_segment_ids, key_segment_ids, sinks, seed, scale, left, right, softcap, dropout_prob
+    )
+
+
+def _seed_of(seed: int | torch.Tensor) -> torch.Tensor:
+    """int64, shape (); of a number the 32 bits that are used."""
+    if isinstance(seed, torch.Tensor):
+        return seed.to(torch.int64).reshape(())
+    return torch.as_tensor(seed & LOW, dtype=torch.int64)
+
+
+def _check_features(
+    query: torch.Tensor, columns: int, keys: int, mask: torch.Tensor | None, bias: torch.Tensor | None,
+    query_segment_ids: torch.Tensor | None, key_segment_ids: torch.Tensor | None, softcap: float | None,
+    sinks: torch.Tensor | None, dropout_prob: float,
+) -> None:  # fmt: skip
     batch, length, heads = query.shape[:3]
-    keys = key.shape[1] if keys is None else keys
     if not (mask is bias is query_segment_ids is key_segment_ids is sinks is None):
         arguments.check_tensors(
             "attention", query=query, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
@@ -101,11 +141,11 @@ def check_features(
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"attention: mask must be boolean (True attends), got {mask.dtype}; pass scores as bias")
-        _check_broadcast("mask", mask, (batch, heads, length, keys))
+        _check_broadcast("mask", mask, (batch, heads, length, columns))
     if bias is not None:
         if not floating(bias):
             raise ValueError(f"attention: bias must be floating, got {bias.dtype}; pass booleans as mask")
-        _check_broadcast("bias", bias, (batch, heads, length, keys))
+        _check_broadcast("bias", bias, (batch, heads, length, columns))
     if (query_segment_ids is None) != (key_segment_ids is None):
         raise ValueError("attention: query_segment_ids and key_segment_ids go together, got only one of them")
     if query_segment_ids is not None and key_segment_ids is not None:
@@ -120,6 +160,19 @@ def check_features(
             raise ValueError(f"attention: sinks must be floating, got {sinks.dtype}")
     check_softcap("attention", softcap)
     check_dropout(dropout_prob)
+
+
+def check_features(
+    query: torch.Tensor, key: torch.Tensor, *, keys: int | None = None, mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, query_segment_ids: torch.Tensor | None = None,
+    key_segment_ids: torch.Tensor | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    dropout_prob: float = 0.0,
+) -> None:  # fmt: skip
+    """The checks of `resolve`, for kernels that take the features one by one."""
+    _check_features(
+        query, key.shape[1] if keys is None else keys, key.shape[1], mask, bias, query_segment_ids, key_segment_ids,
+        softcap, sinks, dropout_prob,
+    )  # fmt: skip
 
 
 def check_softcap(operation: str, softcap: float | None) -> None:
@@ -185,32 +238,22 @@ def band_of(causal: bool, sliding_window: int | tuple[int | None, int | None] | 
 
 
 def visible(
-    length: int,
-    keys: int,
-    device: torch.device,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: torch.Tensor | None = None,
-    key_segment_ids: torch.Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    shift: int | None = None,
+    call: AttentionCall, length: int, keys: int, device: torch.device, *, shift: int | None = None
 ) -> torch.Tensor | None:
     """Boolean, broadcastable to (B, H, T, S): which key each query sees; None when every key is seen.
 
     Query i stands at key i + shift: S - T unless given, as it is for a block of a larger matrix.
     """
-    left, right = band_of(causal, sliding_window)
-    seen = mask
-    if left is not None or right is not None:
+    seen = call.mask
+    if call.left is not None or call.right is not None:
         shift = keys - length if shift is None else shift
         if keeps(length, keys, device):
-            band = _kept_band(length, keys, left, right, shift)
+            band = _kept_band(length, keys, call.left, call.right, shift)
         else:
-            band = _band(length, keys, left, right, shift, device)
+            band = _band(length, keys, call.left, call.right, shift, device)
         seen = band if seen is None else seen & band
-    if query_segment_ids is not None and key_segment_ids is not None:
-        same = query_segment_ids.unsqueeze(1).unsqueeze(3) == key_segment_ids.unsqueeze(1).unsqueeze(2)
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
+        same = call.query_segment_ids.unsqueeze(1).unsqueeze(3) == call.key_segment_ids.unsqueeze(1).unsqueeze(2)
         seen = same if seen is None else seen & same
     return seen
 

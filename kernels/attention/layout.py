@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
+
 
 def readable(x: Tensor) -> Tensor:
     """x (..., N) itself, or a copy where its last dimension is strided or its rows lie across one another.
@@ -39,3 +41,17 @@ def _readable_in_graph(x: Tensor) -> Tensor:
         if guard_or_false(stride > 0) and guard_or_false(stride < width):
             return x.contiguous()
     return x
+
+
+def four_dims(call: AttentionCall) -> AttentionCall:
+    """The call with all four dimensions of its mask and bias."""
+    if call.dense:
+        return call._replace(mask=matrix_of(call.mask), bias=matrix_of(call.bias))
+    return call
+
+
+def matrix_of(tensor: Tensor | None) -> Tensor | None:
+    """What broadcasts to (B, H, T, S), with its four dimensions."""
+    if tensor is None or tensor.dim() == 4:  # a reshape to what it is takes 2 us
+        return tensor
+    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
-from easytorch.kernels.attention.contract import check_features, check_tensors, visible
-from easytorch.kernels.attention.dropout import draw_seed, keep_mask
+from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures
+from easytorch.kernels.attention.contract import resolve, visible
+from easytorch.kernels.attention.dropout import keep_mask
 
 
 def attention(
@@ -13,42 +16,21 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: torch.Tensor | None = None,
-    key_segment_ids: torch.Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | torch.Tensor | None = None,
     softmax_dtype: torch.dtype | None = None,
+    **features: Unpack[AttentionFeatures],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), weights (B, H, T, S), in the query's dtype.
 
     Scores and softmax are computed in `softmax_dtype`: float32 by default, float64 for float64 inputs.
     """
-    batch, length, keys, heads, _, dim, _ = check_tensors(query, key, value)
-    check_features(
-        query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
-        softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
-    )  # fmt: skip
-    seen = visible(
-        length, keys, query.device, mask=mask, causal=causal, query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids, sliding_window=sliding_window,
-    )  # fmt: skip
+    call = resolve(query, key, value, **features)
+    batch, length, heads, _ = query.shape
+    keys = key.shape[1]
     keep = None
-    if dropout_prob > 0.0:
-        keep = keep_mask(
-            draw_seed() if seed is None else seed, dropout_prob, (batch, heads, length, keys), query.device
-        )
-    return attend(
-        query, key, value, seen=seen, bias=bias, softcap=softcap, sinks=sinks,
-        scale=dim**-0.5 if softmax_scale is None else softmax_scale, keep=keep, dropout_prob=dropout_prob,
-        working=softmax_dtype or working_dtype(query),
-    )  # fmt: skip
+    if call.seed is not None:
+        keep = keep_mask(call.seed, call.dropout_prob, (batch, heads, length, keys), query.device)
+    seen = visible(call, length, keys, query.device)
+    return attend(query, key, value, call, seen=seen, keep=keep, working=softmax_dtype or working_dtype(query))
 
 
 def working_dtype(query: torch.Tensor) -> torch.dtype:
@@ -60,25 +42,25 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    call: AttentionCall,
     *,
     seen: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    scale: float,
     keep: torch.Tensor | None,
-    dropout_prob: float,
     working: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula of contract.py for some rows, with what they see (`seen`) and keep (`keep`) already boolean.
 
+    Of `call` the fields beside those that decide what is seen are read.
     (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), weights (B, H, T, S).
     """
+    softcap, bias, sinks = call.softcap, call.bias, call.sinks
     batch, length, heads, dim = query.shape
     keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
     group = heads // kv_heads
     queries = query.to(working).reshape(batch, length, kv_heads, group, dim)
-    scores = torch.einsum("btkgd,bskd->bkgts", queries * scale, key.to(working)).reshape(batch, heads, length, keys)
+    scores = torch.einsum("btkgd,bskd->bkgts", queries * call.scale, key.to(working)).reshape(
+        batch, heads, length, keys
+    )
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -97,7 +79,7 @@ def attend(
     total = logits.sum(dim=-1, keepdim=True)
     weights = logits[..., :keys] / torch.where(total == 0, 1.0, total)
     if keep is not None:
-        weights = torch.where(keep, weights / (1.0 - dropout_prob), 0.0)
+        weights = torch.where(keep, weights / (1.0 - call.dropout_prob), 0.0)
 
     grouped = weights.reshape(batch, kv_heads, group, length, keys)
     output = torch.einsum("bkgts,bskd->btkgd", grouped, value.to(working)).reshape(batch, length, heads, value_dim)

@@ -23,54 +23,24 @@ Reading keys and values takes 8 ms in float32 and 4 in bfloat16. Smaller caches 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.attention.aten import addend
-from easytorch.kernels.attention.contract import band_of
-from easytorch.kernels.attention.layout import readable
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.layout import four_dims, readable
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
-from easytorch.kernels.decode.contract import check_decode
+from easytorch.kernels.decode.contract import resolve
 from easytorch.kernels.interop.arguments import FLOATS
 from easytorch.kernels.interop.torch_func import recording
 
 _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
-
-
-class _Features(NamedTuple):
-    """What a call carries beside query, key and value; mask and bias have four dimensions."""
-
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    query_ids: Tensor | None = None
-    key_ids: Tensor | None = None
-    sinks: Tensor | None = None
-    softcap: float | None = None
-    left: int | None = None
-    scale: float | None = None
-
-    @property
-    def fused(self) -> bool:
-        """ATen's kernel has neither a soft cap nor sinks."""
-        return self.softcap is None and self.sinks is None
-
-    def of_sequence(self, b: int) -> _Features:
-        mask, bias, query_ids, key_ids = (
-            tensor if tensor is None or tensor.shape[0] == 1 else tensor[b : b + 1] for tensor in self[:4]
-        )
-        return self._replace(mask=mask, bias=bias, query_ids=query_ids, key_ids=key_ids)
-
-    def of_keys(self, start: int, end: int) -> _Features:
-        mask, bias = (
-            tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., start:end] for tensor in self[:2]
-        )
-        return self._replace(mask=mask, bias=bias, key_ids=None if self.key_ids is None else self.key_ids[:, start:end])
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float = 0.0, **_: Any) -> str | None:
@@ -84,60 +54,39 @@ def decode(
     value: Tensor,
     *,
     lengths: Tensor | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: Tensor | None = None,
-    key_segment_ids: Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | Tensor | None = None,
+    **features: Any,
 ) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype; differentiable.
 
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
+    call = resolve(query, key, value, lengths, softmax_scale=softmax_scale, **features)
+    batch, keys = key.shape[:2]
     if (
-        lengths is mask is bias is query_segment_ids is key_segment_ids is sliding_window is softcap is sinks is None
-        and dropout_prob == 0.0
+        lengths is call.left is None
+        and call.plain
         and not torch.compiler.is_compiling()
+        and keys > 0
+        and key.numel() < _LARGE
     ):  # as of most tokens that are generated: what follows takes as long as the attention of a short cache
-        keys = check_decode(query, key, value, None)[1]
-        if keys > 0 and key.numel() < _LARGE:
-            return _fused(query, key, value, None, softmax_scale, False)
-    batch, keys, *_ = check_decode(
-        query, key, value, lengths, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids, softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
-    )  # fmt: skip
-    if (reason := supports(query, key, value, dropout_prob=dropout_prob)) is not None:
+        return _fused(query, key, value, None, softmax_scale, False)
+    if (reason := supports(query, key, value, dropout_prob=call.dropout_prob)) is not None:
         raise NotImplementedError(reason)
     unreadable = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if lengths is not None and unreadable:
-        return native.decode(
-            query, key, value, lengths=lengths, mask=mask, bias=bias, causal=causal,
-            query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids, sliding_window=sliding_window,
-            softcap=softcap, sinks=sinks, softmax_scale=softmax_scale,
-        )  # fmt: skip
-    # the right side ends at the query's own key or beyond: it sees the last
-    left = None if sliding_window is None else band_of(causal, sliding_window)[0]
-    features = _Features(
-        _four_dims(mask), _four_dims(bias), query_segment_ids, key_segment_ids, sinks, softcap, left, softmax_scale
-    )
-    free = not (
-        unreadable or torch.is_autocast_enabled("cpu") or recording(query, key, value, features.bias, features.sinks)
-    )
-    at_once = batch == 0 or features.fused or unreadable or free
+        return native.over_lengths(query, key, value, lengths, call)
+    call = four_dims(call)
+    free = not (unreadable or torch.is_autocast_enabled("cpu") or recording(query, key, value, call.bias, call.sinks))
+    at_once = batch == 0 or _fuses(call) or unreadable or free
     if lengths is None and at_once:
-        return _attend(query, key, value, keys, features, free)
+        return _attend(query, key, value, keys, call, softmax_scale, free)
     ends = [keys] * batch if lengths is None else lengths.tolist()
     if at_once and len(set(ends)) <= 1:
-        return _attend(query, key, value, ends[0] if ends else keys, features, free)
+        return _attend(query, key, value, ends[0] if ends else keys, call, softmax_scale, free)
     # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores
     return torch.cat([
-        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, features.of_sequence(b), free)
+        _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, _of_sequence(call, b), softmax_scale, free)
         for b, end in enumerate(ends)
     ])  # fmt: skip
 
@@ -168,6 +117,19 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     return output.reshape(batch, 1, heads, value_dim)
 
 
+def _fuses(call: AttentionCall) -> bool:
+    """ATen's kernel has neither a soft cap nor sinks."""
+    return call.softcap is None and call.sinks is None
+
+
+def _of_sequence(call: AttentionCall, b: int) -> AttentionCall:
+    mask, bias, query_ids, key_ids = (
+        tensor if tensor is None or tensor.shape[0] == 1 else tensor[b : b + 1]
+        for tensor in (call.mask, call.bias, call.query_segment_ids, call.key_segment_ids)
+    )
+    return call._replace(mask=mask, bias=bias, query_segment_ids=query_ids, key_segment_ids=key_ids)
+
+
 def _faster_by_products(key: Tensor) -> bool:
     """Caches in float16 without instructions for it, and the longest in float32 whose heads lie apart."""
     if key.dtype == torch.float16:
@@ -184,37 +146,35 @@ def _faster_split(key: Tensor, value: Tensor) -> bool:
     return value.shape[3] == dim and key.stride(3) == value.stride(3) == 1
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, end: int, features: _Features, free: bool) -> Tensor:
-    """The query stands at key end - 1 and sees the keys before it that the window reaches. free: without a gradient."""
-    start = 0 if features.left is None else max(0, end - 1 - features.left)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, end: int, call: AttentionCall, softmax_scale: float | None, free: bool
+) -> Tensor:
+    """The query stands at key end - 1 and sees the keys before it that the window reaches. free: without a gradient.
+
+    softmax_scale: as given, since ATen's own default may differ from ours by a rounding.
+    """
+    # the right side of the band ends at the query's own key or beyond: it sees the last
+    start = 0 if call.left is None else max(0, end - 1 - call.left)
     if start > 0 or end < key.shape[1]:
-        key, value, features = key[:, start:end], value[:, start:end], features.of_keys(start, end)
-    seen = features.mask
-    if features.query_ids is not None and features.key_ids is not None:
-        same = (features.query_ids == features.key_ids)[:, None, None]
+        key, value, call = key[:, start:end], value[:, start:end], call.part(slice(None), slice(start, end))
+    seen = call.mask
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
+        same = (call.query_segment_ids == call.key_segment_ids)[:, None, None]
         seen = same if seen is None else seen & same
-    dim = query.shape[3]
-    _, keys, kv_heads, _ = key.shape
+    keys, kv_heads = key.shape[1], key.shape[2]
     large = free and key.numel() >= _LARGE
-    scale = dim**-0.5 if features.scale is None else features.scale
-    if keys > 0 and ((free and not features.fused) or (large and _faster_by_products(key))):
-        return attend_products(
-            query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
-            scale=scale,
-        )  # fmt: skip
-    if not features.fused or keys == 0:
-        return attend(
-            query, key, value, seen=seen, bias=features.bias, softcap=features.softcap, sinks=features.sinks,
-            scale=scale, keep=None, dropout_prob=0.0, working=working_dtype(query),
-        )[0]  # fmt: skip
+    if keys > 0 and ((free and not _fuses(call)) or (large and _faster_by_products(key))):
+        return attend_products(query, key, value, call, seen=seen)
+    if not _fuses(call) or keys == 0:
+        return attend(query, key, value, call, seen=seen, keep=None, working=working_dtype(query))[0]
     attn_mask = _rows(seen, kv_heads)
-    bias = _rows(features.bias, kv_heads)
+    bias = _rows(call.bias, kv_heads)
     if bias is not None:
         bias = addend(bias, query)
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)
-    return _fused(query, key, value, attn_mask, features.scale, large)
+    return _fused(query, key, value, attn_mask, softmax_scale, large)
 
 
 def _fused(
@@ -239,9 +199,3 @@ def _rows(tensor: Tensor | None, kv_heads: int) -> Tensor | None:
     if tensor is None or tensor.shape[1] == 1:
         return tensor
     return tensor.reshape(tensor.shape[0], kv_heads, -1, tensor.shape[3])
-
-
-def _four_dims(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or tensor.dim() == 4:  # a reshape to what it is takes 2 us
-        return tensor
-    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.native import working_dtype
 
 _BLOCK = 1024  # keys; fewer cost calls
@@ -21,27 +22,24 @@ def attend_products(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    call: AttentionCall,
     *,
     seen: Tensor | None,
-    bias: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float,
 ) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, 1, H, Dv) in the query's dtype; not differentiable.
 
-    seen and bias: four dimensions, broadcastable to (B, H, 1, S). Half precision is converted a block at a time.
+    seen and the bias: four dimensions, broadcastable to (B, H, 1, S). Half precision is converted a block at a time.
     """
     batch, _, heads, dim = query.shape
     keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
     working = working_dtype(query)
-    queries = (query.to(working) * scale).reshape(batch, kv_heads, heads // kv_heads, dim).transpose(2, 3)
+    queries = (query.to(working) * call.scale).reshape(batch, kv_heads, heads // kv_heads, dim).transpose(2, 3)
     scores = queries.new_empty(kv_heads, keys, heads // kv_heads)
     output = queries.new_empty(batch, kv_heads, heads // kv_heads, value_dim)
     for b in range(batch):
         for start, end, block in _blocks(key[b], working):
             torch.bmm(block, queries[b], out=scores[:, start:end])
-        weights = _weights(scores.transpose(1, 2), _row(seen, b, kv_heads), _row(bias, b, kv_heads), softcap, sinks)
+        weights = _weights(scores.transpose(1, 2), _row(seen, b, kv_heads), _row(call.bias, b, kv_heads), call)
         if value.dtype == working:  # weights times values need no blocks: no operand is transposed
             torch.bmm(weights, value[b].transpose(0, 1), out=output[b])
             continue
@@ -63,10 +61,12 @@ def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int, Tens
         yield start, end, block.transpose(0, 1)
 
 
-def _weights(
-    scores: Tensor, seen: Tensor | None, bias: Tensor | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """(K, G, S), which may be overwritten -> (K, G, S); sinks (K * G,). A row that sees nothing has weights of zero."""
+def _weights(scores: Tensor, seen: Tensor | None, bias: Tensor | None, call: AttentionCall) -> Tensor:
+    """(K, G, S), which may be overwritten -> (K, G, S). A row that sees nothing has weights of zero.
+
+    seen, bias: those of the sequence.
+    """
+    softcap, sinks = call.softcap, call.sinks
     keys = scores.shape[-1]
     scores = scores.contiguous()
     if softcap is not None:

@@ -7,12 +7,13 @@ NaN. A sequence of length 0 gives zeros. Without `lengths` every sequence has S 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.contract import check_features, check_tensors
+from easytorch.kernels.attention import contract
+from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures
 from easytorch.kernels.interop.arguments import bounds
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 
@@ -24,20 +25,19 @@ def not_one_query(query: Tensor) -> str | None:
     return None
 
 
-def check_decode(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, **features: Any
-) -> tuple[int, int, int, int, int, int]:
-    """(B, S, H, K, D, Dv) of a call, or an error that names what does not fit. features: of `check_features`.
+def resolve(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **features: Unpack[AttentionFeatures]
+) -> AttentionCall:
+    """The call as one record, or an error that names what does not fit.
 
     What `lengths` holds is checked where it is at hand (`interop/arguments.py`): kernels on other devices take a length
     beyond 0..S for the nearest of them.
     """
-    batch, _, keys, heads, kv_heads, dim, value_dim = check_tensors(query, key, value)
+    call = contract.resolve(query, key, value, **features)
     if (reason := not_one_query(query)) is not None:
         raise ValueError(reason)
-    if features:
-        check_features(query, key, **features)
     if lengths is not None:
+        batch, keys = key.shape[:2]
         check_devices("decode", query=query, lengths=lengths)
         if lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"decode: lengths must be int32 or int64, got {lengths.dtype}")
@@ -46,4 +46,4 @@ def check_decode(
         limits = bounds(lengths)
         if limits is not None and not 0 <= limits[0] <= limits[1] <= keys:
             raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {lengths.tolist()}")
-    return batch, keys, heads, kv_heads, dim, value_dim
+    return call

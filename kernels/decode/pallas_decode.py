@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.decode.xla_decode import added_of, capped, precision_of
 
 # Bytes of the two blocks of keys and values in flight. A kernel has 16 MiB of vector memory by default, and what is
@@ -44,25 +45,19 @@ def decode(
     query: Array,
     key: Array,
     value: Array,
-    lengths: Array | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    query_segment_ids: Array | None = None,
-    key_segment_ids: Array | None = None,
-    sinks: Array | None = None,
+    lengths: Array | None,
+    call: AttentionCall,
     *,
-    scale: float,
-    left: int | None = None,
-    softcap: float | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `xla_decode.decode`, for arrays that are not empty and have a block. interpret: by Pallas's interpreter."""
+    sinks = call.sinks
     batch, _, heads, dim = query.shape
     keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
     group, block = heads // kv_heads, block_of(key, value)
     assert block is not None, "a cache whose blocks do not fit is xla_decode's"
     block = min(block, keys)
-    n = Settings(scale, left, softcap, keys, block)
+    n = Settings(call.scale, call.left, call.softcap, keys, block)
     ends = jnp.full(batch, keys, jnp.int32) if lengths is None else jnp.clip(lengths, 0, keys).astype(jnp.int32)
 
     def in_reach(b: Any, j: Any, ends: Any) -> Any:
@@ -70,7 +65,7 @@ def decode(
         first, last = _blocks(n, ends[b])
         return jnp.clip(j, first, jnp.maximum(last - 1, first))
 
-    added = added_of(mask, bias, query_segment_ids, key_segment_ids)
+    added = added_of(call)
     arrays = [query.reshape(batch, kv_heads, group, dim), key, value]
     specs = [
         pl.BlockSpec((1, kv_heads, group, dim), lambda b, j, ends: (b, 0, 0, 0)),

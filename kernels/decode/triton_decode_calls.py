@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decode.triton_decode_kernels import decode_merge, decode_split
 from easytorch.kernels.decode.triton_decode_tuning import rows_of_group, tiles_of
 from easytorch.kernels.interop.triton_call import Call, power_of_two
@@ -16,23 +16,9 @@ from easytorch.kernels.interop.triton_call import Call, power_of_two
 _LOG2E = math.log2(math.e)
 
 
-class Features(NamedTuple):
-    """What a call carries beside query, key and value; None is absent. Causal asks for nothing of one query."""
-
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    query_ids: Tensor | None = None
-    key_ids: Tensor | None = None
-    sinks: Tensor | None = None
-    lengths: Tensor | None = None
-    left: int | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-
-
 def split_call(
     architecture: str, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, splits: int,
-    features: Features,
+    lengths: Tensor | None, call: AttentionCall,
 ) -> Call:  # fmt: skip
     """Fills output (B, H, splits, Dv), contiguous, and lse (B, H, splits) float32 unless there is one split."""
     batch, _, heads, dim = query.shape
@@ -40,17 +26,17 @@ def split_call(
     group = heads // kv_heads
     tiles, rows = tiles_of(architecture, query, value), rows_of_group(group)
     full = (batch, heads, 1, keys)
-    bias = None if features.bias is None else features.bias.expand(full)
-    mask = None if features.mask is None else features.mask.view(torch.uint8).expand(full)
-    softcap, scale = features.softcap, features.scale
+    bias = None if call.bias is None else call.bias.expand(full)
+    mask = None if call.mask is None else call.mask.view(torch.uint8).expand(full)
+    softcap, scale = call.softcap, call.scale
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip
     arguments = {
         "query": query, "key": key, "value": value, "output": output, "lse": lse, "bias": bias, "mask": mask,
-        "query_ids": features.query_ids, "key_ids": features.key_ids, "sinks": features.sinks,
-        "lengths": features.lengths, "query_strides": query.stride(), "key_strides": key.stride(),
+        "query_ids": call.query_segment_ids, "key_ids": call.key_segment_ids, "sinks": call.sinks,
+        "lengths": lengths, "query_strides": query.stride(), "key_strides": key.stride(),
         "value_strides": value.stride(), "bias_strides": _strides(bias), "mask_strides": _strides(mask),
-        "query_id_strides": _strides(features.query_ids), "key_id_strides": _strides(features.key_ids), "H": heads,
-        "S": keys, "left": features.left, "scale": scale * _LOG2E if softcap is None else scale / softcap,
+        "query_id_strides": _strides(call.query_segment_ids), "key_id_strides": _strides(call.key_segment_ids),
+        "H": heads, "S": keys, "left": call.left, "scale": scale * _LOG2E if softcap is None else scale / softcap,
         "cap": None if softcap is None else softcap * _LOG2E, "GROUP": group, "SPLITS": splits, "D": dim,
         "DV": value_dim, "BLOCK_M": rows, "BLOCK_N": tiles.block_n, "BLOCK_D": power_of_two(dim),
         "BLOCK_DV": power_of_two(value_dim), "PRECISION": "ieee" if exact else "tf32",
@@ -77,19 +63,20 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
         cache = torch.empty(8, 4096, kv_heads, dim, dtype=dtype, device="meta")
         partial = torch.empty(8, heads, 8, dim, dtype=torch.float32, device="meta")
         lse = torch.empty(8, heads, 8, dtype=torch.float32, device="meta")
-        plain = Features(scale=dim**-0.5, lengths=lengths)
-        yield f"decode_split_{dim}", split_call(architecture, query, cache, cache, partial, lse, 8, plain)
+        plain = AttentionCall(scale=dim**-0.5)
+        yield f"decode_split_{dim}", split_call(architecture, query, cache, cache, partial, lse, 8, lengths, plain)
         if dim != 128:
             continue
-        yield "decode_whole", split_call(architecture, query, cache, cache, query, None, 1, plain)
+        yield "decode_whole", split_call(architecture, query, cache, cache, query, None, 1, lengths, plain)
         yield "decode_merge", merge_call(partial, lse, query, None)
         ids = torch.empty(8, 4096, dtype=torch.int32, device="meta")
-        everything = Features(
+        everything = AttentionCall(
             bias=torch.empty(1, heads, 1, 4096, dtype=dtype, device="meta"),
-            mask=torch.empty(8, 1, 1, 4096, dtype=torch.bool, device="meta"), query_ids=ids[:, :1], key_ids=ids,
-            sinks=torch.empty(heads, dtype=dtype, device="meta"), lengths=lengths, left=511, softcap=30.0, scale=0.1,
+            mask=torch.empty(8, 1, 1, 4096, dtype=torch.bool, device="meta"), query_segment_ids=ids[:, :1],
+            key_segment_ids=ids,
+            sinks=torch.empty(heads, dtype=dtype, device="meta"), left=511, softcap=30.0, scale=0.1,
         )  # fmt: skip
-        yield "decode_everything", split_call(architecture, query, cache, cache, query, None, 1, everything)
+        yield "decode_everything", split_call(architecture, query, cache, cache, query, None, 1, lengths, everything)
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...] | None:

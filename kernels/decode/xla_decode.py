@@ -1,6 +1,6 @@
 """Decoding attention in plain jax, no torch: what pallas_decode.py is compared with, and what runs where it does not.
 
-Arrays come first, None where absent, then static settings. The query heads of one key/value head are rows of a matrix.
+The query heads of one key/value head are rows of a matrix.
 """
 
 from __future__ import annotations
@@ -8,26 +8,21 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from easytorch.kernels.attention.jax_call import AttentionCall
+
 
 def decode(
     query: Array,
     key: Array,
     value: Array,
-    lengths: Array | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    query_segment_ids: Array | None = None,
-    key_segment_ids: Array | None = None,
-    sinks: Array | None = None,
-    *,
-    scale: float,
-    left: int | None = None,
-    softcap: float | None = None,
+    lengths: Array | None,
+    call: AttentionCall,
 ) -> Array:
     """query (B, 1, H, D), key (B, S, K, D), value (B, S, K, Dv) -> (B, 1, H, Dv); lengths (B,) or None.
 
-    mask and bias broadcast to (B, H, 1, S); segment ids (B, 1) and (B, S); sinks (H,). Computed in float32.
+    Computed in float32.
     """
+    left, sinks = call.left, call.sinks
     batch, _, heads, dim = query.shape
     keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
     if 0 in (batch, keys, value_dim):
@@ -35,8 +30,8 @@ def decode(
     precision = precision_of(query)
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     scores = jnp.einsum("bkgd,bskd->bkgs", rows, key, precision=precision, preferred_element_type=jnp.float32)
-    scores = capped(scores.reshape(batch, heads, keys), scale, softcap)
-    added = added_of(mask, bias, query_segment_ids, key_segment_ids)
+    scores = capped(scores.reshape(batch, heads, keys), call.scale, call.softcap)
+    added = added_of(call)
     if added is not None:
         scores = scores + added
     ends = jnp.full(batch, keys) if lengths is None else jnp.clip(lengths, 0, keys)
@@ -61,17 +56,15 @@ def decode(
     return output.reshape(batch, 1, heads, value_dim).astype(query.dtype)
 
 
-def added_of(
-    mask: Array | None, bias: Array | None, query_segment_ids: Array | None, key_segment_ids: Array | None
-) -> Array | None:
+def added_of(call: AttentionCall) -> Array | None:
     """What is added to the scores, float32 (B or 1, H or 1, S or 1): the bias, and -inf where mask or segments hide."""
     parts = []
-    if bias is not None:
-        parts.append(_three_dims(bias).astype(jnp.float32))
-    if mask is not None:
-        parts.append(jnp.where(_three_dims(mask), 0.0, -jnp.inf))
-    if query_segment_ids is not None and key_segment_ids is not None:
-        parts.append(jnp.where(query_segment_ids == key_segment_ids, 0.0, -jnp.inf)[:, None])
+    if call.bias is not None:
+        parts.append(_three_dims(call.bias).astype(jnp.float32))
+    if call.mask is not None:
+        parts.append(jnp.where(_three_dims(call.mask), 0.0, -jnp.inf))
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
+        parts.append(jnp.where(call.query_segment_ids == call.key_segment_ids, 0.0, -jnp.inf)[:, None])
     total = None
     for part in parts:
         total = part if total is None else total + part

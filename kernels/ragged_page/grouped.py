@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.attention import aten, aten_flash_op, blocked
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
@@ -140,10 +141,8 @@ def decode(
             seen &= place <= length - 1 + right
         seen = seen[:, None, None]
     if softcap is not None or sinks is not None:
-        output, _ = attend(
-            query[:, None], keys, values, seen=seen, bias=None, softcap=softcap, sinks=sinks,
-            scale=scale, keep=None, dropout_prob=0.0, working=working_dtype(query),
-        )  # fmt: skip
+        call = AttentionCall(scale=scale, softcap=softcap, sinks=sinks)
+        output, _ = attend(query[:, None], keys, values, call, seen=seen, keep=None, working=working_dtype(query))
         return output[:, 0]
     output = F.scaled_dot_product_attention(
         readable(query.reshape(batch, kv_heads, heads // kv_heads, dim)), keys.transpose(1, 2), values.transpose(1, 2),

@@ -20,6 +20,7 @@ def programs():
 
     import jax
 
+    from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.decode.tpu_decode import decode
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
 
@@ -27,16 +28,18 @@ def programs():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     for name, (chips, B, S, H, K, D, dtype, features, settings) in CASES.items():
-        extras = {
-            "lengths": [struct(B, dtype="int32")], "mask": [struct(B, 1, 1, S, dtype="bool")],
-            "bias": [struct(1, H, 1, S, dtype=dtype)], "segments": [struct(B, n, dtype="int32") for n in (1, S)],
-            "sinks": [struct(H, dtype=dtype)],
-        }  # fmt: skip
+        ids = [struct(B, n, dtype="int32") if "segments" in features else None for n in (1, S)]
+        call = AttentionCall(
+            mask=struct(B, 1, 1, S, dtype="bool") if "mask" in features else None,
+            bias=struct(1, H, 1, S, dtype=dtype) if "bias" in features else None, query_segment_ids=ids[0],
+            key_segment_ids=ids[1], sinks=struct(H, dtype=dtype) if "sinks" in features else None, scale=0.1,
+            **settings,
+        )  # fmt: skip
         arrays = [struct(B, 1, H, D, dtype=dtype), *[struct(B, S, K, D, dtype=dtype)] * 2]
-        arrays += [x for n, given in extras.items() for x in (given if n in features else [None] * len(given))]
+        arrays.append(struct(B, dtype="int32") if "lengths" in features else None)
         for chip in chips or CHIPS:
-            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], scale=0.1, **settings)
-            yield f"{name}, {chip}", partial(compile_here, decode, *arrays)
+            compile_here = partial(compile_for_tpu, topology=CHIPS[chip])
+            yield f"{name}, {chip}", partial(compile_here, decode, *arrays, call)
 
 
 def test_compiles_for_every_chip(compiled):

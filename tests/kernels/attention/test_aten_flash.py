@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from easytorch.kernels.attention import aten_flash, aten_flash_op, aten_flash_tiles, native
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.operations.check import relative_rms_error
 
 
@@ -180,13 +181,12 @@ def _calls(
 ) -> _Calls:
     """What the kernels do, called as the operators call them: a mode does not look into operators."""
     q, k = (torch.randn(1, length, heads, 16, dtype=dtype) for heads in (4, 2))
-    extras = aten_flash_tiles.Extras(*[None] * 6)._replace(**given)
-    settings = aten_flash_tiles.Settings(0.25, left, right, None, 0.0)
+    call = AttentionCall(scale=0.25, left=left, right=right, **given)
     with _Calls() as calls:
         if backward:
-            aten_flash.flash_backward(q, q, k, k, extras, settings, False)
+            aten_flash.flash_backward(q, q, k, k, call, False)
         else:
-            aten_flash.flash_forward(q, k, k, extras, settings)
+            aten_flash.flash_forward(q, k, k, call)
     return calls
 
 
@@ -198,8 +198,8 @@ def test_what_nobody_sees_is_not_computed() -> None:
     assert _calls(right=0).scores <= 0.57 * full
     assert _calls(mask=lower).scores <= 0.57 * full
     assert _calls(left=127, right=0).scores <= 0.25 * full
-    assert _calls(query_segments=ids, key_segments=ids).scores <= 0.25 * full
-    assert _calls(query_segments=ids, key_segments=ids + 9).scores == 0
+    assert _calls(query_segment_ids=ids, key_segment_ids=ids).scores <= 0.25 * full
+    assert _calls(query_segment_ids=ids, key_segment_ids=ids + 9).scores == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -215,8 +215,7 @@ def test_memory_is_linear_in_the_length(backward: bool, dtype: torch.dtype) -> N
 def test_a_tile_keeps_its_size_however_many_keys_there_are() -> None:
     for length in (4096, 65536):
         q, k = (torch.empty(1, length, heads, 64, device="meta") for heads in (32, 8))
-        settings = aten_flash_tiles.Settings(1.0, None, 0, None, 0.0)
-        n = aten_flash_tiles.sizes_of(q, k, k, settings, aten_flash_tiles.Extras(*[None] * 6))
+        n = aten_flash_tiles.sizes_of(q, k, k, AttentionCall(right=0))
         tile = n.heads * n.rows * n.group * n.keys * n.dtype.itemsize
         floor = torch.get_num_threads() * aten_flash_tiles.FEWEST_ROWS * n.group * n.keys * n.dtype.itemsize
         assert tile <= max(aten_flash_tiles.TILE_BYTES, floor)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import band_of, visible, window_of
 
 WINDOWS: list[Any] = [
@@ -35,12 +36,11 @@ def test_a_band_is_what_each_query_sees_of_each_key(window: Any, causal: bool) -
         own = keys - length if shift is None else shift
         band = [[_sees(i, j, own, causal, window) for j in range(keys)] for i in range(length)]
         expected = torch.tensor(band, dtype=torch.bool).reshape(length, keys)
-        given: dict[str, Any] = {"causal": causal, "sliding_window": window, "shift": shift}
-        seen = visible(length, keys, torch.device("cpu"), **given)
+        left, right = band_of(causal, window)
+        seen = visible(AttentionCall(left=left, right=right), length, keys, torch.device("cpu"), shift=shift)
         assert torch.equal(expected if seen is None else seen, expected), (length, keys, shift)
         assert seen is not None or bool(expected.all())
 
-        left, right = band_of(causal, window)
         sides = [
             [(left is None or j >= i + own - left) and (right is None or j <= i + own + right) for j in range(keys)]
             for i in range(length)
@@ -50,9 +50,8 @@ def test_a_band_is_what_each_query_sees_of_each_key(window: Any, causal: bool) -
         mask = torch.rand(2, 1, length, keys, generator=generator) > 0.3
         rows = torch.randint(0, 2, (2, length), generator=generator)
         columns = torch.randint(0, 2, (2, keys), generator=generator)
-        everything = visible(
-            length, keys, torch.device("cpu"), mask=mask, query_segment_ids=rows, key_segment_ids=columns, **given
-        )
+        call = AttentionCall(mask=mask, query_segment_ids=rows, key_segment_ids=columns, left=left, right=right)
+        everything = visible(call, length, keys, torch.device("cpu"), shift=shift)
         assert everything is not None and everything.shape == (2, 1, length, keys)
         for b, i, j in itertools.product(range(2), range(length), range(keys)):
             wanted = bool(mask[b, 0, i, j]) and bool(rows[b, i] == columns[b, j]) and band[i][j]

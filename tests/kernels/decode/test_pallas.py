@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.decode.contract import resolve
 from easytorch.kernels.decode.native import decode as definition
 
 pytest.importorskip("jax", reason="jax is not installed: pip install 'easytorch[jax]'")
@@ -48,7 +49,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     },
 }  # fmt: skip
 
-ARRAYS = ("query", "key", "value", "lengths", "mask", "bias", "query_segment_ids", "key_segment_ids", "sinks")
+
+def _to_jax(name: str, x: torch.Tensor) -> Any:
+    from easytorch.kernels.interop.dlpack import to_jax
+
+    return to_jax(x.to(torch.int32) if x.dtype == torch.int64 else x)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +63,9 @@ ARRAYS = ("query", "key", "value", "lengths", "mask", "bias", "query_segment_ids
 )
 @pytest.mark.parametrize("kernel", ["jax", "pallas"])
 def test_equals_the_definition(kernel: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from easytorch.kernels.attention.contract import band_of
+    from easytorch.kernels.attention.call import map_tensors
     from easytorch.kernels.decode import pallas_decode, xla_decode
-    from easytorch.kernels.interop.dlpack import to_jax, to_torch
+    from easytorch.kernels.interop.dlpack import to_torch
 
     torch.manual_seed(0)
     monkeypatch.setattr(pallas_decode, "BLOCKS", (128,))  # a cache of three blocks, the last cut off
@@ -72,18 +77,11 @@ def test_equals_the_definition(kernel: str, case: str, dtype: torch.dtype, monke
         for b, length in enumerate(given["lengths"]):
             given["key"][b, length:] = float("nan")
             given["value"][b, length:] = float("nan")
-    arrays = [given.get(name) for name in ARRAYS]
-    arrays = [x.to(torch.int32) if x is not None and x.dtype == torch.int64 else x for x in arrays]
+    call = resolve(**given)
+    module = pallas_decode if kernel == "pallas" else xla_decode
     settings: dict[str, Any] = {"interpret": True} if kernel == "pallas" else {}
-    got = to_torch(
-        (pallas_decode if kernel == "pallas" else xla_decode).decode(
-            *(None if x is None else to_jax(x) for x in arrays),
-            scale=given.get("softmax_scale", given["query"].shape[3] ** -0.5),
-            left=band_of(given.get("causal", False), given.get("sliding_window"))[0],
-            softcap=given.get("softcap"),
-            **settings,
-        )
-    )
+    arrays = [None if x is None else _to_jax("", x) for x in map(given.get, ("query", "key", "value", "lengths"))]
+    got = to_torch(module.decode(*arrays, map_tensors(call, _to_jax), **settings))
     assert got.dtype == dtype
     assert got.isfinite().all()
     difference, scale = (x.double().square().mean().sqrt() for x in (got - expected, expected))
@@ -108,8 +106,9 @@ def test_blocks_fit_vector_memory() -> None:
 def test_nothing_to_see() -> None:
     import jax.numpy as jnp
 
+    from easytorch.kernels.attention.call import AttentionCall
     from easytorch.kernels.decode.tpu_decode import decode
 
     query, empty = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 0, 2, 8))
-    assert (decode(query, empty, empty, scale=1.0) == 0).all()
-    assert decode(query[:0], empty[:0], empty[:0], scale=1.0).shape == (0, 1, 4, 8)
+    assert (decode(query, empty, empty, None, AttentionCall()) == 0).all()
+    assert decode(query[:0], empty[:0], empty[:0], None, AttentionCall()).shape == (0, 1, 4, 8)

@@ -1,0 +1,129 @@
+"""A call of attention as one record: what it carries beside query, key and value, checked and normalized.
+
+`contract.resolve` makes it, once a call; every kernel takes it, whatever it is written in. It is a tuple of tensors and
+then numbers, so a custom operator's flat arguments are its fields: `operator(query, key, value, *flatten(call))`, and
+inside `unflatten(arguments)`. A new feature is a field here, a check in contract.py, the definition in native.py, and
+the kernels that carry it.
+
+Imports neither torch nor jax: the tensors are those of whoever makes the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypedDict
+
+Array = Any  # a torch.Tensor; inside jax, and in Pallas kernels, one of jax's
+
+
+class AttentionFeatures(TypedDict, total=False):
+    """The keyword arguments of every attention; contract.py says what they mean."""
+
+    mask: Array | None
+    bias: Array | None
+    causal: bool
+    query_segment_ids: Array | None
+    key_segment_ids: Array | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Array | None
+    softmax_scale: float | None
+    dropout_prob: float
+    seed: int | Array | None
+
+
+class AttentionCall(NamedTuple):
+    """None is absent. Causal and the sliding window are the band i + S - T - left <= j <= i + S - T + right.
+
+    seed: int64, shape (), with dropout only. The other tensors are as they were given.
+    """
+
+    mask: Array | None = None
+    bias: Array | None = None
+    query_segment_ids: Array | None = None
+    key_segment_ids: Array | None = None
+    sinks: Array | None = None
+    seed: Array | None = None
+    scale: float = 1.0
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
+    dropout_prob: float = 0.0
+
+    @property
+    def dense(self) -> bool:
+        """Whether something of the size of the scores is read."""
+        return self.mask is not None or self.bias is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the call is softmax(scale * query @ key^T) @ value, over all keys or a band of them."""
+        return (
+            self.mask is self.bias is self.query_segment_ids is self.sinks is self.softcap is None
+            and self.dropout_prob == 0.0
+        )
+
+    def part(self, rows: slice, columns: slice) -> AttentionCall:
+        """The call for some of its queries and keys; seed and band are as they were."""
+        query_ids, key_ids = self.query_segment_ids, self.key_segment_ids
+        return self._replace(
+            mask=_part(self.mask, rows, columns),
+            bias=_part(self.bias, rows, columns),
+            query_segment_ids=None if query_ids is None else query_ids[:, rows],
+            key_segment_ids=None if key_ids is None else key_ids[:, columns],
+        )
+
+    @property
+    def numbers(self) -> tuple[float | int | None, ...]:
+        """The fields that are not tensors: hashable, constants of a compiled program."""
+        return self[TENSORS:]
+
+
+def _part(matrix: Array | None, rows: slice, columns: slice) -> Array | None:
+    """The rows and columns of what broadcasts to (B, H, T, S)."""
+    if matrix is None:
+        return None
+    if matrix.ndim >= 2 and matrix.shape[-2] != 1:
+        matrix = matrix[..., rows, :]
+    if matrix.ndim >= 1 and matrix.shape[-1] != 1:
+        matrix = matrix[..., columns]
+    return matrix
+
+
+TENSORS = AttentionCall._fields.index("scale")  # how many fields, the first ones, are tensors
+
+# The fields that may be given gradients. A kernel that gives them returns query, key, value and these.
+DIFFERENTIABLE = ("bias", "sinks")
+
+_TYPES = {"Array | None": "Tensor?", "int | None": "SymInt?", "float": "float", "float | None": "float?"}
+
+
+def schema() -> str:
+    """The fields as arguments of a custom operator."""
+    fields = zip(AttentionCall._fields, AttentionCall.__annotations__.values(), strict=True)
+    return ", ".join(f"{_TYPES[getattr(kind, '__forward_arg__', kind)]} {name}" for name, kind in fields)
+
+
+def flatten(call: AttentionCall) -> tuple[Any, ...]:
+    """The record as the arguments of an operator of `schema`, which takes a number as its type says it."""
+    scale, softcap = call.scale, call.softcap
+    if type(scale) is not float or not (softcap is None or type(softcap) is float):
+        call = call._replace(scale=float(scale), softcap=None if softcap is None else float(softcap))
+    return call
+
+
+def unflatten(arguments: Iterable[Any]) -> AttentionCall:
+    """The record of an operator's arguments."""
+    return AttentionCall._make(arguments)
+
+
+def gradients_by_field(gradients: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A gradient for each argument of `flatten`: None but for the given fields."""
+    return tuple(gradients.get(name) for name in AttentionCall._fields)
+
+
+def map_tensors(call: AttentionCall, function: Callable[[str, Array], Any]) -> AttentionCall:
+    """The record with `function(name, tensor)` in place of each tensor that is there."""
+    names = AttentionCall._fields[:TENSORS]
+    tensors = (None if x is None else function(name, x) for name, x in zip(names, call, strict=False))
+    return AttentionCall(*tensors, *call[TENSORS:])

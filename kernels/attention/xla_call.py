@@ -1,0 +1,76 @@
+"""jax functions of an `AttentionCall` as nodes of a torch_xla graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, gradients_by_field
+from easytorch.kernels.interop.xla_bridge import call_jax, call_jax_with_gradient
+
+
+def call_jax_on(function: Callable[..., Any], call: AttentionCall, *tensors: Tensor | None, **static: Any) -> Any:
+    """`function(*tensors, call, **static)`, which computes no gradient."""
+    call = _for_jax(call, tensors)
+    return call_jax(_flat(function, len(tensors)), *tensors, *call[:TENSORS], numbers=call.numbers, **static)
+
+
+def call_jax_on_with_gradient(
+    forward: Callable[..., Any], backward: Callable[..., Any], call: AttentionCall, *tensors: Tensor, **static: Any
+) -> Any:
+    """The first result of `forward(*tensors, call, **static)`, of which the second is kept for the backward.
+
+    backward(*tensors, call, *results, grad, **static) -> gradients of query, key, value, bias and sinks. What
+    `tensors` holds beyond query, key and value has no gradient.
+    """
+    call = _for_jax(call, tensors)
+    count = len(tensors)
+    return call_jax_with_gradient(
+        _flat(forward, count),
+        _flat_gradients(backward, count),
+        *tensors,
+        *call[:TENSORS],
+        numbers=call.numbers,
+        **static,
+    )
+
+
+def _for_jax(call: AttentionCall, tensors: tuple[Tensor | None, ...]) -> AttentionCall:
+    """Integers of 32 bits, and the seed as data of the graph, not a constant: a new one must not compile again."""
+    device = next(x.device for x in tensors if x is not None)
+    ids = (None if x is None else x.to(torch.int32) for x in (call.query_segment_ids, call.key_segment_ids))
+    seed = None if call.seed is None else call.seed.to(torch.int32).to(device)
+    numbers = flatten(call)[TENSORS:]
+    return AttentionCall(call.mask, call.bias, *ids, call.sinks, seed, *numbers)
+
+
+@functools.cache
+def _flat(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`function` with the tensors of the call among its arrays and the numbers as a setting; one object, so that it is
+    lowered once."""
+
+    @functools.wraps(function)
+    def flat(*arrays: Any, numbers: tuple[Any, ...], **static: Any) -> Any:
+        from easytorch.kernels.attention.jax_call import AttentionCall
+
+        call = AttentionCall(*arrays[count : count + TENSORS], *numbers)
+        return function(*arrays[:count], call, *arrays[count + TENSORS :], **static)
+
+    return flat
+
+
+@functools.cache
+def _flat_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """`_flat` of a backward, with a gradient or None for each of the tensors."""
+
+    @functools.wraps(function)
+    def flat(*arrays: Any, **settings: Any) -> Any:
+        *heads, bias, sinks = _flat(function, count)(*arrays, **settings)
+        fields = gradients_by_field({"bias": bias, "sinks": sinks})[:TENSORS]
+        return *heads, *(None,) * (count - 3), *fields
+
+    return flat
