@@ -9,44 +9,33 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_backward import Saved, backward_keys, backward_queries
 from easytorch.kernels.attention.pallas_flash_forward import forward
 from easytorch.kernels.attention.pallas_flash_inputs import (
-    extras_of,
     grid_of,
     heads_first,
     heads_first_transposed,
+    padded_to_tiles,
     rows_of,
 )
 from easytorch.kernels.attention.pallas_tuning import backward_blocks, forward_blocks
-from easytorch.kernels.attention.xla_flash_tiles import Settings
 
 
 def flash_forward(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    query_segment_ids: Array | None = None,
-    key_segment_ids: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
+    call: AttentionCall,
     *,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
-    dropout_prob: float = 0.0,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """As `xla_flash.flash_forward`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
     n = grid_of(query, key, forward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
-    settings = Settings(scale, left, right, softcap, dropout_prob)
-    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
+    call = padded_to_tiles(n, call)
     output, logsumexp = forward(
-        n, settings, heads_first(query, n.rows), heads_first(key, n.columns), heads_first_transposed(value, n.columns),
-        extras, interpret=interpret,
+        n, call, heads_first(query, n.rows), heads_first(key, n.columns), heads_first_transposed(value, n.columns),
+        interpret=interpret,
     )  # fmt: skip
     return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[:, :, 0, : n.length]
 
@@ -55,28 +44,18 @@ def flash_backward(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array | None,
-    bias: Array | None,
-    query_segment_ids: Array | None,
-    key_segment_ids: Array | None,
-    sinks: Array | None,
-    seed: Array | None,
+    call: AttentionCall,
     output: Array,
     logsumexp: Array,
     grad: Array,
     *,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
-    dropout_prob: float = 0.0,
     bias_grad: bool = True,
     interpret: bool = False,
-) -> tuple[Array | None, ...]:
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """As `xla_flash.flash_backward`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
     n = grid_of(query, key, backward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
-    settings = Settings(scale, left, right, softcap, dropout_prob)
-    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
+    bias, sinks = call.bias, call.sinks
+    call = padded_to_tiles(n, call)
     delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
     saved = Saved(
         query=heads_first(query, n.rows),
@@ -86,10 +65,10 @@ def flash_backward(
         logsumexp=rows_of(n, logsumexp, jnp.inf),
         delta=rows_of(n, delta, 0.0),
     )
-    grad_key, grad_value = backward_keys(n, settings, saved, extras, interpret=interpret)
+    grad_key, grad_value = backward_keys(n, call, saved, interpret=interpret)
     wants_bias = bias is not None and bias_grad
     grad_query, *grad_scores = backward_queries(
-        n, settings, saved, heads_first_transposed(key, n.columns), extras, bias_grad=wants_bias, interpret=interpret
+        n, call, saved, heads_first_transposed(key, n.columns), bias_grad=wants_bias, interpret=interpret
     )
     grad_sinks = None
     if sinks is not None:
@@ -99,12 +78,8 @@ def flash_backward(
         grad_query[..., : n.length].transpose(0, 3, 1, 2).astype(query.dtype),
         grad_key[:, :, : n.keys].swapaxes(1, 2).astype(key.dtype),
         grad_value[:, :, : n.keys].swapaxes(1, 2).astype(value.dtype),
-        None,
         None if bias is None or not wants_bias else _summed_to(bias, grad_scores[0][:, :, : n.keys, : n.length]),
-        None,
-        None,
         grad_sinks,
-        None,
     )
 
 

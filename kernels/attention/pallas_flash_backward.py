@@ -11,14 +11,16 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_tiles import (
     CompilerParams,
-    Extras,
     Grid,
     column_range,
+    given_of,
     is_cut,
     keep_factor,
     matmul,
+    numbers_of,
     quotient,
     row_range,
     scalars,
@@ -26,7 +28,6 @@ from easytorch.kernels.attention.pallas_flash_tiles import (
     tile,
     within,
 )
-from easytorch.kernels.attention.xla_flash_tiles import Settings
 
 
 class Saved(NamedTuple):
@@ -45,12 +46,12 @@ class Saved(NamedTuple):
     delta: Any
 
 
-def backward_keys(n: Grid, settings: Settings, saved: Saved, extras: Extras, *, interpret: bool) -> tuple[Array, Array]:
+def backward_keys(n: Grid, call: AttentionCall, saved: Saved, *, interpret: bool) -> tuple[Array, Array]:
     """dK (B, K, S, D) and dV (B, K, S, Dv), in float32, summed over the query heads that read a key head."""
     dim, value_dim = saved.key.shape[-1], saved.value.shape[-1]
 
     def row(j: Any, i: Any) -> Any:
-        return within(i, row_range(n, settings, j), n.row_tiles)
+        return within(i, row_range(n, call, j), n.row_tiles)
 
     def rows_spec(width: int) -> Any:
         return pl.BlockSpec((1, 1, n.rows, width), lambda b, k, j, g, i: (b, k * n.group + g, row(j, i), 0))
@@ -63,17 +64,17 @@ def backward_keys(n: Grid, settings: Settings, saved: Saved, extras: Extras, *, 
     def tile_of(b: Any, k: Any, j: Any, g: Any, i: Any) -> tuple[Any, ...]:
         return b, k * n.group + g, j, row(j, i)
 
-    specs = Extras(
-        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
-        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
-        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, k, j, g, i: (b, 0, row(j, i))),
-        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, k, j, g, i: (b, j, 0)),
+    specs = AttentionCall(
+        mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
+        bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
+        query_segment_ids=pl.BlockSpec((1, 1, n.rows), lambda b, k, j, g, i: (b, 0, row(j, i))),
+        key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, k, j, g, i: (b, j, 0)),
         seed=scalars(),
     )
-    given = _given(extras)
+    given = given_of(call, sinks=False)
     padded = saved.key.shape[2]
     return pl.pallas_call(
-        functools.partial(_keys_kernel, n, settings, given),
+        functools.partial(_keys_kernel, n, numbers_of(call), given),
         grid=(n.batch, n.kv_heads, n.column_tiles, n.group, n.row_tiles),
         in_specs=[
             rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), vector, vector,
@@ -89,15 +90,16 @@ def backward_keys(n: Grid, settings: Settings, saved: Saved, extras: Extras, *, 
         ),
         interpret=interpret,
         name="flash_backward_keys",
-    )(*saved, *(getattr(extras, name) for name in given))  # fmt: skip
+    )(*saved, *(getattr(call, name) for name in given))  # fmt: skip
 
 
-def _keys_kernel(n: Grid, settings: Settings, given: list[str], *references: Any) -> None:
-    saved, extras = Saved(*references[:6]), Extras(**dict(zip(given, references[6:], strict=False)))
+def _keys_kernel(n: Grid, call: AttentionCall, given: list[str], *references: Any) -> None:
+    saved = Saved(*references[:6])
+    call = call._replace(**dict(zip(given, references[6:], strict=False)))
     grad_key, grad_value, sum_key, sum_value = references[6 + len(given) :]
     batch, kv_head, j, g, i = (pl.program_id(axis) for axis in range(5))
     head = batch * n.heads + kv_head * n.group + g
-    first, last = row_range(n, settings, j)
+    first, last = row_range(n, call, j)
 
     @pl.when((g == 0) & (i == 0))
     def _start() -> None:
@@ -105,13 +107,13 @@ def _keys_kernel(n: Grid, settings: Settings, given: list[str], *references: Any
         sum_value[...] = jnp.zeros(sum_value.shape, jnp.float32)
 
     def step(cut: bool) -> None:
-        kept, grad_scores = _gradients(n, settings, saved, extras, head, i, j, cut)[:2]
+        kept, grad_scores = _gradients(n, call, saved, head, i, j, cut)[:2]
         grad, query = saved.grad[0, 0], saved.query[0, 0]
         sum_value[...] += matmul(kept.astype(grad.dtype), grad)
         sum_key[...] += matmul(grad_scores.astype(query.dtype), query)
 
     visited = (i >= first) & (i < last)
-    cut = is_cut(n, settings, i, j)
+    cut = is_cut(n, call, i, j)
     pl.when(visited & cut)(functools.partial(step, True))
     pl.when(visited & ~cut)(functools.partial(step, False))
 
@@ -121,7 +123,7 @@ def _keys_kernel(n: Grid, settings: Settings, given: list[str], *references: Any
 
 
 def backward_queries(
-    n: Grid, settings: Settings, saved: Saved, key_transposed: Array, extras: Extras, *, bias_grad: bool,
+    n: Grid, call: AttentionCall, saved: Saved, key_transposed: Array, *, bias_grad: bool,
     interpret: bool,
 ) -> list[Array]:  # fmt: skip
     """[dQ (B, H, D, T)], and with `bias_grad` the gradient (B, H, S, T) of the scores before the bias; float32.
@@ -131,7 +133,7 @@ def backward_queries(
     dim, value_dim = saved.key.shape[-1], saved.value.shape[-1]
 
     def column(i: Any, j: Any) -> Any:
-        return within(j, column_range(n, settings, i), n.column_tiles)
+        return within(j, column_range(n, call, i), n.column_tiles)
 
     def rows_spec(width: int) -> Any:
         return pl.BlockSpec((1, 1, n.rows, width), lambda b, h, i, j: (b, h, i, 0))
@@ -144,14 +146,14 @@ def backward_queries(
     def tile_of(b: Any, h: Any, i: Any, j: Any) -> tuple[Any, ...]:
         return b, h, column(i, j), i
 
-    specs = Extras(
-        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
-        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
-        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, h, i, j: (b, 0, i)),
-        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, h, i, j: (b, column(i, j), 0)),
+    specs = AttentionCall(
+        mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
+        bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
+        query_segment_ids=pl.BlockSpec((1, 1, n.rows), lambda b, h, i, j: (b, 0, i)),
+        key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, h, i, j: (b, column(i, j), 0)),
         seed=scalars(),
     )
-    given = _given(extras)
+    given = given_of(call, sinks=False)
     padded_rows, padded_columns = saved.query.shape[2], saved.key.shape[2]
     out_specs = [pl.BlockSpec((1, 1, dim, n.rows), lambda b, h, i, j: (b, h, 0, i))]
     out_shape = [jax.ShapeDtypeStruct((n.batch, n.heads, dim, padded_rows), jnp.float32)]
@@ -160,7 +162,7 @@ def backward_queries(
         out_specs.append(pl.BlockSpec((1, 1, n.columns, n.rows), lambda b, h, i, j: (b, h, j, i)))
         out_shape.append(jax.ShapeDtypeStruct((n.batch, n.heads, padded_columns, padded_rows), jnp.float32))
     return pl.pallas_call(
-        functools.partial(_queries_kernel, n, settings, given, bias_grad),
+        functools.partial(_queries_kernel, n, numbers_of(call), given, bias_grad),
         grid=(n.batch, n.heads, n.row_tiles, n.column_tiles),
         in_specs=[
             rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), vector, vector,
@@ -173,29 +175,29 @@ def backward_queries(
         compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="flash_backward_queries",
-    )(*saved, key_transposed, *(getattr(extras, name) for name in given))  # fmt: skip
+    )(*saved, key_transposed, *(getattr(call, name) for name in given))  # fmt: skip
 
 
-def _queries_kernel(n: Grid, settings: Settings, given: list[str], bias_grad: bool, *references: Any) -> None:
+def _queries_kernel(n: Grid, call: AttentionCall, given: list[str], bias_grad: bool, *references: Any) -> None:
     saved, key_transposed = Saved(*references[:6]), references[6]
-    extras = Extras(**dict(zip(given, references[7:], strict=False)))
+    call = call._replace(**dict(zip(given, references[7:], strict=False)))
     grad_query, *grad_bias, sum_query = references[7 + len(given) :]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
-    first, last = column_range(n, settings, i)
+    first, last = column_range(n, call, i)
 
     @pl.when(j == 0)
     def _start() -> None:
         sum_query[...] = jnp.zeros(sum_query.shape, jnp.float32)
 
     def step(cut: bool) -> None:
-        _, grad_scores, grad_biased = _gradients(n, settings, saved, extras, batch * n.heads + head, i, j, cut)
+        _, grad_scores, grad_biased = _gradients(n, call, saved, batch * n.heads + head, i, j, cut)
         keys = key_transposed[0, 0]
         sum_query[...] += matmul(keys, grad_scores.astype(keys.dtype))
         if bias_grad:
             grad_bias[0][0, 0] = grad_biased
 
     visited = (j >= first) & (j < last)
-    cut = is_cut(n, settings, i, j)
+    cut = is_cut(n, call, i, j)
     pl.when(visited & cut)(functools.partial(step, True))
     pl.when(visited & ~cut)(functools.partial(step, False))
 
@@ -211,24 +213,19 @@ def _queries_kernel(n: Grid, settings: Settings, given: list[str], bias_grad: bo
 
 
 def _gradients(
-    n: Grid, settings: Settings, saved: Saved, extras: Extras, head: Any, i: Any, j: Any, cut: bool
+    n: Grid, call: AttentionCall, saved: Saved, head: Any, i: Any, j: Any, cut: bool
 ) -> tuple[Array, Array, Array]:
     """(C, R) float32: the weights that were kept, the gradient of query @ key^T, and that of the biased scores."""
-    logits, capped = scores(n, settings, extras, saved.query[0, 0], saved.key[0, 0], i, j, cut)
+    logits, capped = scores(n, call, saved.query[0, 0], saved.key[0, 0], i, j, cut)
     weights = jnp.exp(logits - saved.logsumexp[0, 0])
     grad_weights = matmul(saved.value[0, 0], saved.grad[0, 0], transposed=True)
     kept = weights
-    if extras.seed is not None:
-        factor = keep_factor(n, settings, extras.seed, head, i, j)
+    if call.seed is not None:
+        factor = keep_factor(n, call, head, i, j)
         kept, grad_weights = weights * factor, grad_weights * factor
     grad_biased = weights * (grad_weights - saved.delta[0, 0])
     grad_scores = grad_biased
-    if settings.softcap is not None:
-        ratio = capped / settings.softcap
+    if call.softcap is not None:
+        ratio = capped / call.softcap
         grad_scores = grad_biased * (1.0 - ratio * ratio)
-    return kept, grad_scores * settings.scale, grad_biased
-
-
-def _given(extras: Extras) -> list[str]:
-    """The optional inputs of the backward: the sinks are in the logsumexp already."""
-    return [name for name in Extras._fields if name != "sinks" and getattr(extras, name) is not None]
+    return kept, grad_scores * call.scale, grad_biased

@@ -11,25 +11,26 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_tiles import (
     CompilerParams,
-    Extras,
     Grid,
     column_range,
+    given_of,
     is_cut,
     keep_factor,
     matmul,
+    numbers_of,
     quotient,
     scalars,
     scores,
     tile,
     within,
 )
-from easytorch.kernels.attention.xla_flash_tiles import Settings
 
 
 def forward(
-    n: Grid, settings: Settings, query: Array, key: Array, value: Array, extras: Extras, *, interpret: bool
+    n: Grid, call: AttentionCall, query: Array, key: Array, value: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
     """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 1, T).
 
@@ -38,23 +39,23 @@ def forward(
     dim, value_dim = query.shape[-1], value.shape[2]
 
     def column(i: Any, j: Any) -> Any:
-        return within(j, column_range(n, settings, i), n.column_tiles)
+        return within(j, column_range(n, call, i), n.column_tiles)
 
     def tile_of(b: Any, h: Any, i: Any, j: Any) -> tuple[Any, ...]:
         return b, h, column(i, j), i
 
-    specs = Extras(
-        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
-        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
-        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, h, i, j: (b, 0, i)),
-        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, h, i, j: (b, column(i, j), 0)),
+    specs = AttentionCall(
+        mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
+        bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
+        query_segment_ids=pl.BlockSpec((1, 1, n.rows), lambda b, h, i, j: (b, 0, i)),
+        key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, h, i, j: (b, column(i, j), 0)),
         sinks=scalars(),
         seed=scalars(),
     )
-    given = [name for name in Extras._fields if getattr(extras, name) is not None]
+    given = given_of(call)
     padded = query.shape[2]
     return pl.pallas_call(
-        functools.partial(_kernel, n, settings, given),
+        functools.partial(_kernel, n, numbers_of(call), given),
         grid=(n.batch, n.heads, n.row_tiles, n.column_tiles),
         in_specs=[
             pl.BlockSpec((1, 1, n.rows, dim), lambda b, h, i, j: (b, h, i, 0)),
@@ -78,25 +79,25 @@ def forward(
         compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="flash_forward",
-    )(query, key, value, *(getattr(extras, name) for name in given))
+    )(query, key, value, *(getattr(call, name) for name in given))
 
 
-def _kernel(n: Grid, settings: Settings, given: list[str], query: Any, key: Any, value: Any, *references: Any) -> None:
-    extras = Extras(**dict(zip(given, references, strict=False)))
+def _kernel(n: Grid, call: AttentionCall, given: list[str], query: Any, key: Any, value: Any, *references: Any) -> None:
+    call = call._replace(**dict(zip(given, references, strict=False)))
     output, logsumexp, top, total, sums = references[len(given) :]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
-    first, last = column_range(n, settings, i)
+    first, last = column_range(n, call, i)
 
     @pl.when(j == 0)
     def _start() -> None:
-        sink = -jnp.inf if extras.sinks is None else extras.sinks[head]
+        sink = -jnp.inf if call.sinks is None else call.sinks[head]
         top[...] = jnp.full(top.shape, sink, jnp.float32)
         # a sink is a logit already seen
         total[...] = jnp.where(top[...] == -jnp.inf, 0.0, 1.0)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def step(cut: bool) -> None:
-        logits, _ = scores(n, settings, extras, query[0, 0], key[0, 0], i, j, cut)
+        logits, _ = scores(n, call, query[0, 0], key[0, 0], i, j, cut)
         new_top = jnp.maximum(top[...], logits.max(axis=0, keepdims=True))
         # 0 where nothing was seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is not
         finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -104,12 +105,12 @@ def _kernel(n: Grid, settings: Settings, given: list[str], query: Any, key: Any,
         shrink = jnp.exp(top[...] - finite)
         top[...] = new_top
         total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
-        if extras.seed is not None:
-            weights = weights * keep_factor(n, settings, extras.seed, batch * n.heads + head, i, j)
+        if call.seed is not None:
+            weights = weights * keep_factor(n, call, batch * n.heads + head, i, j)
         sums[...] = sums[...] * shrink + matmul(value[0, 0], weights.astype(value.dtype))
 
     visited = (j >= first) & (j < last)
-    cut = is_cut(n, settings, i, j)
+    cut = is_cut(n, call, i, j)
     pl.when(visited & cut)(functools.partial(step, True))
     pl.when(visited & ~cut)(functools.partial(step, False))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from easytorch.kernels.attention.pallas_flash_tiles import Extras, Grid
+from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.pallas_flash_tiles import Grid
 from easytorch.kernels.attention.pallas_tuning import Blocks
 from easytorch.kernels.attention.xla_flash_tiles import pad
 
@@ -36,23 +37,21 @@ def rows_of(n: Grid, x: Array, fill: float) -> Array:
     return pad(x[:, :, None], 3, n.rows, fill)
 
 
-def extras_of(
-    n: Grid,
-    mask: Array | None,
-    bias: Array | None,
-    query_segments: Array | None,
-    key_segments: Array | None,
-    sinks: Array | None,
-    seed: Array | None,
-) -> Extras:
-    return Extras(
+def padded_to_tiles(n: Grid, call: AttentionCall) -> AttentionCall:
+    """The call's tensors as the kernels read them.
+
+    mask int8 and bias (Bx, Hx, Sx, Tx), 1 where they broadcast; query ids (B, 1, T) and key ids (B, S, 1) int32; sinks
+    float32 (H,) and seed int32 (1,), for scalar memory.
+    """
+    query_ids, key_ids = call.query_segment_ids, call.key_segment_ids
+    return call._replace(
         # a bool has no layout of its own in the vector memory
-        mask=None if mask is None else _matrix(n, mask.astype(jnp.int8)),
-        bias=None if bias is None else _matrix(n, bias),
-        query_segments=None if query_segments is None else pad(query_segments[:, None].astype(jnp.int32), 2, n.rows),
-        key_segments=None if key_segments is None else pad(key_segments[..., None].astype(jnp.int32), 1, n.columns),
-        sinks=None if sinks is None else sinks.astype(jnp.float32),
-        seed=None if seed is None else seed.astype(jnp.int32).reshape(1),
+        mask=None if call.mask is None else _matrix(n, call.mask.astype(jnp.int8)),
+        bias=None if call.bias is None else _matrix(n, call.bias),
+        query_segment_ids=None if query_ids is None else pad(query_ids[:, None].astype(jnp.int32), 2, n.rows),
+        key_segment_ids=None if key_ids is None else pad(key_ids[..., None].astype(jnp.int32), 1, n.columns),
+        sinks=None if call.sinks is None else call.sinks.astype(jnp.float32),
+        seed=None if call.seed is None else call.seed.astype(jnp.int32).reshape(1),
     )
 
 

@@ -13,7 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easytorch.kernels.attention.xla_flash_tiles import Settings
+from easytorch.kernels.attention.call import TENSORS
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 
 # jax 0.7 to today; before, the class was called TPUCompilerParams
@@ -49,24 +50,15 @@ class Grid(NamedTuple):
         return self.keys - self.length
 
 
-class Extras(NamedTuple):
-    """The optional inputs of a kernel: arrays before the call, references to their tiles inside, None where absent.
+def numbers_of(call: AttentionCall) -> AttentionCall:
+    """The call without its tensors, which a kernel is given as references."""
+    return AttentionCall(*(None,) * TENSORS, *call.numbers)
 
-    mask int8 and bias (Bx, Hx, Sx, Tx), 1 where they broadcast; query_segments (B, 1, T) and key_segments (B, S, 1)
-    int32; sinks float32 (H,) and seed int32 (1,), in scalar memory.
-    """
 
-    mask: Any = None
-    bias: Any = None
-    query_segments: Any = None
-    key_segments: Any = None
-    sinks: Any = None
-    seed: Any = None
-
-    @property
-    def by_position(self) -> bool:
-        """True where every tile needs its scores masked, whatever the band."""
-        return self.mask is not None or self.query_segments is not None
+def given_of(call: AttentionCall, *, sinks: bool = True) -> list[str]:
+    """The names of the tensors that there are; without `sinks` for a backward, in whose logsumexp those are."""
+    names = [name for name, x in zip(AttentionCall._fields[:TENSORS], call, strict=False) if x is not None]
+    return [name for name in names if sinks or name != "sinks"]
 
 
 def quotient(index: Any, size: int) -> Any:
@@ -77,23 +69,23 @@ def quotient(index: Any, size: int) -> Any:
     return lax.div(index, jnp.int32(size))
 
 
-def column_range(n: Grid, settings: Settings, i: Any) -> tuple[Any, Any]:
+def column_range(n: Grid, call: AttentionCall, i: Any) -> tuple[Any, Any]:
     """The column tiles [first, last) that the band lets any query of row tile `i` see."""
     own = i * n.rows + n.shift
-    first = 0 if settings.left is None else quotient(jnp.clip(own - settings.left, 0, n.keys), n.columns)
-    if settings.right is None:
+    first = 0 if call.left is None else quotient(jnp.clip(own - call.left, 0, n.keys), n.columns)
+    if call.right is None:
         return first, n.column_tiles
-    last = jnp.clip(own + n.rows + settings.right, 0, n.keys)
+    last = jnp.clip(own + n.rows + call.right, 0, n.keys)
     return first, quotient(last + n.columns - 1, n.columns)
 
 
-def row_range(n: Grid, settings: Settings, j: Any) -> tuple[Any, Any]:
+def row_range(n: Grid, call: AttentionCall, j: Any) -> tuple[Any, Any]:
     """The row tiles [first, last) of which any query sees a key of column tile `j`."""
     own = j * n.columns - n.shift
-    first = 0 if settings.right is None else quotient(jnp.clip(own - settings.right, 0, n.length), n.rows)
-    if settings.left is None:
+    first = 0 if call.right is None else quotient(jnp.clip(own - call.right, 0, n.length), n.rows)
+    if call.left is None:
         return first, n.row_tiles
-    last = jnp.clip(own + n.columns + settings.left, 0, n.length)
+    last = jnp.clip(own + n.columns + call.left, 0, n.length)
     return first, quotient(last + n.rows - 1, n.rows)
 
 
@@ -103,49 +95,47 @@ def within(index: Any, bounds: tuple[Any, Any], tiles: int) -> Any:
     return jnp.clip(jnp.clip(index, first, jnp.maximum(last - 1, first)), 0, tiles - 1)
 
 
-def is_cut(n: Grid, settings: Settings, i: Any, j: Any) -> Any:
+def is_cut(n: Grid, call: AttentionCall, i: Any, j: Any) -> Any:
     """True where the band or the end of the keys leaves out a part of tile (i, j)."""
     top, first = i * n.rows + n.shift, j * n.columns
     bottom, last = top + n.rows - 1, first + n.columns - 1
     cut = jnp.bool_(False)
-    if settings.left is not None:
-        cut |= first < bottom - settings.left
-    if settings.right is not None:
-        cut |= last > top + settings.right
+    if call.left is not None:
+        cut |= first < bottom - call.left
+    if call.right is not None:
+        cut |= last > top + call.right
     if n.keys % n.columns:
         cut |= last >= n.keys
     return cut
 
 
-def scores(
-    n: Grid, settings: Settings, extras: Extras, query: Array, key: Array, i: Any, j: Any, cut: bool
-) -> tuple[Array, Array]:
+def scores(n: Grid, call: AttentionCall, query: Array, key: Array, i: Any, j: Any, cut: bool) -> tuple[Array, Array]:
     """query (R, D), key (C, D) -> scores (C, R) float32, -inf where unseen, and the same before bias and masks."""
-    capped = matmul(key, query, transposed=True) * settings.scale
-    if settings.softcap is not None:
-        capped = settings.softcap * jnp.tanh(capped / settings.softcap)
+    capped = matmul(key, query, transposed=True) * call.scale
+    if call.softcap is not None:
+        capped = call.softcap * jnp.tanh(capped / call.softcap)
     result = capped
-    if extras.bias is not None:
-        result = result + extras.bias[0, 0].astype(jnp.float32)
-    seen = _seen(n, settings, extras, i, j, cut)
+    if call.bias is not None:
+        result = result + call.bias[0, 0].astype(jnp.float32)
+    seen = _seen(n, call, i, j, cut)
     return result if seen is None else jnp.where(seen, result, -jnp.inf), capped
 
 
-def _seen(n: Grid, settings: Settings, extras: Extras, i: Any, j: Any, cut: bool) -> Array | None:
+def _seen(n: Grid, call: AttentionCall, i: Any, j: Any, cut: bool) -> Array | None:
     parts = []
     if cut:
         columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
         offset = columns - (i * n.rows + n.shift) - lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 1)
         if n.keys % n.columns:
             parts.append(columns < n.keys)
-        if settings.left is not None:
-            parts.append(offset >= -settings.left)
-        if settings.right is not None:
-            parts.append(offset <= settings.right)
-    if extras.mask is not None:
-        parts.append(extras.mask[0, 0].astype(jnp.int32) != 0)
-    if extras.query_segments is not None:
-        parts.append(extras.key_segments[0] == extras.query_segments[0])
+        if call.left is not None:
+            parts.append(offset >= -call.left)
+        if call.right is not None:
+            parts.append(offset <= call.right)
+    if call.mask is not None:
+        parts.append(call.mask[0, 0].astype(jnp.int32) != 0)
+    if call.query_segment_ids is not None:
+        parts.append(call.key_segment_ids[0] == call.query_segment_ids[0])
     seen = None
     for part in parts:
         part = jnp.broadcast_to(part, (n.columns, n.rows))
@@ -153,19 +143,19 @@ def _seen(n: Grid, settings: Settings, extras: Extras, i: Any, j: Any, cut: bool
     return seen
 
 
-def keep_factor(n: Grid, settings: Settings, seed: Any, head: Any, i: Any, j: Any) -> Array:
+def keep_factor(n: Grid, call: AttentionCall, head: Any, i: Any, j: Any) -> Array:
     """(C, R): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py.
 
     head: b * H + h. The hash's arithmetic is that of uint32, whose bits int32 has too; only the comparison differs.
     """
     row = i * n.rows + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 1)
     column = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
-    state = _mix(seed[0] ^ (head * _signed(HEAD)))
+    state = _mix(call.seed[0] ^ (head * _signed(HEAD)))
     state = _mix(state ^ (row * _signed(ROW)))
     state = _mix(state ^ (column * _signed(COLUMN)))
     flip = jnp.int32(-(2**31))
-    threshold = _signed(int(settings.dropout_prob * 2**32) ^ 2**31)
-    return jnp.where((state ^ flip) >= threshold, 1.0 / (1.0 - settings.dropout_prob), 0.0)
+    threshold = _signed(int(call.dropout_prob * 2**32) ^ 2**31)
+    return jnp.where((state ^ flip) >= threshold, 1.0 / (1.0 - call.dropout_prob), 0.0)
 
 
 def _mix(x: Any) -> Any:

@@ -12,20 +12,27 @@ from typing import Any
 from jax import Array, lax
 
 from easytorch.kernels.attention import pallas_flash, xla_flash
+from easytorch.kernels.attention.jax_call import AttentionCall
 
 
-def flash_forward(*arrays: Array | None, **settings: Any) -> tuple[Array, Array]:
+def flash_forward(query: Array, key: Array, value: Array, call: AttentionCall) -> tuple[Array, Array]:
     """As `xla_flash.flash_forward`."""
-    return _for_platform(pallas_flash.flash_forward, xla_flash.flash_forward, arrays, settings)
+    return for_platform(pallas_flash.flash_forward, xla_flash.flash_forward, query, key, value, call)
 
 
-def flash_backward(*arrays: Array | None, **settings: Any) -> tuple[Array | None, ...]:
+def flash_backward(
+    query: Array, key: Array, value: Array, call: AttentionCall, output: Array, logsumexp: Array, grad: Array,
+    *, bias_grad: bool = True,
+) -> tuple[Array, Array, Array, Array | None, Array | None]:  # fmt: skip
     """As `xla_flash.flash_backward`."""
-    return _for_platform(pallas_flash.flash_backward, xla_flash.flash_backward, arrays, settings)
+    kernel, definition = (
+        functools.partial(module.flash_backward, bias_grad=bias_grad) for module in (pallas_flash, xla_flash)
+    )
+    return for_platform(kernel, definition, query, key, value, call, output, logsumexp, grad)
 
 
-def _for_platform(kernel: Any, definition: Any, arrays: tuple[Array | None, ...], settings: dict[str, Any]) -> Any:
-    elsewhere = functools.partial(definition, **settings)
-    if any(array is not None and array.size == 0 for array in arrays[:3]):
-        return elsewhere(*arrays)
-    return lax.platform_dependent(*arrays, tpu=functools.partial(kernel, **settings), default=elsewhere)
+def for_platform(kernel: Any, definition: Any, query: Array, key: Array, value: Array, *rest: Any) -> Any:
+    """`kernel` where it is lowered for TPU and no array is empty, else `definition`."""
+    if query.size == 0 or key.size == 0 or value.size == 0:
+        return definition(query, key, value, *rest)
+    return lax.platform_dependent(query, key, value, *rest, tpu=kernel, default=definition)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.triton_aot_compile import ARCHITECTURES, compile_call
 
 KERNELS = ("forward", "delta", "key_value_grad", "query_grad")
@@ -78,24 +79,25 @@ def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: boo
 
     query, key = empty(2, 4096, 32, head_dim), empty(2, 4096, 8, head_dim)
     lse = empty(2, 32, 4096, dtype=torch.float32)
-    features = calls.Features(right=0, softmax_scale=head_dim**-0.5)
+    call = AttentionCall(right=0, scale=head_dim**-0.5)
     bias_grad = None
     if everything:
         ids, seed = empty(2, 4096, dtype=torch.int64), empty(dtype=torch.int64)
-        features = features._replace(
+        call = call._replace(
             bias=empty(1, 32, 4096, 4096, dtype=torch.float32), mask=empty(2, 1, 4096, 4096, dtype=torch.bool),
-            query_ids=ids, key_ids=ids, sinks=empty(32), seed=seed, left=1023, softcap=30.0, dropout_prob=0.1,
+            query_segment_ids=ids, key_segment_ids=ids, sinks=empty(32), seed=seed, left=1023, softcap=30.0,
+            dropout_prob=0.1,
         )  # fmt: skip
         bias_grad = empty(2, 32, 4096, 4096, dtype=torch.float32)
-    yield "forward", calls.forward_call(architecture, query, key, key, query, lse, features)
+    yield "forward", calls.forward_call(architecture, query, key, key, query, lse, call)
     yield "delta", calls.delta_call(query, query, lse)
     yield (
         "key_value_grad",
-        calls.key_value_grad_call(architecture, query, key, key, query, lse, lse, key, key, features),
+        calls.key_value_grad_call(architecture, query, key, key, query, lse, lse, key, key, call),
     )
     yield (
         "query_grad",
-        calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, bias_grad, features),
+        calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, bias_grad, call),
     )
 
 

@@ -7,11 +7,12 @@ what a GPU would run. Imports Triton: import it inside the function that needs i
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from easytorch.kernels.attention import dropout
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.triton_flash_backward_keys import flash_key_value_grad
 from easytorch.kernels.attention.triton_flash_backward_queries import flash_delta, flash_query_grad
 from easytorch.kernels.attention.triton_flash_forward import flash_forward
@@ -21,36 +22,16 @@ from easytorch.kernels.interop.triton_call import Call
 _LOG2E = math.log2(math.e)
 
 
-class Features(NamedTuple):
-    """What a call carries beside query, key and value; None is absent. `causal` has become `right`."""
-
-    bias: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    query_ids: torch.Tensor | None = None
-    key_ids: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    seed: torch.Tensor | None = None
-    left: int | None = None
-    right: int | None = None
-    softcap: float | None = None
-    softmax_scale: float = 1.0
-    dropout_prob: float = 0.0
-
-    @property
-    def dense(self) -> bool:
-        return self.mask is not None or self.bias is not None
-
-
 def forward_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-    lse: torch.Tensor, features: Features,
+    lse: torch.Tensor, call: AttentionCall,
 ) -> Call:  # fmt: skip
     """Fills output (B, T, H, Dv) and lse (B, H, T) float32."""
     batch, length, heads, _ = query.shape
-    tiles = tiles_of("forward", architecture, query, value, dense=features.dense)
+    tiles = tiles_of("forward", architecture, query, value, dense=call.dense)
     arguments = {
-        "query": query, "key": key, "value": value, "output": output, "lse": lse, "sinks": features.sinks,
-        "output_strides": output.stride(), **shared_arguments(query, key, value, features),
+        "query": query, "key": key, "value": value, "output": output, "lse": lse, "sinks": call.sinks,
+        "output_strides": output.stride(), **shared_arguments(query, key, value, call),
         **tile_arguments(query, value, tiles),
     }  # fmt: skip
     return Call(
@@ -71,16 +52,16 @@ def delta_call(output: torch.Tensor, output_grad: torch.Tensor, delta: torch.Ten
 
 def key_value_grad_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output_grad: torch.Tensor,
-    lse: torch.Tensor, delta: torch.Tensor, key_grad: torch.Tensor, value_grad: torch.Tensor, features: Features,
+    lse: torch.Tensor, delta: torch.Tensor, key_grad: torch.Tensor, value_grad: torch.Tensor, call: AttentionCall,
 ) -> Call:  # fmt: skip
     """Fills key_grad (B, S, K, D) and value_grad (B, S, K, Dv)."""
     batch, keys, kv_heads, _ = key.shape
-    tiles = tiles_of("key_value_grad", architecture, query, value, dense=features.dense)
+    tiles = tiles_of("key_value_grad", architecture, query, value, dense=call.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output_grad": output_grad, "lse": lse, "delta": delta,
         "key_grad": key_grad, "value_grad": value_grad, "grad_strides": output_grad.stride(),
         "key_grad_strides": key_grad.stride(), "value_grad_strides": value_grad.stride(),
-        "softmax_scale": features.softmax_scale, **shared_arguments(query, key, value, features),
+        "softmax_scale": call.scale, **shared_arguments(query, key, value, call),
         **tile_arguments(query, value, tiles),
     }  # fmt: skip
     programs = -(-keys // tiles.block_n) * kv_heads * batch
@@ -90,40 +71,43 @@ def key_value_grad_call(
 def query_grad_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output_grad: torch.Tensor,
     lse: torch.Tensor, delta: torch.Tensor, query_grad: torch.Tensor, bias_grad: torch.Tensor | None,
-    features: Features,
+    call: AttentionCall,
 ) -> Call:  # fmt: skip
     """Fills query_grad (B, T, H, D), and bias_grad (B, H, T, S) in the blocks that are seen."""
     batch, length, heads, _ = query.shape
-    tiles = tiles_of("query_grad", architecture, query, value, dense=features.dense)
+    tiles = tiles_of("query_grad", architecture, query, value, dense=call.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output_grad": output_grad, "lse": lse, "delta": delta,
         "query_grad": query_grad, "bias_grad": bias_grad, "grad_strides": output_grad.stride(),
         "query_grad_strides": query_grad.stride(),
         "bias_grad_strides": None if bias_grad is None else bias_grad.stride(),
-        "softmax_scale": features.softmax_scale, **shared_arguments(query, key, value, features),
+        "softmax_scale": call.scale, **shared_arguments(query, key, value, call),
         **tile_arguments(query, value, tiles),
     }  # fmt: skip
     programs = -(-length // tiles.block_m) * heads * batch
     return Call(flash_query_grad, programs, arguments, tiles.num_warps, tiles.num_stages)
 
 
-def shared_arguments(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, features: Features) -> dict[str, Any]:
+def shared_arguments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> dict[str, Any]:
     """The arguments that every kernel but delta takes; a mask or bias is broadcast by strides of zero."""
     batch, length, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
     full = (batch, heads, length, keys)
-    bias = None if features.bias is None else features.bias.expand(full)
-    mask = None if features.mask is None else features.mask.view(torch.uint8).expand(full)
-    softcap, scale = features.softcap, features.softmax_scale
+    bias = None if call.bias is None else call.bias.expand(full)
+    mask = None if call.mask is None else call.mask.view(torch.uint8).expand(full)
+    softcap, scale = call.softcap, call.scale
     return {
-        "bias": bias, "mask": mask, "query_ids": features.query_ids, "key_ids": features.key_ids, "seed": features.seed,
+        "bias": bias, "mask": mask, "query_ids": call.query_segment_ids, "key_ids": call.key_segment_ids,
+        "seed": call.seed,
         "query_strides": query.stride(), "key_strides": key.stride(), "value_strides": value.stride(),
         "bias_strides": _strides(bias), "mask_strides": _strides(mask),
-        "query_id_strides": _strides(features.query_ids), "key_id_strides": _strides(features.key_ids),
-        "H": heads, "GROUP": heads // kv_heads, "T": length, "S": keys, "left": features.left, "right": features.right,
+        "query_id_strides": _strides(call.query_segment_ids), "key_id_strides": _strides(call.key_segment_ids),
+        "H": heads, "GROUP": heads // kv_heads, "T": length, "S": keys, "left": call.left, "right": call.right,
         "scale": scale * _LOG2E if softcap is None else scale / softcap,
         "cap": None if softcap is None else softcap * _LOG2E,
-        "threshold": dropout.threshold(features.dropout_prob), "keep_scale": 1.0 / (1.0 - features.dropout_prob),
+        "threshold": dropout.threshold(call.dropout_prob), "keep_scale": 1.0 / (1.0 - call.dropout_prob),
     }  # fmt: skip
 
 

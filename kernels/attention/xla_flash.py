@@ -1,8 +1,8 @@
 """Attention by online softmax in jax, forward and backward: memory linear in T, and no torch. See contract.py.
 
-Arrays come first, None where absent, then static settings, so that a function can be jitted, lowered into a torch_xla
-graph or compiled for TPU as it is. One key/value head at a time, the G query heads that read it folded into rows; tiles
-that causal or the window leave empty are skipped. Follows FlashAttention-2, https://arxiv.org/abs/2307.08691.
+A call's tensors are traced and its numbers static (jax_call.py), so that a function can be jitted, lowered into a
+torch_xla graph or compiled for TPU as it is. One key/value head at a time, the G query heads that read it folded into
+rows; tiles that causal or the window leave empty are skipped. Follows FlashAttention-2, https://arxiv.org/abs/2307.08691.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.xla_flash_tiles import (
-    Settings,
     column_range,
-    extras_of,
     from_key_heads,
     from_query_heads,
     keep_factor,
     key_heads,
     matmul,
     pad,
+    padded_to_tiles,
     query_heads,
     row_range,
     scores,
@@ -32,32 +32,19 @@ def flash_forward(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    query_segment_ids: Array | None = None,
-    key_segment_ids: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
-    *,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
-    dropout_prob: float = 0.0,
+    call: AttentionCall,
 ) -> tuple[Array, Array]:
     """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T).
 
-    mask and bias broadcast to (B, H, T, S); segment ids (B, T) and (B, S); sinks (H,); seed () integer. Causal is
-    right=0: position i sees i + S - T - left .. i + S - T + right. The logsumexp of a row that sees nothing is +inf,
-    which makes its weights exp(score - logsumexp) zero.
+    The logsumexp of a row that sees nothing is +inf, which makes its weights exp(score - logsumexp) zero.
     """
-    n, settings = sizes_of(query, key), Settings(scale, left, right, softcap, dropout_prob)
+    n, sinks = sizes_of(query, key), call.sinks
     value_dim = value.shape[-1]
     if query.size == 0 or key.size == 0 or value.size == 0:
         top = jnp.full(n.heads, jnp.inf) if sinks is None else jnp.where(sinks == -jnp.inf, jnp.inf, sinks)
         logsumexp = jnp.broadcast_to(top.astype(jnp.float32)[:, None], (n.batch, n.heads, n.length))
         return jnp.zeros((n.batch, n.length, n.heads, value_dim), query.dtype), logsumexp
-    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, seed)
+    call = padded_to_tiles(n, call)
     precision = _precision(query)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(n.kv_heads, n.group)
 
@@ -70,14 +57,14 @@ def flash_forward(
             def column_tile(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 top, total, output = state
                 columns = lax.dynamic_slice_in_dim(keys, j * n.columns, n.columns)
-                logits, _ = scores(n, settings, extras, rows, columns, head, i, j, precision)
+                logits, _ = scores(n, call, rows, columns, head, i, j, precision)
                 new_top = jnp.maximum(top, logits.max(axis=-1))
                 finite = _finite(new_top)
                 weights = jnp.exp(logits - finite[..., None])
                 shrink = jnp.exp(top - finite)
                 total = total * shrink + weights.sum(axis=-1)
-                if extras.seed is not None:
-                    weights = weights * keep_factor(n, settings, extras.seed, head, i, j)
+                if call.seed is not None:
+                    weights = weights * keep_factor(n, call, head, i, j)
                 part = lax.dynamic_slice_in_dim(values, j * n.columns, n.columns)
                 added = matmul(weights.reshape(-1, n.columns), part, (1, 0), precision)
                 return new_top, total, output * shrink[..., None] + added.reshape(output.shape)
@@ -86,7 +73,7 @@ def flash_forward(
             if sink is not None:
                 top = jnp.broadcast_to(sink[head % n.kv_heads][:, None], top.shape)
             total = jnp.where(top == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
-            first, last = column_range(n, settings, i)
+            first, last = column_range(n, call, i)
             start = (top, total, jnp.zeros((n.group, n.rows, value_dim)))
             top, total, output = lax.fori_loop(first, last, column_tile, start)
             empty = total == 0.0
@@ -107,34 +94,24 @@ def flash_backward(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array | None,
-    bias: Array | None,
-    query_segment_ids: Array | None,
-    key_segment_ids: Array | None,
-    sinks: Array | None,
-    seed: Array | None,
+    call: AttentionCall,
     output: Array,
     logsumexp: Array,
     grad: Array,
     *,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
-    dropout_prob: float = 0.0,
     bias_grad: bool = True,
-) -> tuple[Array | None, ...]:
-    """Gradients of query, key, value, mask (None), bias, segment ids (None, None), sinks and seed (None).
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """Gradients of query, key, value, bias and sinks.
 
     The arguments of `flash_forward`, its two results, and the gradient (B, T, H, Dv) of the first. The gradient of bias
     is None when `bias_grad` is False.
     """
-    n, settings = sizes_of(query, key), Settings(scale, left, right, softcap, dropout_prob)
+    n, bias, sinks = sizes_of(query, key), call.bias, call.sinks
     wants_bias = bias is not None and bias_grad
     if query.size == 0 or key.size == 0 or value.size == 0:
         zeros = [None if x is None else jnp.zeros_like(x) for x in (query, key, value, bias, sinks)]
-        return (*zeros[:3], None, zeros[3] if wants_bias else None, None, None, zeros[4], None)
-    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, seed)
+        return *zeros[:3], zeros[3] if wants_bias else None, zeros[4]
+    call = padded_to_tiles(n, call)
     precision = _precision(query)
     # sum over the keys of weight * gradient of weight, for each row: dropout leaves it as it is
     delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
@@ -142,7 +119,7 @@ def flash_backward(
     if sinks is not None:
         taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
         grad_sinks = -(taken * delta).sum(axis=(0, 2)).astype(sinks.dtype)
-    grad_bias = jnp.zeros(extras.bias.shape if wants_bias and extras.bias is not None else (1, 1, 1, 1))
+    grad_bias = jnp.zeros(call.bias.shape if wants_bias and call.bias is not None else (1, 1, 1, 1))
 
     def head_step(
         carry: tuple[Array, Array], parts: tuple[Array, ...]
@@ -160,12 +137,12 @@ def flash_backward(
                     lax.dynamic_slice_in_dim(x, i * n.rows, n.rows, axis=1) for x in (queries, grads, tops, deltas)
                 )
                 flat_rows, flat_grad = rows.reshape(-1, rows.shape[-1]), grad_rows.reshape(-1, part.shape[-1])
-                logits, capped = scores(n, settings, extras, rows, columns, head, i, j, precision)
+                logits, capped = scores(n, call, rows, columns, head, i, j, precision)
                 weights = jnp.exp(logits - top[..., None])
                 grad_weights = matmul(flat_grad, part, (1, 1), precision).reshape(weights.shape)
                 kept = weights
-                if extras.seed is not None:
-                    factor = keep_factor(n, settings, extras.seed, head, i, j)
+                if call.seed is not None:
+                    factor = keep_factor(n, call, head, i, j)
                     kept, grad_weights = weights * factor, grad_weights * factor
                 grad_part = grad_part + matmul(kept.reshape(-1, n.columns), flat_grad, (0, 0), precision)
                 grad_scores = weights * (grad_weights - row_delta[..., None])
@@ -176,9 +153,9 @@ def flash_backward(
                     grad_bias = lax.dynamic_update_slice(
                         grad_bias, lax.dynamic_slice(grad_bias, start, size) + added, start
                     )
-                if softcap is not None:
-                    grad_scores = grad_scores * (1.0 - jnp.square(capped / softcap))
-                flat_scores = (grad_scores * scale).reshape(-1, n.columns)
+                if call.softcap is not None:
+                    grad_scores = grad_scores * (1.0 - jnp.square(capped / call.softcap))
+                flat_scores = (grad_scores * call.scale).reshape(-1, n.columns)
                 grad_columns = grad_columns + matmul(flat_scores, flat_rows, (0, 0), precision)
                 added = matmul(flat_scores, columns, (1, 0), precision).reshape(rows.shape)
                 old = lax.dynamic_slice_in_dim(grad_queries, i * n.rows, n.rows, axis=1)
@@ -186,7 +163,7 @@ def flash_backward(
                 return grad_queries, grad_bias, grad_columns, grad_part
 
             start = (*state, jnp.zeros_like(columns), jnp.zeros_like(part))
-            first, last = row_range(n, settings, j)
+            first, last = row_range(n, call, j)
             grad_queries, grad_bias, grad_columns, grad_part = lax.fori_loop(first, last, row_tile, start)
             return (grad_queries, grad_bias), (grad_columns, grad_part)
 
@@ -210,12 +187,8 @@ def flash_backward(
         from_query_heads(n, grad_query).astype(query.dtype),
         from_key_heads(n, grad_key).astype(key.dtype),
         from_key_heads(n, grad_value).astype(value.dtype),
-        None,
         grad_bias_out,
-        None,
-        None,
         grad_sinks,
-        None,
     )
 
 

@@ -7,73 +7,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.contract import band_of, check_features, check_tensors
-from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.kernels.attention.call import (
+    AttentionCall,
+    AttentionFeatures,
+    flatten,
+    map_tensors,
+    schema,
+    unflatten,
+)
+from easytorch.kernels.attention.contract import resolve
+from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: Tensor | None = None,
-    key_segment_ids: Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32."""
-    dim = check_tensors(query, key, value)[5]
-    check_features(
-        query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
-        softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
-    )  # fmt: skip
-    left, right = band_of(causal, sliding_window)
-    seed_tensor = None
-    if dropout_prob > 0.0:
-        seed_tensor = torch.as_tensor(draw_seed() if seed is None else seed, dtype=torch.int64)
-    return xla_flash_forward(
-        query, key, value, mask, bias, query_segment_ids, key_segment_ids, sinks, seed_tensor,
-        dim**-0.5 if softmax_scale is None else float(softmax_scale), left, right,
-        None if softcap is None else float(softcap), dropout_prob,
-    )[0]  # fmt: skip
+    call = resolve(query, key, value, **features)
+    return xla_flash_forward(query, key, value, *flatten(call))[0]
 
 
-@torch.library.custom_op("easytorch::xla_flash_forward", mutates_args=(), device_types="cpu")
-def xla_flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    query_segment_ids: Tensor | None,
-    key_segment_ids: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    dropout_prob: float,
-) -> tuple[Tensor, Tensor]:
-    """Output (B, T, H, Dv) and float32 logsumexp (B, H, T); the arguments of `xla_flash.flash_forward`."""
+@torch.library.custom_op(
+    "easytorch::xla_flash_forward", mutates_args=(), device_types="cpu",
+    schema=f"(Tensor query, Tensor key, Tensor value, {schema()}) -> (Tensor, Tensor)",
+)  # fmt: skip
+def xla_flash_forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    """Output (B, T, H, Dv) and float32 logsumexp (B, H, T)."""
     from easytorch.kernels.interop.dlpack import to_torch
 
-    arrays = _arrays(query, key, value, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
-    output, logsumexp = _jitted("flash_forward")(
-        *arrays, scale=scale, left=left, right=right, softcap=softcap, dropout_prob=dropout_prob
-    )
+    output, logsumexp = _jitted("flash_forward")(*map(_array, (query, key, value)), _for_jax(fields))
     return to_torch(output), to_torch(logsumexp)
 
 
@@ -84,80 +49,54 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     return output, query.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-@torch.library.custom_op("easytorch::xla_flash_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "easytorch::xla_flash_backward", mutates_args=(), device_types="cpu",
+    schema=f"(Tensor grad, Tensor output, Tensor logsumexp, Tensor query, Tensor key, Tensor value, {schema()}, "
+    f"bool bias_grad) -> {RESULTS}",
+)  # fmt: skip
 def xla_flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    query_segment_ids: Tensor | None,
-    key_segment_ids: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    output: Tensor,
-    logsumexp: Tensor,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    dropout_prob: float,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, output: Tensor, logsumexp: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> Gradients:
     """Gradients of query, key, value, bias and sinks; of the last two an empty tensor where there is none to give."""
     from easytorch.kernels.interop.dlpack import to_torch
 
-    arrays = _arrays(
-        query, key, value, mask, bias, query_segment_ids, key_segment_ids, sinks, seed, output, logsumexp, grad
-    )
-    grads = _jitted("flash_backward")(
-        *arrays, scale=scale, left=left, right=right, softcap=softcap, dropout_prob=dropout_prob, bias_grad=bias_grad
-    )
-    dq, dk, dv, dbias, dsinks = (
-        query.new_empty(0) if grad is None else to_torch(grad) for grad in (*grads[:3], grads[4], grads[7])
-    )
+    heads, results = map(_array, (query, key, value)), map(_array, (output, logsumexp, grad))
+    grads = _jitted("flash_backward")(*heads, _for_jax(rest[:-1]), *results, bias_grad=rest[-1])
+    dq, dk, dv, dbias, dsinks = (query.new_empty(0) if grad is None else to_torch(grad) for grad in grads)
     return dq, dk, dv, dbias, dsinks
 
 
 @xla_flash_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Tensor | None, query_segments: Any,
-    key_segments: Any, sinks: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    bias_grad = rest[-1]
-    return (
-        *(x.new_empty(x.shape) for x in (query, key, value)),
-        query.new_empty(0) if bias is None or not bias_grad else bias.new_empty(bias.shape),
-        query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
-    )
+    grad: Tensor, output: Tensor, logsumexp: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> Gradients:
+    return like(query, key, value, unflatten(rest[:-1]), rest[-1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.static = inputs[:9], inputs[9:]
+    tensors, ctx.static = split(inputs)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    needs_bias, needs_sinks = ctx.needs_input_grad[4], ctx.needs_input_grad[7]
-    dq, dk, dv, dbias, dsinks = xla_flash_backward(grad, *saved, *ctx.static, needs_bias)
-    tensors = (dq, dk, dv, None, dbias if needs_bias else None, None, None, dsinks if needs_sinks else None, None)
-    return *tensors, *(None,) * len(ctx.static)
+    needs = ctx.needs_input_grad
+    grads = xla_flash_backward(grad, *ctx.saved_tensors, *ctx.static, unflatten(needs[3:]).bias)
+    return for_autograd(needs, grads)
 
 
 xla_flash_forward.register_autograd(_backward, setup_context=_setup)
 
 
-def _arrays(*tensors: Tensor | None) -> list[Any]:
-    """The tensors as jax arrays; integers (segment ids, seed) by their lower 32 bits."""
+def _for_jax(fields: tuple[Any, ...]) -> AttentionCall:
+    return map_tensors(unflatten(fields), lambda _, x: _array(x))
+
+
+def _array(x: Tensor) -> Any:
+    """A tensor as a jax array; integers (segment ids, seed) by their lower 32 bits."""
     from easytorch.kernels.interop.dlpack import to_jax
 
-    return [
-        None if x is None else to_jax(x.to(torch.int32) if x.dtype in (torch.int64, torch.int16, torch.uint8) else x)
-        for x in tensors
-    ]
+    return to_jax(x.to(torch.int32) if x.dtype in (torch.int64, torch.int16, torch.uint8) else x)
 
 
 @functools.lru_cache(maxsize=2)
@@ -167,6 +106,4 @@ def _jitted(name: str) -> Callable[..., Any]:
 
     from easytorch.kernels.attention import xla_flash
 
-    static = ("scale", "left", "right", "softcap", "dropout_prob")
-    function = getattr(xla_flash, name)
-    return jax.jit(function, static_argnames=(*static, "bias_grad") if name == "flash_backward" else static)
+    return jax.jit(getattr(xla_flash, name), static_argnames=("bias_grad",) if name == "flash_backward" else ())

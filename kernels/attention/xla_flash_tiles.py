@@ -10,20 +10,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 
 # Rows and columns of a tile: 128 x 128 was the fastest of 64..512 x 64..512 (EPYC, AVX-512, 2 cores, D 64 and 128).
 TILE_ROWS, TILE_COLUMNS = 128, 128
-
-
-class Settings(NamedTuple):
-    """The static part of a call. `left` and `right` bound the band of keys, causal included; None is unbounded."""
-
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    softcap: float | None = None
-    dropout_prob: float = 0.0
 
 
 class Sizes(NamedTuple):
@@ -48,16 +39,6 @@ class Sizes(NamedTuple):
         return -(-self.keys // self.columns)
 
 
-class Extras(NamedTuple):
-    """The tensors that decide about scores: mask and bias (Bx, Hx, Tx, Sx), 1 where they broadcast, padded to tiles."""
-
-    mask: Array | None
-    bias: Array | None
-    query_segments: Array | None
-    key_segments: Array | None
-    seed: Array | None
-
-
 def sizes_of(query: Array, key: Array) -> Sizes:
     batch, length, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -77,20 +58,15 @@ def pad(array: Array, axis: int, multiple: int, fill: float = 0) -> Array:
     return jnp.pad(array, widths, constant_values=fill)
 
 
-def extras_of(
-    n: Sizes,
-    mask: Array | None,
-    bias: Array | None,
-    query_segments: Array | None,
-    key_segments: Array | None,
-    seed: Array | None,
-) -> Extras:
-    return Extras(
-        mask=None if mask is None else _pad_matrix(n, mask),
-        bias=None if bias is None else _pad_matrix(n, bias),
-        query_segments=None if query_segments is None else pad(query_segments, 1, n.rows),
-        key_segments=None if key_segments is None else pad(key_segments, 1, n.columns),
-        seed=None if seed is None else seed.astype(jnp.uint32),
+def padded_to_tiles(n: Sizes, call: AttentionCall) -> AttentionCall:
+    """The call with mask and bias (Bx, Hx, Tx, Sx), 1 where they broadcast, and the segment ids padded to tiles."""
+    query_ids, key_ids = call.query_segment_ids, call.key_segment_ids
+    return call._replace(
+        mask=None if call.mask is None else _pad_matrix(n, call.mask),
+        bias=None if call.bias is None else _pad_matrix(n, call.bias),
+        query_segment_ids=None if query_ids is None else pad(query_ids, 1, n.rows),
+        key_segment_ids=None if key_ids is None else pad(key_ids, 1, n.columns),
+        seed=None if call.seed is None else call.seed.astype(jnp.uint32),
     )
 
 
@@ -124,25 +100,25 @@ def from_key_heads(n: Sizes, x: Array) -> Array:
     return x.reshape(n.batch, n.kv_heads, -1, x.shape[-1]).transpose(0, 2, 1, 3)[:, : n.keys]
 
 
-def column_range(n: Sizes, settings: Settings, row_tile: Array) -> tuple[Array, Array]:
+def column_range(n: Sizes, call: AttentionCall, row_tile: Array) -> tuple[Array, Array]:
     """The column tiles [first, last) that the band lets any row of `row_tile` see."""
     own = row_tile * n.rows + (n.keys - n.length)  # the key at which the first row stands
     first, last = jnp.int32(0), jnp.int32(n.keys)
-    if settings.left is not None:
-        first = jnp.clip(own - settings.left, 0, n.keys)
-    if settings.right is not None:
-        last = jnp.clip(own + n.rows + settings.right, 0, n.keys)
+    if call.left is not None:
+        first = jnp.clip(own - call.left, 0, n.keys)
+    if call.right is not None:
+        last = jnp.clip(own + n.rows + call.right, 0, n.keys)
     return first // n.columns, (last + n.columns - 1) // n.columns
 
 
-def row_range(n: Sizes, settings: Settings, column_tile: Array) -> tuple[Array, Array]:
+def row_range(n: Sizes, call: AttentionCall, column_tile: Array) -> tuple[Array, Array]:
     """The row tiles [first, last) of which any row sees a column of `column_tile`."""
     own = column_tile * n.columns - (n.keys - n.length)  # the row that stands at the first column
     first, last = jnp.int32(0), jnp.int32(n.length)
-    if settings.right is not None:
-        first = jnp.clip(own - settings.right, 0, n.length)
-    if settings.left is not None:
-        last = jnp.clip(own + n.columns + settings.left, 0, n.length)
+    if call.right is not None:
+        first = jnp.clip(own - call.right, 0, n.length)
+    if call.left is not None:
+        last = jnp.clip(own + n.columns + call.left, 0, n.length)
     return first // n.rows, (last + n.rows - 1) // n.rows
 
 
@@ -171,8 +147,7 @@ def take_tile(n: Sizes, matrix: Array, head: Array, i: Array, j: Array) -> Array
 
 def scores(
     n: Sizes,
-    settings: Settings,
-    extras: Extras,
+    call: AttentionCall,
     query: Array,
     key: Array,
     head: Array,
@@ -181,33 +156,33 @@ def scores(
     precision: lax.Precision,
 ) -> tuple[Array, Array]:
     """query (G, R, D), key (C, D) -> scores (G, R, C), -inf where unseen, and the same before bias and masks."""
-    flat = matmul(query.reshape(-1, query.shape[-1]), key, (1, 1), precision) * settings.scale
+    flat = matmul(query.reshape(-1, query.shape[-1]), key, (1, 1), precision) * call.scale
     capped = flat.reshape(n.group, n.rows, n.columns)
-    if settings.softcap is not None:
-        capped = settings.softcap * jnp.tanh(capped / settings.softcap)
+    if call.softcap is not None:
+        capped = call.softcap * jnp.tanh(capped / call.softcap)
     result = capped
-    if extras.bias is not None:
-        result = result + take_tile(n, extras.bias, head, i, j).astype(jnp.float32)
-    seen = _seen(n, settings, extras, head, i, j)
+    if call.bias is not None:
+        result = result + take_tile(n, call.bias, head, i, j).astype(jnp.float32)
+    seen = _seen(n, call, head, i, j)
     return result if seen is None else jnp.where(seen, result, -jnp.inf), capped
 
 
-def _seen(n: Sizes, settings: Settings, extras: Extras, head: Array, i: Array, j: Array) -> Array | None:
+def _seen(n: Sizes, call: AttentionCall, head: Array, i: Array, j: Array) -> Array | None:
     columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.rows, n.columns), 1)
     offset = columns - lax.broadcasted_iota(jnp.int32, (n.rows, n.columns), 0) - (i * n.rows + n.keys - n.length)
     parts = []
     if n.keys % n.columns:
         parts.append(columns < n.keys)
-    if settings.left is not None:
-        parts.append(offset >= -settings.left)
-    if settings.right is not None:
-        parts.append(offset <= settings.right)
-    if extras.mask is not None:
-        parts.append(take_tile(n, extras.mask, head, i, j))
-    if extras.query_segments is not None and extras.key_segments is not None:
+    if call.left is not None:
+        parts.append(offset >= -call.left)
+    if call.right is not None:
+        parts.append(offset <= call.right)
+    if call.mask is not None:
+        parts.append(take_tile(n, call.mask, head, i, j))
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
         batch = head // n.kv_heads
-        rows = lax.dynamic_slice(extras.query_segments, (batch, i * n.rows), (1, n.rows))
-        keys = lax.dynamic_slice(extras.key_segments, (batch, j * n.columns), (1, n.columns))
+        rows = lax.dynamic_slice(call.query_segment_ids, (batch, i * n.rows), (1, n.rows))
+        keys = lax.dynamic_slice(call.key_segment_ids, (batch, j * n.columns), (1, n.columns))
         parts.append(rows.reshape(n.rows, 1) == keys)
     seen = None
     for part in parts:
@@ -215,17 +190,17 @@ def _seen(n: Sizes, settings: Settings, extras: Extras, head: Array, i: Array, j
     return seen
 
 
-def keep_factor(n: Sizes, settings: Settings, seed: Array, head: Array, i: Array, j: Array) -> Array:
+def keep_factor(n: Sizes, call: AttentionCall, head: Array, i: Array, j: Array) -> Array:
     """(G, R, C): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py in uint32."""
     # b * H + h of each query head of the group: heads of one batch are consecutive
     index = head * n.group + lax.broadcasted_iota(jnp.int32, (n.group, 1, 1), 0)
     row = i * n.rows + lax.broadcasted_iota(jnp.int32, (1, n.rows, 1), 1)
     column = j * n.columns + lax.broadcasted_iota(jnp.int32, (1, 1, n.columns), 2)
-    state = _mix(seed ^ (index.astype(jnp.uint32) * jnp.uint32(HEAD)))
+    state = _mix(call.seed ^ (index.astype(jnp.uint32) * jnp.uint32(HEAD)))
     state = _mix(state ^ (row.astype(jnp.uint32) * jnp.uint32(ROW)))
     state = _mix(state ^ (column.astype(jnp.uint32) * jnp.uint32(COLUMN)))
-    kept = state >= jnp.uint32(int(settings.dropout_prob * 2**32))
-    return jnp.where(kept, 1.0 / (1.0 - settings.dropout_prob), 0.0).astype(jnp.float32)
+    kept = state >= jnp.uint32(int(call.dropout_prob * 2**32))
+    return jnp.where(kept, 1.0 / (1.0 - call.dropout_prob), 0.0).astype(jnp.float32)
 
 
 def _mix(x: Array) -> Array:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.dropout import threshold
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import working_dtype
@@ -23,35 +24,24 @@ from easytorch.kernels.random.counter import counter_hash
 SCORES = 2**20  # that torch_tile.py forms at once: 4 MiB, which stay in the caches of two cores
 
 
-class Features(NamedTuple):
-    """begin, end: structure.py, int32 (B or 1, T). The rest is the contract's; a seed goes with dropout_prob > 0."""
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """begin, end: structure.py, int32 (B or 1, T). mask and bias of the call: four dimensions.
 
-    begin: Tensor
-    end: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    query_ids: Tensor | None
-    key_ids: Tensor | None
-    sinks: Tensor | None
-    seed: Tensor | None
-    scale: float
-    softcap: float | None
-    dropout_prob: float
-
-
-def forward(query: Tensor, key: Tensor, value: Tensor, features: Features) -> tuple[Tensor, Tensor]:
-    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, T), +inf for empty rows."""
+    (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, T), +inf for empty rows.
+    """
     batch, length, heads, _ = query.shape
     output = query.new_zeros(batch, length, heads, value.shape[3])
     logsumexp = query.new_full((batch, heads, length), torch.inf, dtype=working_dtype(query))
-    if features.sinks is not None:
-        logsumexp.copy_(features.sinks[:, None])
+    if call.sinks is not None:
+        logsumexp.copy_(call.sinks[:, None])
     query, key, value, into = (readable(x).transpose(1, 2) for x in (query, key, value, output))
-    tile = _tile(query, value, features)
-    for part in _parts(query, key, value, features, tile):
+    tile = _tile(query, value, call)
+    for part in _parts(query, key, value, begin, end, call, tile):
         into[part.queries], logsumexp[part.queries] = tile.forward(
             query[part.queries], _take(key, part), _take(value, part), part.seen, part.bias,
-            None if features.sinks is None else features.sinks[part.queries[1]], **part.settings,
+            None if call.sinks is None else call.sinks[part.queries[1]], **part.settings,
         )  # fmt: skip
     # a sink of -inf alone is no weight either
     return output, torch.where(logsumexp == -torch.inf, torch.inf, logsumexp)
@@ -64,25 +54,27 @@ def backward(
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    features: Features,
+    begin: Tensor,
+    end: Tensor,
+    call: AttentionCall,
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of query, key, value, of the bias with `bias_grad` and of the sinks where there are any."""
     working = working_dtype(query)
     query_grad = torch.zeros(query.shape, dtype=query.dtype)
     key_grad, value_grad = (torch.zeros(x.shape, dtype=working) for x in (key, value))
-    bias = _matrix(features.bias)
+    bias = call.bias
     added_grad = torch.zeros(bias.shape, dtype=working) if bias is not None and bias_grad else None
     sinks_grad = None
-    if features.sinks is not None:
+    if call.sinks is not None:
         delta = (grad.to(working) * output).sum(-1).transpose(1, 2)
-        weight = torch.exp(features.sinks.to(working)[:, None] - logsumexp)
-        sinks_grad = -(weight * delta).sum((0, 2)).to(features.sinks.dtype)
+        weight = torch.exp(call.sinks.to(working)[:, None] - logsumexp)
+        sinks_grad = -(weight * delta).sum((0, 2)).to(call.sinks.dtype)
     grad, query, key, value, output = (readable(x).transpose(1, 2) for x in (grad, query, key, value, output))
     into = query_grad.transpose(1, 2)
     keys_into, values_into = key_grad.transpose(1, 2), value_grad.transpose(1, 2)
-    tile = torch_tile if added_grad is not None else _tile(query, value, features)
-    for part in _parts(query, key, value, features, tile):
+    tile = torch_tile if added_grad is not None else _tile(query, value, call)
+    for part in _parts(query, key, value, begin, end, call, tile):
         asked = {} if added_grad is None else {"bias_grad": True}
         into[part.queries], of_key, of_value, of_bias = tile.backward(
             grad[part.queries], query[part.queries], _take(key, part), _take(value, part), part.seen, part.bias,
@@ -99,9 +91,7 @@ def backward(
                 _add(whole.transpose(2, 3), part.columns, of_bias.sum_to_size(*whole.shape[:3], of_bias.shape[3]).mT)
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype),
-        None if added_grad is None or features.bias is None else
-        added_grad.reshape(features.bias.shape).to(features.bias.dtype),
-        sinks_grad,
+        added_grad, sinks_grad,
     )  # fmt: skip
 
 
@@ -116,24 +106,26 @@ class _Part(NamedTuple):
     settings: dict[str, Any]
 
 
-def _tile(query: Tensor, value: Tensor, features: Features) -> ModuleType:
+def _tile(query: Tensor, value: Tensor, call: AttentionCall) -> ModuleType:
     """The module that computes this call's steps."""
-    plain = features.softcap is None and features.seed is None and query.shape[-1] == value.shape[-1]
+    plain = call.softcap is None and call.seed is None and query.shape[-1] == value.shape[-1]
     return aten_tile if plain else torch_tile
 
 
-def _parts(query: Tensor, key: Tensor, value: Tensor, features: Features, tile: ModuleType) -> Iterator[_Part]:
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, call: AttentionCall, tile: ModuleType
+) -> Iterator[_Part]:
     """The steps of a call, cut by heads where the tile forms all scores of a step at once. query: (B, H, T, D)."""
     batch, heads = query.shape[:2]
     kv_heads = key.shape[1]
-    structure = Structure(features.begin, features.end, None, None)
-    query_ids, key_ids = features.query_ids, features.key_ids
+    structure = Structure(begin, end, None, None)
+    query_ids, key_ids = call.query_segment_ids, call.key_segment_ids
     if query_ids is not None and key_ids is not None:
         structure, exact = within_segments(structure, query_ids, key_ids)
         if exact:
             query_ids = key_ids = None
-    bias = _matrix(features.bias)
-    for step in steps(structure, batch, _matrix(features.mask), query_ids, key_ids):
+    bias = call.bias
+    for step in steps(structure, batch, call.mask, query_ids, key_ids):
         group = heads // kv_heads
         count = kv_heads
         if tile is torch_tile:
@@ -143,13 +135,13 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, features: Features, tile: 
             kv = slice(first, min(first + count, kv_heads))
             own = slice(kv.start * group, kv.stop * group)
             keep = None
-            if features.seed is not None:
-                keep = _keep(features.seed, features.dropout_prob, step, own, heads)
+            if call.seed is not None:
+                keep = _keep(call.seed, call.dropout_prob, step, own, heads)
             yield _Part(
                 (step.batch, own, step.rows), (step.batch, kv), step.columns, _of_heads(step.seen, own),
                 None if bias is None else _of_heads(part_of(bias, step.batch, step.rows, step.columns), own),
-                {"scale": features.scale, "softcap": features.softcap, "keep": keep,
-                 "keep_scale": 1.0 / (1.0 - features.dropout_prob)},
+                {"scale": call.scale, "softcap": call.softcap, "keep": keep,
+                 "keep_scale": 1.0 / (1.0 - call.dropout_prob)},
             )  # fmt: skip
 
 
@@ -167,11 +159,6 @@ def _add(into: Tensor, columns: slice | Tensor, added: Tensor) -> None:
 
 def _of_heads(matrix: Tensor | None, heads: slice) -> Tensor | None:
     return matrix if matrix is None or matrix.dim() < 4 or matrix.shape[1] == 1 else matrix[:, heads]
-
-
-def _matrix(tensor: Tensor | None) -> Tensor | None:
-    """What broadcasts to (B, H, T, S), with its four dimensions."""
-    return None if tensor is None else tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
 
 
 def _keep(seed: Tensor, dropout_prob: float, step: Step, own: slice, heads: int) -> Tensor:

@@ -5,14 +5,16 @@ They work under autograd, torch.compile (no graph break) and torch.export. Not d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.contract import check_features, check_tensors
-from easytorch.kernels.attention.dropout import draw_seed
+from easytorch.kernels.attention.call import AttentionFeatures, flatten, schema, unflatten
+from easytorch.kernels.attention.contract import resolve
+from easytorch.kernels.attention.layout import four_dims
 from easytorch.kernels.attention.native import working_dtype
+from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, given, like, split
 from easytorch.kernels.blocksparse import aten_blocks
 from easytorch.kernels.blocksparse.native import check_structure
 from easytorch.kernels.blocksparse.structure import structure_of
@@ -23,57 +25,34 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: Tensor | None = None,
-    key_segment_ids: Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | Tensor | None = None,
     chunk_size: int | None = None,
     prefix_length: int | Tensor | None = None,
+    **features: Unpack[AttentionFeatures],
 ) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype."""
-    _, length, keys, _, _, dim, _ = check_tensors(query, key, value)
-    check_features(
-        query, key, mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
-        softcap=softcap, sinks=sinks, dropout_prob=dropout_prob,
-    )  # fmt: skip
+    call = resolve(query, key, value, **features)
     check_structure(query, chunk_size, prefix_length)
-    begin, end, _, _ = structure_of(
-        length, keys, query.device, causal=causal, sliding_window=sliding_window, chunk_size=chunk_size,
-        prefix_length=prefix_length,
+    structure = structure_of(
+        query.shape[1], key.shape[1], query.device, causal=features.get("causal", False),
+        sliding_window=features.get("sliding_window"), chunk_size=chunk_size, prefix_length=prefix_length,
     )  # fmt: skip
-    seed_tensor = None
-    if dropout_prob > 0.0:
-        seed_tensor = torch.as_tensor(draw_seed() if seed is None else seed, dtype=torch.int64)
-    return blocksparse_forward(
-        query, key, value, begin, end, mask, bias, query_segment_ids, key_segment_ids, sinks, seed_tensor,
-        dim**-0.5 if softmax_scale is None else float(softmax_scale), None if softcap is None else float(softcap),
-        float(dropout_prob),
-    )[0]  # fmt: skip
+    return blocksparse_forward(query, key, value, structure.begin, structure.end, *flatten(call))[0]
 
 
-@torch.library.custom_op("easytorch::blocksparse_forward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "easytorch::blocksparse_forward", mutates_args=(), device_types="cpu",
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor begin, Tensor end, {schema()}) -> (Tensor, Tensor)",
+)  # fmt: skip
 def blocksparse_forward(
-    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, mask: Tensor | None, bias: Tensor | None,
-    query_ids: Tensor | None, key_ids: Tensor | None, sinks: Tensor | None, seed: Tensor | None, scale: float,
-    softcap: float | None, dropout_prob: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, *fields: Any
+) -> tuple[Tensor, Tensor]:
     """Output (B, T, H, Dv) and logsumexp (B, H, T) in the dtype of the softmax."""
     if 0 in (*query.shape[:3], value.shape[3]):  # no numbers come out
         batch, length, heads = query.shape[:3]
         empty = query.new_zeros(batch, length, heads, value.shape[3])
         return empty, query.new_zeros(batch, heads, length, dtype=working_dtype(query))
-    features = aten_blocks.Features(
-        begin, end, mask, bias, query_ids, key_ids, sinks, seed, scale, softcap, dropout_prob
-    )
     with torch.autocast("cpu", enabled=False):  # it would round scores and sums
-        return aten_blocks.forward(query, key, value, features)
+        return aten_blocks.forward(query, key, value, begin, end, four_dims(unflatten(fields)))
 
 
 @blocksparse_forward.register_fake
@@ -83,52 +62,43 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     return output, query.new_empty(batch, heads, length, dtype=working_dtype(query))
 
 
-@torch.library.custom_op("easytorch::blocksparse_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "easytorch::blocksparse_backward", mutates_args=(), device_types="cpu",
+    schema="(Tensor grad, Tensor output, Tensor logsumexp, Tensor query, Tensor key, Tensor value, Tensor begin, "
+    f"Tensor end, {schema()}, bool bias_grad) -> {RESULTS}",
+)  # fmt: skip
 def blocksparse_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, mask: Tensor | None,
-    bias: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
-    output: Tensor, logsumexp: Tensor, scale: float, softcap: float | None, dropout_prob: float, bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, output: Tensor, logsumexp: Tensor, query: Tensor, key: Tensor, value: Tensor, begin: Tensor,
+    end: Tensor, *rest: Any,
+) -> Gradients:  # fmt: skip
     """Gradients of query, key, value, bias and sinks; of the last two an empty tensor where there is none to give."""
+    call, bias_grad = unflatten(rest[:-1]), rest[-1]
     if grad.numel() == 0:
-        dq, dk, dv, dbias, dsinks = (
-            query.new_zeros(0) if x is None else x.new_zeros(x.shape) for x in (query, key, value, bias, sinks)
-        )
-        return dq, dk, dv, dbias if bias_grad else query.new_zeros(0), dsinks
-    features = aten_blocks.Features(
-        begin, end, mask, bias, query_ids, key_ids, sinks, seed, scale, softcap, dropout_prob
-    )
+        dq, dk, dv, dbias, dsinks = (torch.zeros_like(x) for x in like(query, key, value, call, bias_grad))
+        return dq, dk, dv, dbias, dsinks
     with torch.autocast("cpu", enabled=False):
-        dq, dk, dv, *rest = aten_blocks.backward(grad, query, key, value, output, logsumexp, features, bias_grad)
-    dbias, dsinks = (query.new_empty(0) if x is None else x for x in rest)
-    return dq, dk, dv, dbias, dsinks
+        grads = aten_blocks.backward(grad, query, key, value, output, logsumexp, begin, end, four_dims(call), bias_grad)
+    return given(query, bias_grad, call, *grads)
 
 
 @blocksparse_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, mask: Tensor | None,
-    bias: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None, sinks: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return (
-        *(x.new_empty(x.shape) for x in (query, key, value)),
-        query.new_empty(0) if bias is None or not rest[-1] else bias.new_empty(bias.shape),
-        query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
-    )
+    grad: Tensor, output: Tensor, logsumexp: Tensor, query: Tensor, key: Tensor, value: Tensor, begin: Tensor,
+    end: Tensor, *rest: Any,
+) -> Gradients:  # fmt: skip
+    return like(query, key, value, unflatten(rest[:-1]), rest[-1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.static = inputs[:11], inputs[11:]
+    tensors, ctx.static = split(inputs, 5)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs_bias, needs_sinks = ctx.needs_input_grad[6], ctx.needs_input_grad[9]
-    dq, dk, dv, dbias, dsinks = blocksparse_backward(grad, *ctx.saved_tensors, *ctx.static, needs_bias)
-    return (
-        dq, dk, dv, None, None, None, dbias if needs_bias else None, None, None, dsinks if needs_sinks else None, None,
-        *(None,) * len(ctx.static),
-    )  # fmt: skip
+    needs = ctx.needs_input_grad
+    grads = blocksparse_backward(grad, *ctx.saved_tensors, *ctx.static, unflatten(needs[5:]).bias)
+    return for_autograd(needs, grads, 5)
 
 
 blocksparse_forward.register_autograd(_backward, setup_context=_setup)

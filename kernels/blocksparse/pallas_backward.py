@@ -11,24 +11,25 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_backward import Saved
 from easytorch.kernels.attention.pallas_flash_tiles import (
     CompilerParams,
-    Extras,
     Grid,
+    given_of,
     keep_factor,
     matmul,
+    numbers_of,
     quotient,
     scalars,
     tile,
 )
-from easytorch.kernels.attention.xla_flash_tiles import Settings
 from easytorch.kernels.blocksparse.pallas_map import EMPTY, FULL, PARTIAL, Walk
 from easytorch.kernels.blocksparse.pallas_tiles import interval_spec, seen_scores, step_of
 
 
 def backward_keys(
-    n: Grid, settings: Settings, walk: Walk, saved: Saved, begin: Array, end: Array, extras: Extras, *, interpret: bool
+    n: Grid, call: AttentionCall, walk: Walk, saved: Saved, begin: Array, end: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
     """dK (B, K, S, D) and dV (B, K, S, Dv), in float32, summed over the query heads that read a key head."""
     dim, value_dim = saved.key.shape[-1], saved.value.shape[-1]
@@ -50,18 +51,18 @@ def backward_keys(
         return b, head(b, k, s, g, t), o[s + 1], row(b, s, t)
 
     vector = pl.BlockSpec((1, 1, 1, n.rows), lambda b, k, s, g, o, t: (b, head(b, k, s, g, t), 0, row(b, s, t)))
-    specs = Extras(
-        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
-        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
-        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, k, s, g, o, t: (b, 0, row(b, s, t))),
-        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, k, s, g, o, t: (b, o[s + 1], 0)),
+    specs = AttentionCall(
+        mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
+        bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
+        query_segment_ids=pl.BlockSpec((1, 1, n.rows), lambda b, k, s, g, o, t: (b, 0, row(b, s, t))),
+        key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, k, s, g, o, t: (b, o[s + 1], 0)),
         seed=scalars(),
     )
-    given = _given(extras)
+    given = given_of(call, sinks=False)
     interval = interval_spec(n, begin, lambda b, k, s, g, o, t: (b, row(b, s, t)))
     padded = saved.key.shape[2]
     return pl.pallas_call(
-        functools.partial(_keys_kernel, n, settings, given),
+        functools.partial(_keys_kernel, n, numbers_of(call), given),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(n.batch, n.kv_heads, walk.steps, n.group),
@@ -78,12 +79,12 @@ def backward_keys(
         compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")),
         interpret=interpret,
         name="blocksparse_backward_keys",
-    )(*walk, *saved, begin, end, *(getattr(extras, name) for name in given))  # fmt: skip
+    )(*walk, *saved, begin, end, *(getattr(call, name) for name in given))  # fmt: skip
 
 
-def _keys_kernel(n: Grid, settings: Settings, given: list[str], owners: Any, tiles: Any, *references: Any) -> None:
+def _keys_kernel(n: Grid, call: AttentionCall, given: list[str], owners: Any, tiles: Any, *references: Any) -> None:
     saved, (begin, end) = Saved(*references[:6]), references[6:8]
-    extras = Extras(**dict(zip(given, references[8:], strict=False)))
+    call = call._replace(**dict(zip(given, references[8:], strict=False)))
     grad_key, grad_value, sum_key, sum_value = references[8 + len(given) :]
     batch, kv_head, s, g = (pl.program_id(axis) for axis in range(4))
     j, (i, state) = owners[s + 1], step_of(tiles, batch, s)
@@ -95,7 +96,7 @@ def _keys_kernel(n: Grid, settings: Settings, given: list[str], owners: Any, til
         sum_value[...] = jnp.zeros(sum_value.shape, jnp.float32)
 
     def step(partial: bool) -> None:
-        kept, grad_scores = _gradients(n, settings, saved, extras, begin[0], end[0], head, i, j, partial)[:2]
+        kept, grad_scores = _gradients(n, call, saved, begin[0], end[0], head, i, j, partial)[:2]
         grad, query = saved.grad[0, 0], saved.query[0, 0]
         sum_value[...] += matmul(kept.astype(grad.dtype), grad)
         sum_key[...] += matmul(grad_scores.astype(query.dtype), query)
@@ -109,8 +110,8 @@ def _keys_kernel(n: Grid, settings: Settings, given: list[str], owners: Any, til
 
 
 def backward_queries(
-    n: Grid, settings: Settings, walk: Walk, saved: Saved, key_transposed: Array, begin: Array, end: Array,
-    extras: Extras, *, bias_grad: bool, interpret: bool,
+    n: Grid, call: AttentionCall, walk: Walk, saved: Saved, key_transposed: Array, begin: Array, end: Array,
+    *, bias_grad: bool, interpret: bool,
 ) -> list[Array]:  # fmt: skip
     """[dQ (B, H, D, T)], and with `bias_grad` the gradient (B, H, S, T) of the scores before the bias; float32.
 
@@ -133,14 +134,14 @@ def backward_queries(
         return b, h, column(b, s, t), o[s + 1]
 
     vector = pl.BlockSpec((1, 1, 1, n.rows), lambda b, h, s, o, t: (b, h, 0, o[s + 1]))
-    specs = Extras(
-        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
-        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
-        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, h, s, o, t: (b, 0, o[s + 1])),
-        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, h, s, o, t: (b, column(b, s, t), 0)),
+    specs = AttentionCall(
+        mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
+        bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
+        query_segment_ids=pl.BlockSpec((1, 1, n.rows), lambda b, h, s, o, t: (b, 0, o[s + 1])),
+        key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, h, s, o, t: (b, column(b, s, t), 0)),
         seed=scalars(),
     )
-    given = _given(extras)
+    given = given_of(call, sinks=False)
     interval = interval_spec(n, begin, lambda b, h, s, o, t: (b, o[s + 1]))
     out_specs = [pl.BlockSpec((1, 1, dim, n.rows), lambda b, h, s, o, t: (b, h, 0, o[s + 1]))]
     out_shape = [jax.ShapeDtypeStruct((n.batch, n.heads, dim, saved.query.shape[2]), jnp.float32)]
@@ -155,7 +156,7 @@ def backward_queries(
             jax.ShapeDtypeStruct((n.batch, n.heads, saved.key.shape[2], saved.query.shape[2]), jnp.float32)
         )
     return pl.pallas_call(
-        functools.partial(_queries_kernel, n, settings, given, bias_grad),
+        functools.partial(_queries_kernel, n, numbers_of(call), given, bias_grad),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(n.batch, n.heads, walk.steps),
@@ -174,14 +175,14 @@ def backward_queries(
         compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="blocksparse_backward_queries",
-    )(*walk, *saved, begin, end, key_transposed, *(getattr(extras, name) for name in given))  # fmt: skip
+    )(*walk, *saved, begin, end, key_transposed, *(getattr(call, name) for name in given))  # fmt: skip
 
 
 def _queries_kernel(
-    n: Grid, settings: Settings, given: list[str], bias_grad: bool, owners: Any, tiles: Any, *references: Any
+    n: Grid, call: AttentionCall, given: list[str], bias_grad: bool, owners: Any, tiles: Any, *references: Any
 ) -> None:
     saved, (begin, end, key_transposed) = Saved(*references[:6]), references[6:9]
-    extras = Extras(**dict(zip(given, references[9:], strict=False)))
+    call = call._replace(**dict(zip(given, references[9:], strict=False)))
     grad_query, *grad_bias, sum_query = references[9 + len(given) :]
     batch, head, s = (pl.program_id(axis) for axis in range(3))
     i, (j, state) = owners[s + 1], step_of(tiles, batch, s)
@@ -192,7 +193,7 @@ def _queries_kernel(
 
     def step(partial: bool) -> None:
         _, grad_scores, grad_biased = _gradients(
-            n, settings, saved, extras, begin[0], end[0], batch * n.heads + head, i, j, partial
+            n, call, saved, begin[0], end[0], batch * n.heads + head, i, j, partial
         )
         keys = key_transposed[0, 0]
         sum_query[...] += matmul(keys, grad_scores.astype(keys.dtype))
@@ -214,25 +215,20 @@ def _queries_kernel(
 
 
 def _gradients(
-    n: Grid, settings: Settings, saved: Saved, extras: Extras, begin: Array, end: Array, head: Any, i: Any, j: Any,
+    n: Grid, call: AttentionCall, saved: Saved, begin: Array, end: Array, head: Any, i: Any, j: Any,
     partial: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """(C, R) float32: the weights that were kept, the gradient of query @ key^T, and that of the biased scores."""
-    logits, capped = seen_scores(n, settings, extras, saved.query[0, 0], saved.key[0, 0], begin, end, i, j, partial)
+    logits, capped = seen_scores(n, call, saved.query[0, 0], saved.key[0, 0], begin, end, i, j, partial)
     weights = jnp.exp(logits - saved.logsumexp[0, 0])
     grad_weights = matmul(saved.value[0, 0], saved.grad[0, 0], transposed=True)
     kept = weights
-    if extras.seed is not None:
-        factor = keep_factor(n, settings, extras.seed, head, i, j)
+    if call.seed is not None:
+        factor = keep_factor(n, call, head, i, j)
         kept, grad_weights = weights * factor, grad_weights * factor
     grad_biased = weights * (grad_weights - saved.delta[0, 0])
     grad_scores = grad_biased
-    if settings.softcap is not None:
-        ratio = capped / settings.softcap
+    if call.softcap is not None:
+        ratio = capped / call.softcap
         grad_scores = grad_biased * (1.0 - ratio * ratio)
-    return kept, grad_scores * settings.scale, grad_biased
-
-
-def _given(extras: Extras) -> list[str]:
-    """The optional inputs of the backward: the sinks are in the logsumexp already."""
-    return [name for name in Extras._fields if name != "sinks" and getattr(extras, name) is not None]
+    return kept, grad_scores * call.scale, grad_biased

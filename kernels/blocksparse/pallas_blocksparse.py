@@ -11,17 +11,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_backward import Saved
 from easytorch.kernels.attention.pallas_flash_inputs import (
-    extras_of,
     grid_of,
     heads_first,
     heads_first_transposed,
+    padded_to_tiles,
     rows_of,
 )
 from easytorch.kernels.attention.pallas_flash_tiles import Grid
 from easytorch.kernels.attention.pallas_tuning import backward_blocks, forward_blocks
-from easytorch.kernels.attention.xla_flash_tiles import Settings, pad
+from easytorch.kernels.attention.xla_flash_tiles import pad
 from easytorch.kernels.blocksparse.pallas_backward import backward_keys, backward_queries
 from easytorch.kernels.blocksparse.pallas_forward import forward
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks
@@ -31,18 +32,10 @@ def blocksparse_forward(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    query_segment_ids: Array | None = None,
-    key_segment_ids: Array | None = None,
-    sinks: Array | None = None,
-    seed: Array | None = None,
+    call: AttentionCall,
     prefix: Array | None = None,
     *,
     rule: Rule,
-    scale: float,
-    softcap: float | None = None,
-    dropout_prob: float = 0.0,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, T) float32, +inf if empty.
@@ -51,11 +44,11 @@ def blocksparse_forward(
     """
     n = grid_of(query, key, forward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
     begin, end = intervals_of(n, rule, prefix)
-    walk = walks(n, rule, begin, end, _matrix(mask), query_segment_ids, key_segment_ids, by_columns=False)
-    extras = extras_of(n, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
+    walk = walks(n, rule, begin, end, *_by_tiles(call), by_columns=False)
+    call = padded_to_tiles(n, call)
     output, logsumexp = forward(
-        n, Settings(scale, None, None, softcap, dropout_prob), walk, heads_first(query, n.rows),
-        heads_first(key, n.columns), heads_first_transposed(value, n.columns), *_padded(n, begin, end), extras,
+        n, call, walk, heads_first(query, n.rows),
+        heads_first(key, n.columns), heads_first_transposed(value, n.columns), *_padded(n, begin, end),
         interpret=interpret,
     )  # fmt: skip
     return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[:, :, 0, : n.length]
@@ -65,30 +58,22 @@ def blocksparse_backward(
     query: Array,
     key: Array,
     value: Array,
-    mask: Array | None,
-    bias: Array | None,
-    query_segment_ids: Array | None,
-    key_segment_ids: Array | None,
-    sinks: Array | None,
-    seed: Array | None,
+    call: AttentionCall,
     prefix: Array | None,
     output: Array,
     logsumexp: Array,
     grad: Array,
     *,
     rule: Rule,
-    scale: float,
-    softcap: float | None = None,
-    dropout_prob: float = 0.0,
     bias_grad: bool = True,
     interpret: bool = False,
-) -> tuple[Array | None, ...]:
-    """A gradient, or None, for each of the arguments before `output`."""
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """Gradients of query, key, value, bias and sinks."""
     n = grid_of(query, key, backward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
-    settings = Settings(scale, None, None, softcap, dropout_prob)
+    bias, sinks = call.bias, call.sinks
     begin, end = intervals_of(n, rule, prefix)
-    structure = (n, rule, begin, end, _matrix(mask), query_segment_ids, key_segment_ids)
-    padded, extras = _padded(n, begin, end), extras_of(n, mask, bias, query_segment_ids, key_segment_ids, sinks, seed)
+    structure = (n, rule, begin, end, *_by_tiles(call))
+    padded, call = _padded(n, begin, end), padded_to_tiles(n, call)
     delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
     saved = Saved(
         query=heads_first(query, n.rows),
@@ -99,12 +84,12 @@ def blocksparse_backward(
         delta=rows_of(n, delta, 0.0),
     )
     grad_key, grad_value = backward_keys(
-        n, settings, walks(*structure, by_columns=True), saved, *padded, extras, interpret=interpret
+        n, call, walks(*structure, by_columns=True), saved, *padded, interpret=interpret
     )
     wants_bias = bias is not None and bias_grad
     grad_query, *grad_scores = backward_queries(
-        n, settings, walks(*structure, by_columns=False, everything=wants_bias), saved,
-        heads_first_transposed(key, n.columns), *padded, extras, bias_grad=wants_bias, interpret=interpret,
+        n, call, walks(*structure, by_columns=False, everything=wants_bias), saved,
+        heads_first_transposed(key, n.columns), *padded, bias_grad=wants_bias, interpret=interpret,
     )  # fmt: skip
     grad_sinks = None
     if sinks is not None:
@@ -114,13 +99,8 @@ def blocksparse_backward(
         grad_query[..., : n.length].transpose(0, 3, 1, 2).astype(query.dtype),
         grad_key[:, :, : n.keys].swapaxes(1, 2).astype(key.dtype),
         grad_value[:, :, : n.keys].swapaxes(1, 2).astype(value.dtype),
-        None,
         None if bias is None or not wants_bias else _summed_to(bias, grad_scores[0][:, :, : n.keys, : n.length]),
-        None,
-        None,
         grad_sinks,
-        None,
-        None,
     )
 
 
@@ -137,8 +117,10 @@ def _padded(n: Grid, begin: Array, end: Array) -> tuple[Array, Array]:
     return pad(begin[:, None], 2, n.rows), pad(end[:, None], 2, n.rows)
 
 
-def _matrix(mask: Array | None) -> Array | None:
-    return None if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+def _by_tiles(call: AttentionCall) -> tuple[Array | None, Array | None, Array | None]:
+    """What decides about tiles beside the intervals: the mask in four dimensions, and the segment ids."""
+    mask = None if call.mask is None else call.mask.reshape((1,) * (4 - call.mask.ndim) + call.mask.shape)
+    return mask, call.query_segment_ids, call.key_segment_ids
 
 
 def _summed_to(bias: Array, grad_scores: Array) -> Array:

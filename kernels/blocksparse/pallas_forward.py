@@ -14,24 +14,25 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_tiles import (
     CompilerParams,
-    Extras,
     Grid,
+    given_of,
     keep_factor,
     matmul,
+    numbers_of,
     quotient,
     scalars,
     tile,
 )
-from easytorch.kernels.attention.xla_flash_tiles import Settings
 from easytorch.kernels.blocksparse.pallas_map import FULL, PARTIAL, Walk
 from easytorch.kernels.blocksparse.pallas_tiles import interval_spec, seen_scores, step_of
 
 
 def forward(
-    n: Grid, settings: Settings, walk: Walk, query: Array, key: Array, value: Array, begin: Array, end: Array,
-    extras: Extras, *, interpret: bool,
+    n: Grid, call: AttentionCall, walk: Walk, query: Array, key: Array, value: Array, begin: Array, end: Array,
+    *, interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 1, T).
 
@@ -48,19 +49,19 @@ def forward(
     def tile_of(b: Any, h: Any, s: Any, owners: Any, tiles: Any) -> tuple[Any, ...]:
         return b, h, column(b, s, tiles), row(s, owners)
 
-    specs = Extras(
-        mask=None if extras.mask is None else tile(extras.mask, n.rows, n.columns, tile_of),
-        bias=None if extras.bias is None else tile(extras.bias, n.rows, n.columns, tile_of),
-        query_segments=pl.BlockSpec((1, 1, n.rows), lambda b, h, s, o, t: (b, 0, row(s, o))),
-        key_segments=pl.BlockSpec((1, n.columns, 1), lambda b, h, s, o, t: (b, column(b, s, t), 0)),
+    specs = AttentionCall(
+        mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
+        bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
+        query_segment_ids=pl.BlockSpec((1, 1, n.rows), lambda b, h, s, o, t: (b, 0, row(s, o))),
+        key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, h, s, o, t: (b, column(b, s, t), 0)),
         sinks=scalars(),
         seed=scalars(),
     )
-    given = [name for name in Extras._fields if getattr(extras, name) is not None]
+    given = given_of(call)
     interval = interval_spec(n, begin, lambda b, h, s, o, t: (b, row(s, o)))
     padded = query.shape[2]
     return pl.pallas_call(
-        functools.partial(_kernel, n, settings, given),
+        functools.partial(_kernel, n, numbers_of(call), given),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(n.batch, n.heads, walk.steps),
@@ -93,28 +94,28 @@ def forward(
         compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="blocksparse_forward",
-    )(*walk, query, key, value, begin, end, *(getattr(extras, name) for name in given))
+    )(*walk, query, key, value, begin, end, *(getattr(call, name) for name in given))
 
 
 def _kernel(
-    n: Grid, settings: Settings, given: list[str], owners: Any, tiles: Any, query: Any, key: Any, value: Any,
+    n: Grid, call: AttentionCall, given: list[str], owners: Any, tiles: Any, query: Any, key: Any, value: Any,
     begin: Any, end: Any, *references: Any,
 ) -> None:  # fmt: skip
-    extras = Extras(**dict(zip(given, references, strict=False)))
+    call = call._replace(**dict(zip(given, references, strict=False)))
     output, logsumexp, top, total, sums = references[len(given) :]
     batch, head, s = (pl.program_id(axis) for axis in range(3))
     i, (j, state) = owners[s + 1], step_of(tiles, batch, s)
 
     @pl.when(owners[s] != i)
     def _start() -> None:
-        sink = -jnp.inf if extras.sinks is None else extras.sinks[head]
+        sink = -jnp.inf if call.sinks is None else call.sinks[head]
         top[...] = jnp.full(top.shape, sink, jnp.float32)
         # a sink is a logit already seen
         total[...] = jnp.where(top[...] == -jnp.inf, 0.0, 1.0)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def step(partial: bool) -> None:
-        logits, _ = seen_scores(n, settings, extras, query[0, 0], key[0, 0], begin[0], end[0], i, j, partial)
+        logits, _ = seen_scores(n, call, query[0, 0], key[0, 0], begin[0], end[0], i, j, partial)
         new_top = jnp.maximum(top[...], logits.max(axis=0, keepdims=True))
         # 0 where nothing was seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is not
         finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -122,8 +123,8 @@ def _kernel(
         shrink = jnp.exp(top[...] - finite)
         top[...] = new_top
         total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
-        if extras.seed is not None:
-            weights = weights * keep_factor(n, settings, extras.seed, batch * n.heads + head, i, j)
+        if call.seed is not None:
+            weights = weights * keep_factor(n, call, batch * n.heads + head, i, j)
         sums[...] = sums[...] * shrink + matmul(value[0, 0], weights.astype(value.dtype))
 
     pl.when(state == PARTIAL)(functools.partial(step, True))

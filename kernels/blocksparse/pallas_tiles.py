@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from easytorch.kernels.attention.pallas_flash_tiles import Extras, Grid, scores
-from easytorch.kernels.attention.xla_flash_tiles import Settings
+from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.pallas_flash_tiles import Grid, numbers_of, scores
 
 
 class Step(NamedTuple):
@@ -37,7 +37,7 @@ def interval_spec(n: Grid, interval: Array, place: Any) -> Any:
 
 
 def seen_scores(
-    n: Grid, settings: Settings, extras: Extras, query: Array, key: Array, begin: Array, end: Array, i: Any, j: Any,
+    n: Grid, call: AttentionCall, query: Array, key: Array, begin: Array, end: Array, i: Any, j: Any,
     partial: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """query (R, D), key (C, D) -> scores (C, R) float32, -inf where unseen, and the same before bias and masks.
@@ -45,7 +45,7 @@ def seen_scores(
     A tile that is not partial is seen by every row: neither mask nor segments nor intervals (1, R) are looked at.
     """
     if not partial:
-        return scores(n, settings, Extras(bias=extras.bias), query, key, i, j, False)
-    result, capped = scores(n, settings, extras, query, key, i, j, False)
+        return scores(n, numbers_of(call)._replace(bias=call.bias), query, key, i, j, False)
+    result, capped = scores(n, call, query, key, i, j, False)
     columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
     return jnp.where((columns >= begin) & (columns < end), result, -jnp.inf), capped

@@ -7,49 +7,57 @@ that the structure implies.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from easytorch.kernels.attention import xla_flash
+from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.tpu_flash import for_platform
 from easytorch.kernels.attention.xla_flash_tiles import sizes_of
 from easytorch.kernels.blocksparse import pallas_blocksparse
 from easytorch.kernels.blocksparse.pallas_map import Rule
 
 
-def blocksparse_forward(*arrays: Array | None, **settings: Any) -> tuple[Array, Array]:
+def blocksparse_forward(
+    query: Array, key: Array, value: Array, prefix: Array | None, call: AttentionCall, *, rule: Rule
+) -> tuple[Array, Array]:
     """As `pallas_blocksparse.blocksparse_forward`, of any sizes."""
-    return _for_platform(pallas_blocksparse.blocksparse_forward, definition_forward, arrays, settings)
+    kernel, definition = (
+        functools.partial(function, rule=rule)
+        for function in (pallas_blocksparse.blocksparse_forward, definition_forward)
+    )
+    return for_platform(kernel, definition, query, key, value, call, prefix)
 
 
-def blocksparse_backward(*arrays: Array | None, **settings: Any) -> tuple[Array | None, ...]:
+def blocksparse_backward(
+    query: Array, key: Array, value: Array, prefix: Array | None, call: AttentionCall, *results: Array, rule: Rule
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """As `pallas_blocksparse.blocksparse_backward`, of any sizes."""
-    return _for_platform(pallas_blocksparse.blocksparse_backward, definition_backward, arrays, settings)
+    kernel, definition = (
+        functools.partial(function, rule=rule)
+        for function in (pallas_blocksparse.blocksparse_backward, definition_backward)
+    )
+    return for_platform(kernel, definition, query, key, value, call, prefix, *results)
 
 
-def definition_forward(*arrays: Array | None, rule: Rule, **settings: Any) -> tuple[Array, Array]:
+def definition_forward(
+    query: Array, key: Array, value: Array, call: AttentionCall, prefix: Array | None, *, rule: Rule
+) -> tuple[Array, Array]:
     """xla_flash.py under the structure's mask, with the arguments of `blocksparse_forward`."""
-    return xla_flash.flash_forward(*_masked(arrays, rule), **settings)
+    return xla_flash.flash_forward(query, key, value, _masked(query, key, call, prefix, rule))
 
 
-def definition_backward(*arrays: Array | None, rule: Rule, **settings: Any) -> tuple[Array | None, ...]:
+def definition_backward(
+    query: Array, key: Array, value: Array, call: AttentionCall, prefix: Array | None, *results: Array, rule: Rule
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """xla_flash.py under the structure's mask, with the arguments of `blocksparse_backward`."""
-    return *xla_flash.flash_backward(*_masked(arrays, rule), *arrays[10:], **settings), None
+    return xla_flash.flash_backward(query, key, value, _masked(query, key, call, prefix, rule), *results)
 
 
-def _masked(arrays: tuple[Array | None, ...], rule: Rule) -> list[Array | None]:
-    """The first nine arrays, with the structure in the mask."""
-    query, key, _, mask, *rest = (*arrays, *[None] * (10 - len(arrays)))[:10]
-    assert query is not None and key is not None
-    begin, end = pallas_blocksparse.intervals_of(sizes_of(query, key), rule, rest[-1])
+def _masked(query: Array, key: Array, call: AttentionCall, prefix: Array | None, rule: Rule) -> AttentionCall:
+    """The call with the structure in its mask, instead of in its band."""
+    begin, end = pallas_blocksparse.intervals_of(sizes_of(query, key), rule, prefix)
     column = jnp.arange(key.shape[1])
     seen = ((column >= begin[..., None]) & (column < end[..., None]))[:, None]
-    return [*arrays[:3], seen if mask is None else seen & mask, *rest[:-1]]
-
-
-def _for_platform(kernel: Any, definition: Any, arrays: tuple[Array | None, ...], settings: dict[str, Any]) -> Any:
-    elsewhere = functools.partial(definition, **settings)
-    if any(array is not None and array.size == 0 for array in arrays[:3]):
-        return elsewhere(*arrays)
-    return lax.platform_dependent(*arrays, tpu=functools.partial(kernel, **settings), default=elsewhere)
+    return call._replace(mask=seen if call.mask is None else seen & call.mask, left=None, right=None)

@@ -31,7 +31,7 @@ def forward(block: Block) -> tuple[Tensor, Tensor]:
     if not _carries(block):
         return blocks.forward(block)
     output, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(block.query, block.key, block.value), 0.0, block.upper is not None, scale=block.scale
+        *_heads_first(block.query, block.key, block.value), 0.0, block.upper is not None, scale=block.call.scale
     )
     return output.transpose(1, 2), logsumexp
 
@@ -43,14 +43,14 @@ def backward(
         return blocks.backward(block, output, logsumexp, grad, bias_grad)
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_heads_first(grad, block.query, block.key, block.value, output), logsumexp, 0.0, block.upper is not None,
-        scale=block.scale,
+        scale=block.call.scale,
     )  # fmt: skip
     query, key, value = (gradient.transpose(1, 2) for gradient in gradients)
     return query, key, value
 
 
 def _carries(block: Block) -> bool:
-    if block.upper is not None and block.scale <= 0.0:
+    if block.upper is not None and block.call.scale <= 0.0:
         return False  # ATen's kernel hides what is not causal before it multiplies by the scale
     # an empty tensor ends it with a division by zero
     return block.lower is None and block.upper in (None, 0) and min(block.query.numel(), block.key.numel()) > 0

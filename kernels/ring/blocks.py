@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.dropout import keep_mask
 from easytorch.kernels.attention.native import working_dtype
 
@@ -21,26 +22,31 @@ BLOCK = 256  # rows at a time: memory stays linear in the length
 
 
 class Block(NamedTuple):
-    """query (B, R, H, D), key (B, C, K, D), value (B, C, K, Dv) and what applies to them; see plan.Tile.
+    """query (B, R, H, D), key (B, C, K, D), value (B, C, K, Dv) and what applies to them, without sinks.
 
-    mask and bias broadcast to (B, H, R, C), query_ids (B, R), key_ids (B, C).
+    Mask and bias of the call have four dimensions. first_row, first_column: where the block starts in the whole matrix
+    of scores, which decides about dropout alone.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    query_ids: Tensor | None
-    key_ids: Tensor | None
-    seed: Tensor | None
-    lower: int | None
-    upper: int | None
+    call: AttentionCall
     first_row: int
     first_column: int
-    softcap: float | None
-    scale: float
-    dropout_prob: float
+
+    @property
+    def lower(self) -> int | None:
+        """Row i sees column j where i + lower <= j <= i + upper; None is unbounded."""
+        return None if self.call.left is None else self.shift - self.call.left
+
+    @property
+    def upper(self) -> int | None:
+        return None if self.call.right is None else self.shift + self.call.right
+
+    @property
+    def shift(self) -> int:
+        return self.key.shape[1] - self.query.shape[1]
 
 
 def forward(block: Block) -> tuple[Tensor, Tensor]:
@@ -81,25 +87,23 @@ def backward(
         score_grad = weights * (_kept(part, weight_grad) - delta[..., None])
         if bias_grad is not None:
             _row_part(bias_grad, first).add_(score_grad.sum_to_size(_row_part(bias_grad, first).shape))
-        if block.softcap is not None:
-            score_grad = score_grad * (1.0 - (capped / block.softcap).square())
-        by_group = _by_group(score_grad * block.scale, kv_heads)
+        if block.call.softcap is not None:
+            score_grad = score_grad * (1.0 - (capped / block.call.softcap).square())
+        by_group = _by_group(score_grad * block.call.scale, kv_heads)
         query_grads.append(torch.einsum("bkgrc,bckd->brkgd", by_group, key).reshape(part.query.shape))
         key_grad += torch.einsum("bkgrc,brkgd->bckd", by_group, query)
     return torch.cat(query_grads, dim=1), key_grad, value_grad
 
 
 def _rows(block: Block, first: int) -> Block:
-    last = first + BLOCK
-    return block._replace(
-        query=block.query[:, first:last],
-        mask=None if block.mask is None else _row_part(block.mask, first),
-        bias=None if block.bias is None else _row_part(block.bias, first),
-        query_ids=None if block.query_ids is None else block.query_ids[:, first:last],
-        lower=None if block.lower is None else block.lower + first,
-        upper=None if block.upper is None else block.upper + first,
-        first_row=block.first_row + first,
+    rows = slice(first, first + BLOCK)
+    query, call = block.query[:, rows], block.call.part(rows, slice(None))
+    # fewer rows: the last of them is aligned with another column
+    moved = query.shape[1] + first - block.query.shape[1]
+    call = call._replace(
+        left=None if call.left is None else call.left - moved, right=None if call.right is None else call.right + moved
     )
+    return block._replace(query=query, call=call, first_row=block.first_row + first)
 
 
 def _row_part(tensor: Tensor, first: int) -> Tensor:
@@ -111,45 +115,49 @@ def _scores(block: Block) -> tuple[Tensor, Tensor]:
     """Scores (B, H, R, C), -inf where unseen, and the same before bias and masks."""
     working = working_dtype(block.query)
     rows, columns, kv_heads = block.query.shape[1], block.key.shape[1], block.key.shape[2]
-    query = _grouped(block.query.to(working) * block.scale, kv_heads)
+    query = _grouped(block.query.to(working) * block.call.scale, kv_heads)
     capped = torch.einsum("brkgd,bckd->bkgrc", query, block.key.to(working)).flatten(1, 2)
-    if block.softcap is not None:
-        capped = block.softcap * torch.tanh(capped / block.softcap)
-    scores = capped if block.bias is None else capped + block.bias.to(working)
-    for seen in (block.mask, _band(block, rows, columns), _same_segment(block)):
+    softcap, bias = block.call.softcap, block.call.bias
+    if softcap is not None:
+        capped = softcap * torch.tanh(capped / softcap)
+    scores = capped if bias is None else capped + bias.to(working)
+    for seen in (block.call.mask, _band(block, rows, columns), _same_segment(block)):
         if seen is not None:
             scores = torch.where(seen, scores, float("-inf"))
     return scores, capped
 
 
 def _band(block: Block, rows: int, columns: int) -> Tensor | None:
-    if block.lower is None and block.upper is None:
+    lower, upper = block.lower, block.upper
+    if lower is None and upper is None:
         return None
     device = block.query.device
     offset = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
     seen = torch.ones_like(offset, dtype=torch.bool)
-    if block.lower is not None:
-        seen &= offset >= block.lower
-    if block.upper is not None:
-        seen &= offset <= block.upper
+    if lower is not None:
+        seen &= offset >= lower
+    if upper is not None:
+        seen &= offset <= upper
     return seen
 
 
 def _same_segment(block: Block) -> Tensor | None:
-    if block.query_ids is None or block.key_ids is None:
+    query_ids, key_ids = block.call.query_segment_ids, block.call.key_segment_ids
+    if query_ids is None or key_ids is None:
         return None
-    return block.query_ids[:, None, :, None] == block.key_ids[:, None, None, :]
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
 
 
 def _kept(block: Block, weights: Tensor) -> Tensor:
     """weights (B, H, R, C) after dropout: a function of their positions in the whole matrix of scores."""
-    if block.seed is None or block.dropout_prob == 0.0:
+    seed, dropout_prob = block.call.seed, block.call.dropout_prob
+    if seed is None or dropout_prob == 0.0:
         return weights
     keep = keep_mask(
-        block.seed, block.dropout_prob, (weights.shape[0], weights.shape[1], weights.shape[2], weights.shape[3]),
+        seed, dropout_prob, (weights.shape[0], weights.shape[1], weights.shape[2], weights.shape[3]),
         weights.device, first_row=block.first_row, first_column=block.first_column,
     )  # fmt: skip
-    return torch.where(keep, weights / (1.0 - block.dropout_prob), 0.0)
+    return torch.where(keep, weights / (1.0 - dropout_prob), 0.0)
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

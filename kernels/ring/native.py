@@ -14,82 +14,74 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.ring.blocks import Block
 from easytorch.kernels.ring.exchange import Ring
 from easytorch.kernels.ring.plan import Tile, steps_of, tiles_of
 
 
-class Call(NamedTuple):
+class Shard(NamedTuple):
     """One rank's part: query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) of n * T queries and n * S keys.
 
-    mask and bias: four dimensions that broadcast to (B, H, T, n * S), the columns in order of position. query_ids
-    (B, T), key_ids (B, S), sinks (H,), seed (). left and right: the band of attention/contract.py.
+    call: mask and bias have four dimensions that broadcast to (B, H, T, n * S), the columns in order of position; the
+    segment ids are the rank's, and the band is that of the whole sequence.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    query_ids: Tensor | None
-    key_ids: Tensor | None
-    sinks: Tensor | None
-    seed: Tensor | None
+    call: AttentionCall
     layout: str
-    left: int | None
-    right: int | None
-    softcap: float | None
-    scale: float
-    dropout_prob: float
 
     def tiles(self, ring: Ring, owner: int) -> tuple[Tile, ...]:
-        join = self.mask is None and self.bias is None and self.dropout_prob == 0.0
-        return tiles_of(ring.rank, owner, ring.size, *self._lengths(), self.left, self.right, join)
+        join = not self.call.dense and self.call.dropout_prob == 0.0
+        return tiles_of(ring.rank, owner, ring.size, *self._lengths(), self.call.left, self.call.right, join)
 
     def steps(self, ring: Ring) -> int:
-        return steps_of(ring.size, *self._lengths(), self.left, self.right)
+        return steps_of(ring.size, *self._lengths(), self.call.left, self.call.right)
 
     def _lengths(self) -> tuple[str, int, int]:
         return self.layout, self.query.shape[1], self.key.shape[1]
 
 
-def forward(ring: Ring, call: Call, kernel: ModuleType) -> tuple[Tensor, Tensor]:
+def forward(ring: Ring, shard: Shard, kernel: ModuleType) -> tuple[Tensor, Tensor]:
     """output (B, T, H, Dv) in the query's dtype, logsumexp (B, H, T); a row that sees nothing has zeros and +inf."""
-    batch, length, heads, _ = call.query.shape
-    working = working_dtype(call.query)
-    output = call.query.new_zeros((batch, length, heads, call.value.shape[3]), dtype=working)
+    batch, length, heads, _ = shard.query.shape
+    working = working_dtype(shard.query)
+    output = shard.query.new_zeros((batch, length, heads, shard.value.shape[3]), dtype=working)
     # a sink is a logit that every row has seen and that carries no value
-    seen = call.query.new_full((heads,), float("-inf"), dtype=working) if call.sinks is None else call.sinks.to(working)
+    sinks = shard.call.sinks
+    seen = shard.query.new_full((heads,), float("-inf"), dtype=working) if sinks is None else sinks.to(working)
     logsumexp = seen[:, None].expand(batch, heads, length).clone()
-    held, steps = _held(call), call.steps(ring)
+    held, steps = _held(shard), shard.steps(ring)
     for step in range(steps):
         following = ring.send(held) if step + 1 < steps else None
-        for tile in call.tiles(ring, (ring.rank - step) % ring.size):
-            _fold(output, logsumexp, tile, *kernel.forward(_block(call, tile, held)))
+        for tile in shard.tiles(ring, (ring.rank - step) % ring.size):
+            _fold(output, logsumexp, tile, *kernel.forward(_block(shard, tile, held)))
         if following is not None:
             held = following()
     logsumexp = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp)
-    return output.to(call.query.dtype), logsumexp
+    return output.to(shard.query.dtype), logsumexp
 
 
 def backward(
-    ring: Ring, call: Call, output: Tensor, logsumexp: Tensor, grad: Tensor, kernel: ModuleType, *, bias_grad: bool
+    ring: Ring, shard: Shard, output: Tensor, logsumexp: Tensor, grad: Tensor, kernel: ModuleType, *, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key, value, bias and sinks; the last two are this rank's part of the sum over ranks."""
-    working = working_dtype(call.query)
-    query_grad = torch.zeros_like(call.query, dtype=working)
-    bias_sum = torch.zeros_like(call.bias, dtype=working) if bias_grad and call.bias is not None else None
-    held, steps = _held(call), call.steps(ring)
+    working = working_dtype(shard.query)
+    query_grad = torch.zeros_like(shard.query, dtype=working)
+    bias_sum = torch.zeros_like(shard.call.bias, dtype=working) if bias_grad and shard.call.bias is not None else None
+    held, steps = _held(shard), shard.steps(ring)
     sums, before = [], None
     for step in range(steps):
         following = ring.send(held) if step + 1 < steps else None
         sums = [torch.zeros_like(tensor, dtype=working) for tensor in held[:2]]
-        for tile in call.tiles(ring, (ring.rank - step) % ring.size):
+        for tile in shard.tiles(ring, (ring.rank - step) % ring.size):
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             bias_part = None if bias_sum is None else _part(bias_sum, tile)
             gradients = kernel.backward(
-                _block(call, tile, held), output[:, rows], logsumexp[:, :, rows], grad[:, rows], bias_part
+                _block(shard, tile, held), output[:, rows], logsumexp[:, :, rows], grad[:, rows], bias_part
             )
             query_grad[:, rows] += gradients[0]
             for total, gradient in zip(sums, gradients[1:], strict=True):
@@ -102,19 +94,23 @@ def backward(
             held = following()
     key_grad, value_grad = ring.send(sums, 1 - steps)()
     sinks_grad = None
-    if call.sinks is not None:
+    if shard.call.sinks is not None:
         delta = (output.to(working) * grad.to(working)).sum(-1).transpose(1, 2)
-        weight = torch.exp(call.sinks.to(working)[:, None] - logsumexp)
-        sinks_grad = -(weight * delta).sum(dim=(0, 2)).to(call.sinks.dtype)
-    dtype = call.query.dtype
-    if call.bias is not None and bias_sum is not None:
-        bias_sum = bias_sum.to(call.bias.dtype)
+        weight = torch.exp(shard.call.sinks.to(working)[:, None] - logsumexp)
+        sinks_grad = -(weight * delta).sum(dim=(0, 2)).to(shard.call.sinks.dtype)
+    dtype = shard.query.dtype
+    if shard.call.bias is not None and bias_sum is not None:
+        bias_sum = bias_sum.to(shard.call.bias.dtype)
     return query_grad.to(dtype), key_grad.to(dtype), value_grad.to(dtype), bias_sum, sinks_grad
 
 
-def _held(call: Call) -> list[Tensor]:
+def _held(shard: Shard) -> list[Tensor]:
     """What travels: key, value and, where there are segments, the keys' ids."""
-    return [call.key, call.value] if call.key_ids is None else [call.key, call.value, call.key_ids]
+    return (
+        [shard.key, shard.value]
+        if shard.call.key_segment_ids is None
+        else [shard.key, shard.value, shard.call.key_segment_ids]
+    )
 
 
 def _fold(output: Tensor, logsumexp: Tensor, tile: Tile, tile_output: Tensor, tile_logsumexp: Tensor) -> None:
@@ -129,18 +125,22 @@ def _fold(output: Tensor, logsumexp: Tensor, tile: Tile, tile_output: Tensor, ti
     old.copy_(new)
 
 
-def _block(call: Call, tile: Tile, held: list[Tensor]) -> Block:
+def _block(shard: Shard, tile: Tile, held: list[Tensor]) -> Block:
     rows, columns = slice(*tile.rows), slice(*tile.columns)
     key, value, *ids = held
-    return Block(
-        query=call.query[:, rows], key=key[:, columns], value=value[:, columns],
+    query, call = shard.query[:, rows], shard.call
+    query_ids = call.query_segment_ids
+    aligned = (tile.columns[1] - tile.columns[0]) - query.shape[1]
+    part = call._replace(
         mask=None if call.mask is None else _part(call.mask, tile),
         bias=None if call.bias is None else _part(call.bias, tile),
-        query_ids=None if call.query_ids is None else call.query_ids[:, rows],
-        key_ids=ids[0][:, columns] if ids else None, seed=call.seed, lower=tile.lower, upper=tile.upper,
-        first_row=tile.first_row, first_column=tile.first_column, softcap=call.softcap, scale=call.scale,
-        dropout_prob=call.dropout_prob,
-    )  # fmt: skip
+        query_segment_ids=None if query_ids is None else query_ids[:, rows],
+        key_segment_ids=ids[0][:, columns] if ids else None,
+        sinks=None,  # the ring's own
+        left=None if tile.lower is None else aligned - tile.lower,
+        right=None if tile.upper is None else tile.upper - aligned,
+    )
+    return Block(query, key[:, columns], value[:, columns], part, tile.first_row, tile.first_column)
 
 
 def _part(matrix: Tensor, tile: Tile) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import triton_flash
+from easytorch.kernels.attention.call import AttentionCall, flatten
 from easytorch.kernels.ring.blocks import Block
 
 _easytorch = torch.ops.easytorch
@@ -19,33 +20,23 @@ def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float) 
 
 
 def forward(block: Block) -> tuple[Tensor, Tensor]:
-    return _easytorch.triton_flash_forward(block.query, block.key, block.value, *_tensors(block), *_numbers(block))
+    return _easytorch.triton_flash_forward(block.query, block.key, block.value, *flatten(_call(block)))
 
 
 def backward(
     block: Block, output: Tensor, logsumexp: Tensor, grad: Tensor, bias_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = list(_tensors(block))
+    call = _call(block)
     if bias_grad is not None:
-        assert block.bias is not None
-        tensors[0] = block.bias.float()  # whose gradient is then float32 too
+        assert call.bias is not None
+        call = call._replace(bias=call.bias.float())  # whose gradient is then float32 too
     query, key, value, bias, _ = _easytorch.triton_flash_backward(
-        grad, block.query, block.key, block.value, output, logsumexp.contiguous(), *tensors, *_numbers(block),
-        bias_grad is not None,
-    )  # fmt: skip
+        grad, output, logsumexp.contiguous(), block.query, block.key, block.value, *flatten(call), bias_grad is not None
+    )
     if bias_grad is not None:
         bias_grad.add_(bias)
     return query, key, value
 
 
-def _tensors(block: Block) -> tuple[Tensor | None, ...]:
-    """bias, mask, segment ids, sinks and seed: the sinks are the ring's own."""
-    return block.bias, block.mask, block.query_ids, block.key_ids, None, None
-
-
-def _numbers(block: Block) -> tuple[int | float | None, ...]:
-    """left, right, softcap, scale, dropout_prob: the kernels align the last row with the last column."""
-    aligned = block.key.shape[1] - block.query.shape[1]
-    left = None if block.lower is None else aligned - block.lower
-    right = None if block.upper is None else block.upper - aligned
-    return left, right, block.softcap, block.scale, 0.0
+def _call(block: Block) -> AttentionCall:
+    return block.call._replace(seed=None, dropout_prob=0.0)  # the ring gives a seed without dropout too

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from easytorch.kernels.attention.call import map_tensors
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.tpu_flash import flash_backward, flash_forward
 from easytorch.kernels.ring.plan import Tile, steps_of, tiles_of
 
@@ -39,53 +41,42 @@ class Ring(NamedTuple):
         return lax.ppermute(arrays, self.axis, [(r, (r + hops) % self.size) for r in range(self.size)])
 
 
-class Settings(NamedTuple):
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    softcap: float | None = None
-
-
 def ring_forward(
     query: Array,
     key: Array,
     value: Array,
-    query_segment_ids: Array | None = None,
-    key_segment_ids: Array | None = None,
-    sinks: Array | None = None,
+    call: AttentionCall,
     *,
     ring: Ring,
-    settings: Settings,
 ) -> tuple[Array, Array]:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T); see xla_flash."""
 
-    def local(
-        query: Array, key: Array, value: Array, query_ids: Array | None, key_ids: Array | None, sinks: Array | None
-    ) -> tuple[Array, Array]:
+    def local(query: Array, key: Array, value: Array, call: AttentionCall) -> tuple[Array, Array]:
+        sinks = call.sinks
         batch, length, heads, _ = query.shape
         seen = jnp.full((heads,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
         output = jnp.zeros((batch, length, heads, value.shape[3]), jnp.float32)
         state = output, jnp.broadcast_to(seen[:, None], (batch, heads, length))
-        held = key, value, key_ids
+        held = key, value, call.key_segment_ids
 
         def branch(tiles: tuple[Tile, ...]) -> Callable[..., tuple[Array, Array]]:
             def run(state: tuple[Array, Array], held: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
                 for tile in tiles:
-                    tensors, numbers = _tile(tile, query, held, query_ids, settings)
-                    state = _folded(state, tile, *flash_forward(*tensors, **numbers))
+                    part = _tile(tile, query, held, call)
+                    state = _folded(state, tile, *flash_forward(*part))
                 return state
 
             return run
 
-        steps = _steps(ring, query, key, settings)
+        steps = _steps(ring, query, key, call)
         for step in range(steps):
             following = ring.shifted(held) if step + 1 < steps else held
-            state = _switch(ring, step, query, key, settings, branch, state, held)
+            state = _switch(ring, step, query, key, call, branch, state, held)
             held = following
         output, top = state
         return output.astype(query.dtype), jnp.where(top == -jnp.inf, jnp.inf, top)
 
-    given = (query, key, value, query_segment_ids, key_segment_ids, sinks)
+    given = (query, key, value, call)
     return _mapped(ring, local, given, ("btn", "top"))(*given)
 
 
@@ -93,23 +84,20 @@ def ring_backward(
     query: Array,
     key: Array,
     value: Array,
-    query_segment_ids: Array | None,
-    key_segment_ids: Array | None,
-    sinks: Array | None,
+    call: AttentionCall,
     output: Array,
     logsumexp: Array,
     grad: Array,
     *,
     ring: Ring,
-    settings: Settings,
-) -> tuple[Array | None, ...]:
-    """Gradients of query, key, value, the segment ids (None, None) and sinks."""
+) -> tuple[Array, Array, Array, None, Array | None]:
+    """Gradients of query, key, value, bias (None: it takes none) and sinks."""
 
     def local(
-        query: Array, key: Array, value: Array, query_ids: Array | None, key_ids: Array | None, sinks: Array | None,
-        output: Array, logsumexp: Array, grad: Array,
-    ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
-        held = key, value, key_ids
+        query: Array, key: Array, value: Array, call: AttentionCall, output: Array, logsumexp: Array, grad: Array
+    ) -> tuple[Array, Array, Array, Array | None]:
+        sinks = call.sinks
+        held = key, value, call.key_segment_ids
         query_grad = jnp.zeros(query.shape, jnp.float32)
         sums = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
 
@@ -120,9 +108,9 @@ def ring_backward(
                 query_grad, (key_grad, value_grad) = state
                 for tile in tiles:
                     rows, columns = slice(*tile.rows), slice(*tile.columns)
-                    tensors, numbers = _tile(tile, query, held, query_ids, settings)
+                    part = _tile(tile, query, held, call)
                     given = output[:, rows], logsumexp[:, :, rows], grad[:, rows]
-                    dq, dk, dv, *_ = flash_backward(*tensors, *given, **numbers)
+                    dq, dk, dv, *_ = flash_backward(*part, *given)
                     query_grad = query_grad.at[:, rows].add(dq)
                     key_grad = key_grad.at[:, columns].add(dk)
                     value_grad = value_grad.at[:, columns].add(dv)
@@ -130,12 +118,12 @@ def ring_backward(
 
             return run
 
-        steps = _steps(ring, query, key, settings)
+        steps = _steps(ring, query, key, call)
         for step in range(steps):
             following = ring.shifted(held) if step + 1 < steps else held
             if step:  # the sums of these keys, so far
                 sums = ring.shifted(sums)
-            query_grad, sums = _switch(ring, step, query, key, settings, branch, (query_grad, sums), held)
+            query_grad, sums = _switch(ring, step, query, key, call, branch, (query_grad, sums), held)
             held = following
         key_grad, value_grad = ring.shifted(sums, 1 - steps) if steps > 1 else sums
         sinks_grad = None
@@ -146,14 +134,14 @@ def ring_backward(
             sinks_grad = -lax.psum((weight * delta).sum(axis=(0, 2)), axes).astype(sinks.dtype)
         return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), sinks_grad
 
-    given = (query, key, value, query_segment_ids, key_segment_ids, sinks)
-    outputs = ("btn", "btn", "btn", None if sinks is None else "sinks")
-    gradients = _mapped(ring, local, (*given, output, logsumexp, grad), outputs)(*given, output, logsumexp, grad)
-    return *gradients[:3], None, None, gradients[3]
+    given = (query, key, value, call, output, logsumexp, grad)
+    outputs = ("btn", "btn", "btn", None if call.sinks is None else "sinks")
+    dq, dk, dv, dsinks = _mapped(ring, local, given, outputs)(*given)
+    return dq, dk, dv, None, dsinks
 
 
 def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outputs: tuple[str | None, ...]) -> Any:
-    """`local` over the mesh; given: query, key, value, ids, ids, sinks and, in backward, output, logsumexp, grad."""
+    """`local` over the mesh; given: query, key, value, call and, in backward, output, logsumexp, grad."""
     specs = {
         "btn": PartitionSpec(ring.batch_axis, ring.axis, ring.head_axis, None),
         "ids": PartitionSpec(ring.batch_axis, ring.axis),
@@ -161,15 +149,17 @@ def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outpu
         "top": PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis),
         None: None,
     }
-    kinds = ("btn", "btn", "btn", "ids", "ids", "sinks", "btn", "top", "btn")
-    inputs = tuple(None if x is None else specs[kind] for x, kind in zip(given, kinds, strict=False))
+    kinds = {"query_segment_ids": "ids", "key_segment_ids": "ids", "sinks": "sinks"}
+    call = map_tensors(given[3], lambda name, _: specs[kinds[name]])
+    results = (specs[kind] for kind in ("btn", "top", "btn")[: len(given) - 4])
+    inputs = (*(specs["btn"],) * 3, call, *results)
     return jax.shard_map(
         local, mesh=ring.mesh, in_specs=inputs, out_specs=tuple(specs[kind] for kind in outputs), check_vma=False
     )
 
 
 def _switch(
-    ring: Ring, step: int, query: Array, key: Array, settings: Settings, branch: Callable[..., Any], *operands: Any
+    ring: Ring, step: int, query: Array, key: Array, call: AttentionCall, branch: Callable[..., Any], *operands: Any
 ) -> Any:
     """The tiles of this rank at this step: a branch for each different plan among the ranks."""
     lengths = query.shape[1], key.shape[1]
@@ -177,7 +167,7 @@ def _switch(
         tuple(
             tile._replace(first_row=0, first_column=0)  # only dropout would need where a tile stands
             for tile in tiles_of(
-                rank, (rank - step) % ring.size, ring.size, ring.layout, *lengths, settings.left, settings.right
+                rank, (rank - step) % ring.size, ring.size, ring.layout, *lengths, call.left, call.right
             )
         )
         for rank in range(ring.size)
@@ -189,28 +179,24 @@ def _switch(
     return lax.switch(chosen, [branch(plan) for plan in different], *operands)
 
 
-def _steps(ring: Ring, query: Array, key: Array, settings: Settings) -> int:
-    return steps_of(ring.size, ring.layout, query.shape[1], key.shape[1], settings.left, settings.right)
+def _steps(ring: Ring, query: Array, key: Array, call: AttentionCall) -> int:
+    return steps_of(ring.size, ring.layout, query.shape[1], key.shape[1], call.left, call.right)
 
 
 def _tile(
-    tile: Tile, query: Array, held: tuple[Array, Array, Array | None], query_ids: Array | None, settings: Settings
-) -> tuple[tuple[Array | None, ...], dict[str, Any]]:
+    tile: Tile, query: Array, held: tuple[Array, Array, Array | None], call: AttentionCall
+) -> tuple[Array, Array, Array, AttentionCall]:
     """The arguments of `flash_forward`, which aligns the last row with the last column."""
     rows, columns = slice(*tile.rows), slice(*tile.columns)
     key, value, key_ids = held
     aligned = (tile.columns[1] - tile.columns[0]) - (tile.rows[1] - tile.rows[0])
-    tensors = (
-        query[:, rows], key[:, columns], value[:, columns], None, None,
-        None if query_ids is None else query_ids[:, rows], None if key_ids is None else key_ids[:, columns], None, None,
-    )  # fmt: skip
-    numbers = {
-        "scale": settings.scale,
-        "left": None if tile.lower is None else aligned - tile.lower,
-        "right": None if tile.upper is None else tile.upper - aligned,
-        "softcap": settings.softcap,
-    }
-    return tensors, numbers
+    part = call._replace(key_segment_ids=key_ids).part(rows, columns)
+    part = part._replace(
+        sinks=None,  # the ring's own
+        left=None if tile.lower is None else aligned - tile.lower,
+        right=None if tile.upper is None else tile.upper - aligned,
+    )
+    return query[:, rows], key[:, columns], value[:, columns], part
 
 
 def _folded(state: tuple[Array, Array], tile: Tile, output: Array, logsumexp: Array) -> tuple[Array, Array]:

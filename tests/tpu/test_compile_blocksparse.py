@@ -24,6 +24,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
+    from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.blocksparse.pallas_blocksparse import blocksparse_backward, blocksparse_forward
     from easytorch.kernels.blocksparse.pallas_map import Rule
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
@@ -32,24 +33,21 @@ def programs():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     for name, ((B, T, S, H, K, D), rule, extras) in CASES.items():
-        settings = {"rule": Rule(**rule), "scale": D**-0.5}
-        if "seed" in extras:
-            settings["dropout_prob"] = 0.1
-        if "softcap" in extras:
-            settings["softcap"] = 30.0
         optional = {
             "mask": struct(B, 1, T, S, dtype=jnp.bool_), "bias": struct(1, H, T, S),
-            "query_segments": struct(B, T, dtype=jnp.int32), "key_segments": struct(B, S, dtype=jnp.int32),
-            "sinks": struct(H), "seed": struct(dtype=jnp.int32), "prefix": struct(B, dtype=jnp.int32),
+            "query_segment_ids": struct(B, T, dtype=jnp.int32), "key_segment_ids": struct(B, S, dtype=jnp.int32),
+            "sinks": struct(H), "seed": struct(dtype=jnp.int32),
         }  # fmt: skip
-        given = [
-            x if part in extras or ("segments" in part and "segments" in extras) else None
-            for part, x in optional.items()
-        ]
+        given = {x: y for x, y in optional.items() if x in extras or ("segment" in x and "segments" in extras)}
+        call = AttentionCall(
+            **given, scale=D**-0.5, softcap=30.0 if "softcap" in extras else None,
+            dropout_prob=0.1 if "seed" in extras else 0.0,
+        )  # fmt: skip
+        prefix = struct(B, dtype=jnp.int32) if "prefix" in extras else None
         query, key, logsumexp = struct(B, T, H, D), struct(B, S, K, D), struct(B, H, T, dtype=jnp.float32)
-        tensors = (query, key, key, *given)
+        tensors = (query, key, key, call, prefix)
         for chip in CHIPS if name == "window" else ["v5e"]:
-            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], **settings)
+            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], rule=Rule(**rule))
             yield f"{name}, {chip}, forward", partial(compile_here, blocksparse_forward, *tensors)
             backward = partial(blocksparse_backward, bias_grad="bias" in extras)
             yield f"{name}, {chip}, backward", partial(compile_here, backward, *tensors, query, logsumexp, query)

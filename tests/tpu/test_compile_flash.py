@@ -19,6 +19,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
+    from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.attention.tpu_flash import flash_backward, flash_forward
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
 
@@ -32,16 +33,17 @@ def programs():
     yield "definition", partial(compile_for_tpu, definition, *[struct(1, 4096, 8, 128, dtype="bfloat16")] * 3)
     for name, ((B, T, S, H, K, D, Dv, dtype), settings) in {**EVERYWHERE, **ONCE}.items():
         query, key, value = (struct(B, *x, dtype=dtype) for x in ((T, H, D), (S, K, D), (S, K, Dv)))
-        optional = [None] * 6
+        call = AttentionCall(scale=D**-0.5, **settings)
         if name == "all":
-            optional = [
+            call = AttentionCall(
                 struct(1, 1, T, S, dtype=bool), struct(1, H, T, S, dtype="float32"), struct(B, T, dtype="int32"),
                 struct(B, S, dtype="int32"), struct(H, dtype="float32"), struct(dtype="int32"),
-            ]  # fmt: skip
-        given = (query, key, value, *optional)
+                *call.numbers,
+            )  # fmt: skip
+        given = (query, key, value, call)
         output, logsumexp = struct(B, T, H, Dv, dtype=dtype), struct(B, H, T, dtype="float32")
         for chip in CHIPS if name in EVERYWHERE else ["v5e"]:
-            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], scale=D**-0.5, **settings)
+            compile_here = partial(compile_for_tpu, topology=CHIPS[chip])
             yield f"{name}, {chip}, forward", partial(compile_here, flash_forward, *given)
             yield f"{name}, {chip}, backward", partial(compile_here, flash_backward, *given, output, logsumexp, output)
 

@@ -16,9 +16,10 @@ def programs():
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.interop.lowering import lower_for_export
     from easytorch.kernels.interop.tpu_compile import CHIPS
-    from easytorch.kernels.ring.xla_ring import Ring, Settings, ring_backward, ring_forward
+    from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices
     mesh = Mesh(np.array(devices).reshape(4), ("sp",))
@@ -27,17 +28,16 @@ def programs():
         spec = PartitionSpec(*(["sp" if i == axis else None for i in range(len(shape))]))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def compile_sharded(function, ring, settings, *given):
-        return lower_for_export(jax.jit(partial(function, ring=ring, settings=settings)).trace(*given)).compile()
+    def compile_sharded(function, ring, *given):
+        return lower_for_export(jax.jit(partial(function, ring=ring)).trace(*given)).compile()
 
     query, key = struct(1, T, H, D), struct(1, T, K, D)
     top = struct(1, H, T, axis=2, dtype=jnp.float32)
     for name, (layout, left) in CASES.items():
-        static = (Ring(mesh, "sp", layout), Settings(D**-0.5, left, 0))
-        backward = (query, key, key, None, None, None, query, top, query)
-        yield f"{name}, forward", partial(compile_sharded, ring_forward, *static, query, key, key)
+        ring, given = Ring(mesh, "sp", layout), (query, key, key, AttentionCall(scale=D**-0.5, left=left, right=0))
+        yield f"{name}, forward", partial(compile_sharded, ring_forward, ring, *given)
         if name != "contiguous":  # whose window has the same steps, and fewer
-            yield f"{name}, backward", partial(compile_sharded, ring_backward, *static, *backward)
+            yield f"{name}, backward", partial(compile_sharded, ring_backward, ring, *given, query, top, query)
 
 
 def test_keys_go_round_and_nobody_gathers_them(compiled):

@@ -12,7 +12,8 @@ from easytorch.kernels.attention import native
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'easytorch[jax]'")
 
 from easytorch.kernels.attention import pallas_flash  # noqa: E402
-from easytorch.kernels.attention.contract import band_of  # noqa: E402
+from easytorch.kernels.attention.call import AttentionCall, map_tensors  # noqa: E402
+from easytorch.kernels.attention.contract import resolve  # noqa: E402
 from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
 from easytorch.operations.check import relative_rms_error  # noqa: E402
 
@@ -76,19 +77,11 @@ def test_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     grad = randn(b, t, h, dv, seed=9)
     expected = definition(tensors, features, grad)
 
-    left, right = band_of(features.get("causal", False), features.get("sliding_window"))
-    seed = features.get("seed")
-    arrays = [
-        *(to_jax(tensors[x]) for x in ("query", "key", "value")), to_jax(features.get("mask")),
-        to_jax(tensors.get("bias")), to_jax(features.get("query_segment_ids")), to_jax(features.get("key_segment_ids")),
-        to_jax(tensors.get("sinks")), None if seed is None else jax.numpy.uint32(seed % 2**32),
-    ]  # fmt: skip
-    settings = {
-        "scale": d**-0.5, "left": left, "right": right, "softcap": features.get("softcap"),
-        "dropout_prob": features.get("dropout_prob", 0.0), "interpret": True,
-    }  # fmt: skip
-    output, logsumexp = pallas_flash.flash_forward(*arrays, **settings)
-    grads = pallas_flash.flash_backward(*arrays, output, logsumexp, to_jax(grad), **settings)
+    call = resolve(**tensors, **features)
+    call = map_tensors(call, lambda name, x: to_jax((x & (2**32 - 1)).to(torch.uint32) if name == "seed" else x))
+    given = (*(to_jax(tensors[x]) for x in ("query", "key", "value")), call)
+    output, logsumexp = pallas_flash.flash_forward(*given, interpret=True)
+    grads = pallas_flash.flash_backward(*given, output, logsumexp, to_jax(grad), interpret=True)
     for index, (got, want) in enumerate(zip([output, *(g for g in grads if g is not None)], expected, strict=True)):
         error = relative_rms_error(torch.tensor(got.__array__()), want)
         assert error < 1e-5, f"output or gradient {index}: relative RMS error {error:.1e}"
@@ -103,6 +96,6 @@ def test_only_a_tpu_is_given_the_kernel() -> None:
     from easytorch.kernels.interop.lowering import lower_for_export
 
     heads = jax.ShapeDtypeStruct((1, 128, 2, 32), jax.numpy.float32)
-    traced = jax.jit(lambda q, k, v: tpu_flash.flash_forward(q, k, v, scale=1.0)).trace(heads, heads, heads)
+    traced = jax.jit(tpu_flash.flash_forward).trace(heads, heads, heads, AttentionCall())
     assert "tpu_custom_call" in lower_for_export(traced, "tpu").as_text()
     assert "tpu_custom_call" not in lower_for_export(traced, "cpu").as_text()

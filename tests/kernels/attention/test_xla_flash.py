@@ -31,7 +31,7 @@ def test_opcheck(extras: bool) -> None:
     with torch.no_grad():
         output, logsumexp = torch.ops.easytorch.xla_flash_forward(*arguments)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    backward = (torch.randn_like(output), *plain[:9], output, logsumexp, *plain[9:], extras)
+    backward = (torch.randn_like(output), output, logsumexp, *plain, extras)
     torch.library.opcheck(torch.ops.easytorch.xla_flash_backward.default, backward)
 
 
@@ -80,20 +80,19 @@ def test_empty_sequences(lengths: tuple[int, int]) -> None:
 
 
 def test_memory_is_linear_in_the_length() -> None:
-    import functools
 
     import jax
     import jax.numpy as jnp
 
     from easytorch.kernels.attention import xla_flash
+    from easytorch.kernels.attention.jax_call import AttentionCall
 
     def temporaries(length: int) -> tuple[int, int]:
         x = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32)
         rows = jax.ShapeDtypeStruct((1, 4, length), jnp.float32)
-        forward = jax.jit(functools.partial(xla_flash.flash_forward, scale=1.0, right=0))
-        backward = jax.jit(functools.partial(xla_flash.flash_backward, scale=1.0, right=0))
-        absent = [None] * 6
-        compiled = forward.lower(x, x, x).compile(), backward.lower(x, x, x, *absent, x, rows, x).compile()
+        call = AttentionCall(right=0)
+        forward, backward = jax.jit(xla_flash.flash_forward), jax.jit(xla_flash.flash_backward)
+        compiled = forward.lower(x, x, x, call).compile(), backward.lower(x, x, x, call, x, rows, x).compile()
         return tuple(c.memory_analysis().temp_size_in_bytes for c in compiled)
 
     short, long = temporaries(1024), temporaries(4096)

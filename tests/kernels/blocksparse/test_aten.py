@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.blocksparse import aten_blocks, aten_op, native
 from easytorch.kernels.blocksparse.aten_plan import ROWS, steps
 from easytorch.kernels.blocksparse.structure import structure_of, within_segments
@@ -106,12 +107,10 @@ def test_memory_is_linear_in_the_length(softcap: float | None) -> None:
     def largest(length: int) -> int:
         query, key, value = _heads(length)
         end = torch.arange(1, length + 1, dtype=torch.int32)[None]
-        features = aten_blocks.Features(
-            torch.zeros_like(end), end, None, None, None, None, None, None, 0.3, softcap, 0.0
-        )
+        begin, call = torch.zeros_like(end), AttentionCall(scale=0.3, softcap=softcap)
         with _Largest() as mode:
-            output, logsumexp = aten_blocks.forward(query, key, value, features)
-            aten_blocks.backward(output, query, key, value, output, logsumexp, features, False)
+            output, logsumexp = aten_blocks.forward(query, key, value, begin, end, call)
+            aten_blocks.backward(output, query, key, value, output, logsumexp, begin, end, call, False)
         return mode.elements
 
     short, long = largest(1024), largest(4096)

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.jax_cpu
 
 import jax.numpy as jnp  # noqa: E402
 
-from easytorch.kernels.attention.contract import window_of  # noqa: E402
+from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionCall, map_tensors  # noqa: E402
+from easytorch.kernels.attention.contract import resolve, window_of  # noqa: E402
 from easytorch.kernels.attention.pallas_flash_inputs import grid_of  # noqa: E402
 from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
 from easytorch.kernels.blocksparse import native, pallas_blocksparse, tpu_blocksparse  # noqa: E402
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks  # noqa: E402
 from easytorch.operations.check import relative_rms_error  # noqa: E402
 
-NAMES = ("mask", "bias", "query_segment_ids", "key_segment_ids", "sinks", "seed", "prefix_length")
 B, T, H, K, D, DV = 2, 300, 4, 2, 16, 24
 
 
@@ -68,24 +68,21 @@ def to_jax(x: torch.Tensor | None) -> Any:
     return None if x is None else jnp.asarray(x.detach().numpy())
 
 
-def settings_of(features: dict[str, Any]) -> dict[str, Any]:
+def rule_of(features: dict[str, Any]) -> Rule:
     prefix = features.get("prefix_length")
-    rule = Rule(
+    return Rule(
         features.get("causal", False), *window_of(features.get("sliding_window")), features.get("chunk_size"),
         True if isinstance(prefix, torch.Tensor) else prefix,
     )  # fmt: skip
-    scale = features.get("softmax_scale") or D**-0.5
-    return {
-        "rule": rule,
-        "scale": scale,
-        "softcap": features.get("softcap"),
-        "dropout_prob": features.get("dropout_prob", 0.0),
-    }
 
 
-def arrays_of(given: dict[str, torch.Tensor], features: dict[str, Any]) -> list[Any]:
-    optional = [features.get(name) for name in NAMES]
-    return [to_jax(x) if isinstance(x, torch.Tensor) else None for x in (*given.values(), *optional)]
+def arguments_of(given: dict[str, torch.Tensor], features: dict[str, Any]) -> list[Any]:
+    """query, key, value, the call and the prefix."""
+    contract = {name: x for name, x in features.items() if name not in ("chunk_size", "prefix_length")}
+    call = map_tensors(resolve(**given, **contract), lambda _, x: to_jax(x.int() if x.dtype == torch.int64 else x))
+    prefix = features.get("prefix_length")
+    call = call._replace(left=None, right=None)
+    return [*map(to_jax, given.values()), call, to_jax(prefix) if isinstance(prefix, torch.Tensor) else None]
 
 
 @pytest.mark.parametrize(
@@ -94,21 +91,20 @@ def arrays_of(given: dict[str, torch.Tensor], features: dict[str, Any]) -> list[
 def test_equals_the_definition(case: str, kernel: str) -> None:
     features = dict(CASES[case])
     given = heads(features.pop("length", T))
-    arrays, settings = arrays_of(given, features), settings_of(features)
+    arguments, settings = arguments_of(given, features), {"rule": rule_of(features)}
     forward, backward = tpu_blocksparse.definition_forward, tpu_blocksparse.definition_backward
     if kernel == "pallas":
         forward, backward = pallas_blocksparse.blocksparse_forward, pallas_blocksparse.blocksparse_backward
         settings["interpret"] = True
-    output, logsumexp = forward(*arrays, **settings)
+    output, logsumexp = forward(*arguments, **settings)
     upstream = torch.linspace(-1, 1, output.size).sin().reshape(output.shape)
-    grads = backward(*arrays, output, logsumexp, to_jax(upstream), **settings)
-    assert len(grads) == len(arrays)
+    grads = backward(*arguments, output, logsumexp, to_jax(upstream), **settings)
 
     leaves = {name: x.double().requires_grad_() for name, x in given.items()}
     leaves |= {n: features[n].double().requires_grad_() for n in ("bias", "sinks") if n in features}
     expected = native.attention(**{**features, **leaves})[0]
     wanted = torch.autograd.grad(expected, list(leaves.values()), upstream.double())
-    got = {**dict(zip(("query", "key", "value", *NAMES), grads, strict=True)), "output": output}
+    got = {**dict(zip(("query", "key", "value", *DIFFERENTIABLE), grads, strict=True)), "output": output}
     for name, want in {**dict(zip(leaves, wanted, strict=True)), "output": expected}.items():
         error = relative_rms_error(torch.from_numpy(np.array(got[name])), want)
         assert error <= 1e-5, f"{name}: relative RMS error {error:.2e}"
@@ -118,14 +114,15 @@ def test_half_precision() -> None:
     features = {"causal": True, "sliding_window": 60}
     given = {name: x.bfloat16() for name, x in heads(T).items()}
     arrays = [jnp.asarray(x.float().numpy(), jnp.bfloat16) for x in given.values()]
-    output, _ = pallas_blocksparse.blocksparse_forward(*arrays, interpret=True, **settings_of(features))
+    call = AttentionCall(scale=D**-0.5)
+    output, _ = pallas_blocksparse.blocksparse_forward(*arrays, call, None, interpret=True, rule=rule_of(features))
     expected = native.attention(**{n: x.double() for n, x in given.items()}, **features)[0]
     assert relative_rms_error(torch.from_numpy(np.array(output.astype(jnp.float32))), expected) <= 8e-3
 
 
 def _walk(features: dict[str, Any], by_columns: bool, length: int = 1024) -> tuple[Any, np.ndarray]:
     query, key = jnp.zeros((1, length, 1, 8)), jnp.zeros((1, 1024, 1, 8))
-    n, rule = grid_of(query, key, Blocks(128, 128)), settings_of(features)["rule"]
+    n, rule = grid_of(query, key, Blocks(128, 128)), rule_of(features)
     begin, end = pallas_blocksparse.intervals_of(n, rule, None)
     matrix = features.get("mask")
     given = [to_jax(x) for x in (matrix, features.get("query_segment_ids"), features.get("key_segment_ids"))]
@@ -166,7 +163,7 @@ def test_unseen_keys_are_never_read() -> None:
     given = heads(T)
     for name in ("key", "value"):
         given[name][:, 256:] = torch.nan
-    arrays, settings = arrays_of(given, features), settings_of(features)
-    output, logsumexp = pallas_blocksparse.blocksparse_forward(*arrays, **settings, interpret=True)
-    grads = pallas_blocksparse.blocksparse_backward(*arrays, output, logsumexp, output, **settings, interpret=True)
+    arguments, settings = arguments_of(given, features), {"rule": rule_of(features)}
+    output, logsumexp = pallas_blocksparse.blocksparse_forward(*arguments, **settings, interpret=True)
+    grads = pallas_blocksparse.blocksparse_backward(*arguments, output, logsumexp, output, **settings, interpret=True)
     assert all(bool(jnp.isfinite(x).all()) for x in (output, *grads[:3]))

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from easytorch.kernels.attention import native
-from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.ring import native as ring_native
 from easytorch.kernels.ring.layout import shard, unshard
-from easytorch.kernels.ring.native import Call
+from easytorch.kernels.ring.native import Shard
 
 
 class ThreadRing:
@@ -76,22 +77,19 @@ def ring_errors(run_ranks: Any) -> Callable[..., dict[str, float]]:
                     return x.to(device)
             return shard(x, rank, size, dim, layout).to(device)
 
-        left, right = band_of(features.get("causal", False), features.get("sliding_window"))
-        scale = features.get("softmax_scale") or output.new_tensor(rounded["query"].shape[-1]).item() ** -0.5
-        seed = features.get("seed")
+        call = resolve(**rounded, **features)
 
         def ranks(ring: Any) -> Any:
-            call = Call(
-                *(part(rounded[name], ring.rank) for name in ("query", "key", "value")),
-                part(features.get("mask"), ring.rank, -2), part(rounded.get("bias"), ring.rank, -2),
-                part(features.get("query_segment_ids"), ring.rank), part(features.get("key_segment_ids"), ring.rank),
-                rounded["sinks"].to(device) if "sinks" in rounded else None,
-                None if seed is None else torch.tensor(seed, device=device), layout, left, right,
-                features.get("softcap"), scale, features.get("dropout_prob", 0.0),
+            own = AttentionCall(
+                part(call.mask, ring.rank, -2), part(call.bias, ring.rank, -2),
+                part(call.query_segment_ids, ring.rank), part(call.key_segment_ids, ring.rank),
+                *(None if x is None else x.to(device) for x in (call.sinks, call.seed)), *call.numbers,
             )  # fmt: skip
-            out, top = ring_native.forward(ring, call, kernel)
-            own = part(grad, ring.rank)
-            return out, *ring_native.backward(ring, call, out, top, own, kernel, bias_grad="bias" in rounded)
+            heads = (part(rounded[name], ring.rank) for name in ("query", "key", "value"))
+            shard = Shard(*heads, own, layout)
+            out, top = ring_native.forward(ring, shard, kernel)
+            own_grad = part(grad, ring.rank)
+            return out, *ring_native.backward(ring, shard, out, top, own_grad, kernel, bias_grad="bias" in rounded)
 
         results, _ = run_ranks(size, ranks)
         columns = [[x if x is None else x.cpu() for x in column] for column in zip(*results, strict=True)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ring import aten_blocks, blocks, native
-from easytorch.kernels.ring.native import Call
+from easytorch.kernels.ring.native import Shard
 
 CASES = [
     "plain", "causal", "softcap", "window", "sides", "segments", "sinks", "bias", "bias of keys", "dropout",
@@ -40,21 +41,20 @@ def test_more_rows_than_a_block(ring_cases, ring_errors):
     assert max(errors.values()) < 1e-12, errors
 
 
-def call_of(queries, keys, **changes):
+def shard_of(queries, keys, **changes):
     q, k = torch.randn(1, queries, 2, 8), torch.randn(1, keys, 1, 8)
-    call = Call(q, k, k, None, None, None, None, None, None, "contiguous", None, 0, None, 0.3, 0.0)
-    return call._replace(**changes)
+    return Shard(q, k, k, AttentionCall(scale=0.3, right=0)._replace(**changes), "contiguous")
 
 
 def test_empty_sequences(run_ranks):
     for queries, keys in ((0, 4), (4, 0)):
-        call = call_of(queries, keys)
-        (result, *_), _ = run_ranks(2, lambda ring, call=call: native.forward(ring, call, aten_blocks))
+        shard = shard_of(queries, keys)
+        (result, *_), _ = run_ranks(2, lambda ring, shard=shard: native.forward(ring, shard, aten_blocks))
         assert result[0].shape == (1, queries, 2, 8) and (result[0] == 0).all()
 
 
 def test_what_nobody_needs_is_not_sent(run_ranks):
-    _, sent = run_ranks(4, lambda ring: native.forward(ring, call_of(16, 16), blocks))
+    _, sent = run_ranks(4, lambda ring: native.forward(ring, shard_of(16, 16), blocks))
     assert sent == [3, 3, 3, 3]
-    _, sent = run_ranks(4, lambda ring: native.forward(ring, call_of(16, 16, left=4), blocks))
+    _, sent = run_ranks(4, lambda ring: native.forward(ring, shard_of(16, 16, left=4), blocks))
     assert sent == [1, 1, 1, 1]

@@ -18,7 +18,8 @@ import functools
 import jax, jax.numpy as jnp, numpy as np, torch
 from easytorch.kernels.attention import native
 from easytorch.kernels.ring.layout import shard, unshard
-from easytorch.kernels.ring.xla_ring import Ring, Settings, ring_backward, ring_forward
+from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
 
 B, T, H, K, D, DV = 2, 64, 6, 2, 12, 8
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("sp",))
@@ -40,11 +41,13 @@ def check(layout, features, settings, with_ids):
         x = torch.cat([shard(x.detach(), rank, 4, 1, layout) for rank in range(4)], 1)
         return jnp.asarray((x.float() if x.is_floating_point() else x).numpy())
 
-    static = {"ring": Ring(mesh, "sp", layout), "settings": Settings(**settings)}
-    given = [*map(stored, leaves[:3]), stored(ids), stored(ids), jnp.asarray(leaves[3].detach().float().numpy())]
+    static = {"ring": Ring(mesh, "sp", layout)}
+    sinks = jnp.asarray(leaves[3].detach().float().numpy())
+    call = AttentionCall(query_segment_ids=stored(ids), key_segment_ids=stored(ids), sinks=sinks, **settings)
+    given = [*map(stored, leaves[:3]), call]
     result, top = jax.jit(functools.partial(ring_forward, **static))(*given)
     gradients = jax.jit(functools.partial(ring_backward, **static))(*given, result, top, stored(grad))
-    for index, (x, y) in enumerate(zip((result, *gradients[:3], gradients[5]), want, strict=True)):
+    for index, (x, y) in enumerate(zip((result, *gradients[:3], gradients[4]), want, strict=True)):
         x = torch.from_numpy(np.array(x)).double()
         x = unshard(x.chunk(4, 1), 1, layout) if index < 4 else x
         error = (x - y).square().mean().sqrt() / y.square().mean().sqrt()
