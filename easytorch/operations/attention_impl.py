@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionFeatures
 from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.arguments import check_flag
@@ -15,22 +16,6 @@ from easytorch.operations.metadata import OperationMetadata
 
 _INFINITY = float("inf")
 _SETTINGS = frozenset(("softmax_scale", "dropout_prob", "seed"))
-
-
-class AttentionFeatures(TypedDict, total=False):
-    """The keyword arguments of every attention; kernels/attention/contract.py says what they mean."""
-
-    mask: Tensor | None
-    bias: Tensor | None
-    causal: bool
-    query_segment_ids: Tensor | None
-    key_segment_ids: Tensor | None
-    sliding_window: int | tuple[int | None, int | None] | None
-    softcap: float | None
-    sinks: Tensor | None
-    softmax_scale: float | None
-    dropout_prob: float
-    seed: int | Tensor | None
 
 
 class AttentionImpl(OperationImpl):
@@ -119,6 +104,6 @@ class AttentionImpl(OperationImpl):
 
 
 def without_float64(features: Any) -> Any:
-    """The features with a float64 bias or sinks in float32, in which XLA computes scores: jax has no wider type."""
-    wide = [name for name in ("bias", "sinks") if getattr(features.get(name), "dtype", None) == torch.float64]
+    """The features with what is float64 of them in float32, in which XLA computes scores: jax has no wider type."""
+    wide = [name for name in DIFFERENTIABLE if getattr(features.get(name), "dtype", None) == torch.float64]
     return {**features, **{name: features[name].to(torch.float32) for name in wide}} if wide else features

@@ -14,6 +14,7 @@ from torch import Tensor
 from easytorch.kernels.attention import aten_flash, blocked
 from easytorch.kernels.attention.call import (
     DIFFERENTIABLE,
+    AttentionCall,
     AttentionFeatures,
     flatten,
     gradients_by_field,
@@ -28,7 +29,11 @@ from easytorch.kernels.interop.torch_func import transforming
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype."""
-    call = resolve(query, key, value, **features)
+    return by_operator(query, key, value, resolve(query, key, value, **features))
+
+
+def by_operator(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """`attention` of a call that is resolved."""
     # a tracer takes the operator and not what stands around it, which neither exports nor compiles without a gradient
     run = _Flash.apply if transforming() else aten_flash_forward
     return run(query, key, value, *flatten(call))

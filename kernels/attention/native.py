@@ -23,7 +23,17 @@ def attention(
 
     Scores and softmax are computed in `softmax_dtype`: float32 by default, float64 for float64 inputs.
     """
-    call = resolve(query, key, value, **features)
+    return define(query, key, value, resolve(query, key, value, **features), softmax_dtype)
+
+
+def define(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    softmax_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of a call that is resolved."""
     batch, length, heads, _ = query.shape
     keys = key.shape[1]
     keep = None

@@ -20,7 +20,7 @@ WIDENED_AT_ONCE = 1 << 19
 FLASH_SCORES = 1 << 14  # B T H S in bfloat16
 FLASH_ROWS = 64
 
-_FEATURES = ("mask", "bias", "query_segment_ids", "key_segment_ids", "sliding_window", "softcap", "sinks")
+_OF_ANY_CALL = frozenset({"causal", "dropout_prob", "seed"})  # they say nothing to one token without dropout
 
 
 def multi_latent_attention(
@@ -38,7 +38,9 @@ def multi_latent_attention(
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
     scale = default_scale(sizes, softmax_scale)
     query = absorb(query, up_key)
-    plain = not any(features.get(name) is not None for name in _FEATURES) and not features.get("dropout_prob")
+    plain = not features.get("dropout_prob") and all(
+        value is None for name, value in features.items() if name not in _OF_ANY_CALL
+    )
     # an exported program should not depend on the lengths it was traced with
     if plain and query.shape[1] == 1 and not torch.compiler.is_exporting():
         return project(_one_token(query, query_rope, latent, key_rope, scale), up_value)

@@ -21,7 +21,7 @@ from easytorch.kernels.multi_latent import absorbed, native
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_widths, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, expand, project
 from easytorch.kernels.ragged_page import contract, opaque
-from easytorch.kernels.ragged_page.contract import Window, read_sequences
+from easytorch.kernels.ragged_page.contract import read_sequences
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -65,10 +65,7 @@ def check_call(
         )
     sizes = check_widths(query, query_rope, latent, rope, up_key, up_value)
     contract.check_tables(*tables)
-    contract.check_features(
-        sizes.heads, softcap=features.get("softcap"), sinks=features.get("sinks"),
-        sliding_window=features.get("sliding_window"),
-    )  # fmt: skip
+    contract.resolve_features(sizes.heads, 1.0, **features)
     return sizes
 
 
@@ -95,16 +92,14 @@ def definition(
 def by_plans(
     query: torch.Tensor, query_rope: torch.Tensor, latent_pages: Pages, context_lens: torch.Tensor,
     block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: int | torch.Tensor | None = None,
-    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, causal: bool = True,
-    sliding_window: Window = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, softmax_scale: float | None = None,
+    **features: Any,
 ) -> torch.Tensor:  # fmt: skip
     """-> (N, H, Dv), or (N, H, L) without `up_value`: each sequence by the plan that its lengths ask for."""
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    features: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
-    settled = {**features, "causal": causal, "softmax_scale": default_scale(sizes, softmax_scale)}
+    settled = {"causal": True, **features, "softmax_scale": default_scale(sizes, softmax_scale)}
 
     def attend(query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         length, keys = query.shape[1], latent.shape[1]
@@ -114,7 +109,7 @@ def by_plans(
         expanded = expand(query, query_rope, latent, rope, up_key, up_value)
         return absorbed.attention_of(expanded[0], keys)(*expanded, **settled)
 
-    left, _ = band_of(causal, sliding_window)
+    left, _ = band_of(settled["causal"], features.get("sliding_window"))
     sequences = read_sequences(query.shape[0], *latent.shape[:2], *tables, left)
     return _each(attend, sequences, query, query_rope, latent, rope, block_tables, sizes)
 

@@ -6,14 +6,15 @@ for each sequence. Imports no Triton until a kernel is launched.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page import triton_ragged
-from easytorch.kernels.ragged_page.contract import Window, cut_to
+from easytorch.kernels.ragged_page.contract import cut_to, resolve_features
 
 
 def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str | None:
@@ -31,22 +32,19 @@ def multi_latent_attention(
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
     *,
-    causal: bool = False,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    **features: Any,
 ) -> torch.Tensor:
     """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`; scores and sums in float32. It has no backward."""
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
     batch, length = query.shape[:2]
     keys = latent.shape[1]
-    left, right = band_of(causal, sliding_window)
+    call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **{"causal": False, **features})
     count = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
-    output = triton_ragged.forward(
+    contexts = torch.full((batch,), keys, device=query.device, dtype=torch.int32)
+    output = triton_ragged.over_pages(
         absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), latent[:, :, None], key_rope[:, :, None], None,
-        torch.full((batch,), keys, device=query.device, dtype=torch.int32), count[:batch, None], count * length, None,
-        sinks, left, right, softcap, default_scale(sizes, softmax_scale),
+        (contexts, count[:batch, None], count * length, None), call,
     )  # fmt: skip
     return project(output.unflatten(0, (batch, length)), up_value)
 
@@ -62,20 +60,21 @@ def ragged_page_multi_latent_attention(
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
     *,
-    causal: bool = True,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    **features: Any,
 ) -> torch.Tensor:
     """-> (N, H, Dv), or (N, H, L) without `up_value`; the arguments are those of paged.py. It has no backward."""
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    features = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
-    left, right = band_of(causal, sliding_window)
-    output = triton_ragged.forward(
-        absorb(query, up_key), query_rope, latent[:, :, None], rope[:, :, None], None,
-        *cut_to(num_seqs, *tables[:3]), sinks, left, right, softcap, default_scale(sizes, softmax_scale),
-    )  # fmt: skip
+    call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
+    output = triton_ragged.over_pages(
+        absorb(query, up_key),
+        query_rope,
+        latent[:, :, None],
+        rope[:, :, None],
+        None,
+        cut_to(num_seqs, *tables[:3]),
+        call,
+    )
     return project(output, up_value)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.triton_call import Call
-from easytorch.kernels.ragged_page.triton_ragged_calls import Features, Pages, forward_call
+from easytorch.kernels.ragged_page.triton_ragged_calls import Pages, forward_call
 
 
 def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, Call]]:
@@ -24,7 +25,7 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
             output = empty(tokens, 128, splits, 512, dtype=torch.float32)
             lse = empty(tokens, 128, splits, dtype=torch.float32)
         queries = empty(tokens, 128, 512), empty(tokens, 128, 64)
-        return name, forward_call(architecture, *queries, pages, output, lse, Features())
+        return name, forward_call(architecture, *queries, pages, output, lse, AttentionCall(right=0))
 
     yield call("decode_paged_split", 64, empty(4096, 64, 1, 576), 64, 4)
     yield call("decode_dense", 64, empty(64, 4096, 1, 576), 1, 1)

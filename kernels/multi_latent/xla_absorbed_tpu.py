@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
-from easytorch.kernels.ragged_page.contract import Window
+from easytorch.kernels.ragged_page.contract import resolve_features
 from easytorch.kernels.ragged_page.xla_ragged_tpu import attend
 
 PAGE = 128  # keys of a dense cache that are fetched together
@@ -25,11 +24,8 @@ def multi_latent_attention(
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
     *,
-    causal: bool = False,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    **features: Any,
 ) -> torch.Tensor:
     """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`. A dense cache is one whose pages lie in order."""
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
@@ -40,10 +36,10 @@ def multi_latent_attention(
     numbers = torch.arange(batch * pages, dtype=torch.int32, device=query.device).reshape(batch, pages)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
     contexts = torch.full((batch,), keys, dtype=torch.int32, device=query.device)
+    call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **{"causal": False, **features})
     output = attend(
         absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), *pools, None, contexts, numbers, starts, None,
-        sinks, value_dim=sizes.latent_dim, scale=default_scale(sizes, softmax_scale),
-        band=band_of(causal, sliding_window), softcap=softcap,
+        call, value_dim=sizes.latent_dim,
     )  # fmt: skip
     return project(output.unflatten(0, (batch, length)), up_value)
 
@@ -59,24 +55,18 @@ def ragged_page_multi_latent_attention(
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
     *,
-    causal: bool = True,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    **features: Any,
 ) -> torch.Tensor:
     """-> (N, H, Dv), or (N, H, L) without `up_value`; the arguments are those of paged.py."""
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    features: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
     queries = absorb(query, up_key)
     # one pool is read as it is: its parts, taken apart here, would be copies of the whole cache
     parts: tuple[Any, ...] = (queries, query_rope, latent, rope)
     if isinstance(latent_pages, torch.Tensor):
         parts = (torch.cat([queries, query_rope], dim=-1), None, latent_pages, None)
-    output = attend(
-        *parts, None, *tables, sinks, value_dim=sizes.latent_dim, scale=default_scale(sizes, softmax_scale),
-        band=band_of(causal, sliding_window), softcap=softcap,
-    )  # fmt: skip
+    call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
+    output = attend(*parts, None, *tables, call, value_dim=sizes.latent_dim)
     return project(output, up_value)

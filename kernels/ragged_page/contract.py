@@ -22,16 +22,27 @@ the sliding window hides from all queries of its sequence is not read. Paged att
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import band_of, check_softcap
 from easytorch.kernels.interop.arguments import check_integer, check_tensors, floating
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 Window = int | tuple[int | None, int | None] | None
+
+
+class PagedFeatures(TypedDict, total=False):
+    """The keyword arguments: those of the attention contract that have a place here."""
+
+    causal: bool
+    sliding_window: Window
+    softcap: float | None
+    sinks: torch.Tensor | None
+    softmax_scale: float | None
 
 
 class Sequence(NamedTuple):
@@ -48,7 +59,7 @@ class Sequence(NamedTuple):
     keys: int
 
 
-def check_call(
+def resolve(
     query: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
@@ -56,15 +67,12 @@ def check_call(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    sliding_window: Window = None,
-) -> None:
-    """An error where shapes, dtypes or devices do not fit; reads no tensor's values."""
+    **features: Unpack[PagedFeatures],
+) -> AttentionCall:
+    """The call as one record, or an error where shapes, dtypes or devices do not fit; reads no tensor's values."""
     check_tensors(
         "ragged_page", query=query, key_pages=key_pages, value_pages=value_pages, context_lens=context_lens,
-        block_tables=block_tables, query_start_loc=query_start_loc, sinks=sinks,
+        block_tables=block_tables, query_start_loc=query_start_loc, sinks=features.get("sinks"),
     )  # fmt: skip
     if query.dim() != 3 or key_pages.dim() != 4 or value_pages.dim() != 4:
         raise ValueError(
@@ -89,17 +97,22 @@ def check_call(
     if query.shape[2] == 0:
         raise ValueError(f"ragged_page: head_dim must be at least 1, got query {tuple(query.shape)}")
     check_tables(context_lens, block_tables, query_start_loc, num_seqs)
-    check_features(heads, softcap=softcap, sinks=sinks, sliding_window=sliding_window)
+    return resolve_features(heads, query.shape[2] ** -0.5, **features)
 
 
-def check_features(heads: int, *, softcap: float | None, sinks: torch.Tensor | None, sliding_window: Window) -> None:
-    """The part of `check_call` about the features."""
+def resolve_features(
+    heads: int, scale: float, *, causal: bool = True, sliding_window: Window = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None, softmax_scale: float | None = None,
+) -> AttentionCall:  # fmt: skip
+    """The part of `resolve` about the features. scale: where the call gives none."""
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
     if sinks is not None and not floating(sinks):
         raise ValueError(f"ragged_page: sinks must be floating, got {sinks.dtype}")
     check_softcap("ragged_page", softcap)
-    band_of(True, sliding_window)  # raises for a window of no width
+    left, right = band_of(causal, sliding_window)  # raises for a window of no width
+    scale = scale if softmax_scale is None else softmax_scale
+    return AttentionCall(sinks=sinks, scale=scale, left=left, right=right, softcap=softcap)
 
 
 def check_tables(
@@ -108,7 +121,7 @@ def check_tables(
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None,
 ) -> None:
-    """The part of `check_call` about the integer tensors."""
+    """The part of `resolve` about the integer tensors."""
     given = num_seqs if isinstance(num_seqs, torch.Tensor) else None
     check_tensors(
         "ragged_page", context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc,

@@ -9,16 +9,18 @@ in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 
 from easytorch.kernels.attention import aten, aten_flash_op, blocked
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
-from easytorch.kernels.ragged_page.contract import Sequence, Window, check_call, read_sequences
+from easytorch.kernels.ragged_page.contract import PagedFeatures, Sequence, read_sequences, resolve
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
 GATHERED_BYTES = 1 << 24  # keys and values of the sequences of one call
 # From so many scores of a sequence (heads x queries x keys) on, tiles of batched products are ahead of ATen's fused
@@ -34,26 +36,31 @@ def ragged_page_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    *,
-    causal: bool = True,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    **features: Unpack[PagedFeatures],
 ) -> torch.Tensor:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv), in the query's dtype.
 
     Raises `ValueError` for what contract.py does not allow, the numbers in the integer tensors included.
     """
-    check_call(
-        query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, softcap=softcap,
-        sinks=sinks, sliding_window=sliding_window,
-    )  # fmt: skip
-    band = band_of(causal, sliding_window)
-    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    tables = (context_lens, block_tables, query_start_loc, num_seqs)
+    call = resolve(query, key_pages, value_pages, *tables, **features)
+    return over_pages(query, key_pages, value_pages, *tables, call)
+
+
+def over_pages(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: int | torch.Tensor | None,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """`ragged_page_attention` of a call that is resolved."""
     page_count, page_size = key_pages.shape[:2]
     sequences = read_sequences(
-        query.shape[0], page_count, page_size, context_lens, block_tables, query_start_loc, num_seqs, band[0]
+        query.shape[0], page_count, page_size, context_lens, block_tables, query_start_loc, num_seqs, call.left
     )
     outputs: list[torch.Tensor] = []
     places: list[int] = []  # the rows of the query, in the order of the outputs
@@ -61,19 +68,15 @@ def ragged_page_attention(
     for chunk in chunks_of([s for s in sequences if s.last - s.first == 1], page_size * key_bytes):
         rows = [s.first for s in chunk]
         tokens = query if rows == list(range(len(query))) else query[rows]
-        outputs.append(decode(tokens, key_pages, value_pages, block_tables, chunk, band, softcap, sinks, scale))
+        outputs.append(decode(tokens, key_pages, value_pages, block_tables, chunk, call))
         places += rows
     for s in sequences:
         if s.last - s.first == 1:
             continue
         pages = block_tables[s.row, s.page : s.page + s.pages]
         keys, values = (pool.index_select(0, pages).flatten(0, 1)[None, : s.keys] for pool in (key_pages, value_pages))
-        # causal by its own flag, where the window adds nothing: ATen skips tiles for it, and not for a mask
-        features = {"causal": True} if band == (None, 0) else {"sliding_window": band}
-        attention = _prefill(query, key_pages, (s.last - s.first) * s.keys, softcap is None and sinks is None)
-        output = attention(
-            query[None, s.first : s.last], keys, values, softcap=softcap, sinks=sinks, softmax_scale=scale, **features
-        )
+        attend = _prefill(query, key_pages, (s.last - s.first) * s.keys, call)
+        output = attend(query[None, s.first : s.last], keys, values, call)
         outputs.append(output[0])
         places += range(s.first, s.last)
     if not outputs:
@@ -86,14 +89,22 @@ def ragged_page_attention(
     return zeros.index_copy(0, torch.tensor(places, device=query.device), result)
 
 
-def _prefill(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, plain: bool) -> Callable[..., torch.Tensor]:
-    """The attention for a sequence of so many pairs of query and key; plain: ATen's own kernel carries its features."""
+def _prefill(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, call: AttentionCall) -> Attend:
+    """The attention for a sequence of so many pairs of query and key."""
     heads, kv_heads = query.shape[1], key_pages.shape[2]
     # in float32 folding the heads is what is gained
-    gains = query.dtype.itemsize == 2 or heads > kv_heads or not plain
+    gains = query.dtype.itemsize == 2 or heads > kv_heads or not call.plain
     if heads * pairs >= FLASH_SCORES and gains:
-        return aten_flash_op.attention
-    return aten.attention if plain else blocked.attention
+        return aten_flash_op.by_operator
+    return _fused if call.plain else blocked.blockwise
+
+
+def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    # causal by its own flag, where the window adds nothing: ATen skips tiles for it, and not for a mask
+    band: dict[str, Any] = {"causal": True}
+    if (call.left, call.right) != (None, 0):
+        band = {"sliding_window": (call.left, call.right)}
+    return aten.attention(query, key, value, softmax_scale=call.scale, **band)
 
 
 def chunks_of(sequences: list[Sequence], page_bytes: int) -> list[list[Sequence]]:
@@ -112,10 +123,7 @@ def decode(
     value_pages: torch.Tensor,
     block_tables: torch.Tensor,
     sequences: list[Sequence],
-    band: tuple[int | None, int | None],
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    scale: float,
+    call: AttentionCall,
 ) -> torch.Tensor:
     """query (b, H, D), one token of each of the b sequences -> (b, H, Dv)."""
     batch, heads, dim = query.shape
@@ -131,7 +139,7 @@ def decode(
         for pool in (key_pages, value_pages)
     )
     seen = None
-    left, right = band
+    left, right = call.left, call.right
     if left is not None or (right is not None and right < 0) or any(s.keys < longest * page_size for s in sequences):
         place = torch.arange(longest * page_size, device=query.device)
         seen = place < length
@@ -140,12 +148,11 @@ def decode(
         if right is not None and right < 0:
             seen &= place <= length - 1 + right
         seen = seen[:, None, None]
-    if softcap is not None or sinks is not None:
-        call = AttentionCall(scale=scale, softcap=softcap, sinks=sinks)
+    if not call.plain:
         output, _ = attend(query[:, None], keys, values, call, seen=seen, keep=None, working=working_dtype(query))
         return output[:, 0]
     output = F.scaled_dot_product_attention(
         readable(query.reshape(batch, kv_heads, heads // kv_heads, dim)), keys.transpose(1, 2), values.transpose(1, 2),
-        attn_mask=seen, scale=scale,
+        attn_mask=seen, scale=call.scale,
     )  # fmt: skip
     return output.reshape(batch, heads, -1)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.call import flatten, gradients_by_field, schema, unflatten
+from easytorch.kernels.attention.operators import split
 from easytorch.kernels.ragged_page import grouped, native
-from easytorch.kernels.ragged_page.contract import Window, check_call, cut_to
+from easytorch.kernels.ragged_page.contract import PagedFeatures, cut_to, resolve
 
 
 def ragged_page_attention(
@@ -23,42 +24,34 @@ def ragged_page_attention(
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
     *,
-    causal: bool = True,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
     softmax_dtype: torch.dtype | None = None,
     by_groups: bool = False,
+    **features: Unpack[PagedFeatures],
 ) -> torch.Tensor:
     """The definition as an operator; `by_groups`: grouped.py, which takes no `softmax_dtype`."""
-    check_call(
-        query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, softcap=softcap,
-        sinks=sinks, sliding_window=sliding_window,
+    call = resolve(
+        query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, **features
     )  # fmt: skip
-    left, right = band_of(causal, sliding_window)
-    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     tables = cut_to(num_seqs, context_lens, block_tables, query_start_loc)
-    return _forward(
-        query, key_pages, value_pages, *tables, sinks, left, right, softcap, scale, softmax_dtype, by_groups
-    )
+    return _forward(query, key_pages, value_pages, *tables, *flatten(call), softmax_dtype, by_groups)
 
 
-@torch.library.custom_op("easytorch::ragged_page_attention", mutates_args=())
-def _forward(
-    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, context_lens: torch.Tensor,
-    block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: torch.Tensor | None,
-    sinks: torch.Tensor | None, left: int | None, right: int | None, softcap: float | None, softmax_scale: float,
-    softmax_dtype: torch.dtype | None, by_groups: bool,
-) -> torch.Tensor:  # fmt: skip
-    tensors = (query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs)
-    features: dict[str, Any] = {
-        "causal": False, "sliding_window": (left, right), "softcap": softcap, "sinks": sinks,
-        "softmax_scale": softmax_scale,
-    }  # fmt: skip
+_ARGUMENTS = (
+    "Tensor query, Tensor key_pages, Tensor value_pages, Tensor context_lens, Tensor block_tables, "
+    f"Tensor query_start_loc, Tensor? num_seqs, {schema()}, ScalarType? softmax_dtype"
+)
+_TABLES = 7  # the tensors before those of the call
+
+
+@torch.library.custom_op(
+    "easytorch::ragged_page_attention", mutates_args=(), schema=f"({_ARGUMENTS}, bool by_groups) -> Tensor"
+)
+def _forward(*arguments: Any) -> torch.Tensor:
+    *tensors_and_fields, softmax_dtype, by_groups = arguments
+    tensors, call = tensors_and_fields[:_TABLES], unflatten(tensors_and_fields[_TABLES:])
     if by_groups:
-        return grouped.ragged_page_attention(*tensors, **features)
-    return native.ragged_page_attention(*tensors, **features, softmax_dtype=softmax_dtype)
+        return grouped.over_pages(*tensors, call)
+    return native.over_pages(*tensors, call, softmax_dtype)
 
 
 @_forward.register_fake
@@ -66,45 +59,44 @@ def _(query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, *
     return query.new_empty(*query.shape[:2], value_pages.shape[3])
 
 
-@torch.library.custom_op("easytorch::ragged_page_attention_backward", mutates_args=())
-def _backward(
-    grad: torch.Tensor, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor,
-    context_lens: torch.Tensor, block_tables: torch.Tensor, query_start_loc: torch.Tensor,
-    num_seqs: torch.Tensor | None, sinks: torch.Tensor | None, left: int | None, right: int | None,
-    softcap: float | None, softmax_scale: float, softmax_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "easytorch::ragged_page_attention_backward", mutates_args=(),
+    schema=f"(Tensor grad, {_ARGUMENTS}) -> (Tensor query, Tensor key_pages, Tensor value_pages, Tensor sinks)",
+)  # fmt: skip
+def _backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, pages and sinks (empty without sinks): the definition, computed again and differentiated."""
+    *tensors_and_fields, softmax_dtype = arguments
+    (query, key_pages, value_pages, *tables), fields = tensors_and_fields[:_TABLES], tensors_and_fields[_TABLES:]
+    call = unflatten(fields)
 
     def definition(*leaves: torch.Tensor) -> torch.Tensor:
-        return native.ragged_page_attention(
-            *leaves[:3], context_lens, block_tables, query_start_loc, num_seqs, causal=False,
-            sliding_window=(left, right), softcap=softcap, sinks=None if sinks is None else leaves[3],
-            softmax_scale=softmax_scale, softmax_dtype=softmax_dtype,
-        )  # fmt: skip
+        given = call._replace(sinks=None if call.sinks is None else leaves[3])
+        return native.over_pages(*leaves[:3], *tables, given, softmax_dtype)
 
     # inside an operator autograd does not record; torch.func does
-    leaves = (query, key_pages, value_pages) if sinks is None else (query, key_pages, value_pages, sinks)
+    leaves = (query, key_pages, value_pages, *(() if call.sinks is None else (call.sinks,)))
     grads = [g.contiguous() for g in torch.func.vjp(definition, *leaves)[1](grad)]
-    return grads[0], grads[1], grads[2], query.new_empty(0) if sinks is None else grads[3]
+    return grads[0], grads[1], grads[2], query.new_empty(0) if call.sinks is None else grads[3]
 
 
 @_backward.register_fake
-def _(
-    grad: torch.Tensor, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    sinks = rest[4]
-    dquery, dkeys, dvalues = (x.new_empty(x.shape) for x in (query, key_pages, value_pages))
+def _(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    query, sinks = arguments[0], unflatten(arguments[_TABLES:-1]).sinks
+    dquery, dkeys, dvalues = (x.new_empty(x.shape) for x in arguments[:3])
     return dquery, dkeys, dvalues, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.settings = inputs[8:13]
+    tensors, numbers = split(inputs, _TABLES)
+    ctx.save_for_backward(*tensors)
+    ctx.settings = numbers[:-1]
 
 
 def _autograd(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *grads, dsinks = _backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, None, None, None, dsinks if ctx.needs_input_grad[7] else None, *(None,) * 6
+    wanted = unflatten(ctx.needs_input_grad[_TABLES:-2]).sinks
+    fields = gradients_by_field({"sinks": dsinks if wanted else None})
+    return *grads, *(None,) * (_TABLES - 3), *fields, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup)

@@ -15,8 +15,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.pallas_flash_tiles import numbers_of
 from easytorch.kernels.ragged_page.xla_ragged_blocks import (
-    Settings,
     blocks_of,
     capped,
     merge,
@@ -67,18 +68,14 @@ def ragged_page_attention(
     context_lens: Array,
     block_tables: Array,
     query_start_loc: Array,
-    num_seqs: Array | None = None,
-    sinks: Array | None = None,
+    num_seqs: Array | None,
+    call: AttentionCall,
     *,
     value_dim: int,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `xla_ragged.ragged_page_attention`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
-    settings = Settings(scale, left, right, softcap)
+    sinks = call.sinks
     count, heads, _ = query.shape
     page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]
     group = heads // kv_heads
@@ -86,7 +83,7 @@ def ragged_page_attention(
     tokens = 1 if count <= context_lens.shape[0] else max(1, 1 << (ROWS // group).bit_length() - 1)
     n = Shape(kv_heads, group, tokens, page_size, max(1, KEYS // page_size), block_tables.shape[1], value_dim)
     blocks, taken = blocks_of(count, tokens, context_lens, query_start_loc, num_seqs)
-    first, last = page_range(settings, blocks, tokens, page_size)
+    first, last = page_range(call, blocks, tokens, page_size)
     scalars = (
         blocks.sequence * n.columns, blocks.keys - blocks.length + blocks.row, blocks.keys, first, last,
         block_tables.astype(jnp.int32).reshape(-1),
@@ -126,7 +123,7 @@ def ragged_page_attention(
         ],
     )
     result = pl.pallas_call(
-        functools.partial(_kernel, n, settings, tuple(inputs), tuple(pools)),
+        functools.partial(_kernel, n, numbers_of(call), tuple(inputs), tuple(pools)),
         grid_spec=grid_spec, out_shape=output, interpret=interpret,
         compiler_params=CompilerParams(dimension_semantics=("arbitrary",)),
     )(*scalars, *inputs.values(), *pools.values())  # fmt: skip
@@ -136,7 +133,7 @@ def ragged_page_attention(
 
 
 def _kernel(
-    n: Shape, settings: Settings, inputs: tuple[str, ...], pools: tuple[str, ...],
+    n: Shape, call: AttentionCall, inputs: tuple[str, ...], pools: tuple[str, ...],
     table_start: Any, own_key: Any, key_count: Any, first_page: Any, last_page: Any, table: Any, *refs: Any,
 ) -> None:  # fmt: skip
     given = dict(zip(inputs, refs, strict=False))
@@ -179,7 +176,7 @@ def _kernel(
         start = (first + j * n.pages) * n.page_size
         column = start + lax.broadcasted_iota(jnp.int32, (rows, tile), 1)
         token = lax.broadcasted_iota(jnp.int32, (rows, tile), 0) & (n.tokens - 1)
-        visible = seen(settings, own_key[i] + token, column, keys)
+        visible = seen(call, own_key[i] + token, column, keys)
         written = start + lax.broadcasted_iota(jnp.int32, (tile, 1), 0) < keys
         for head in range(n.kv_heads):
             key = _head(buffers["key"], slot, head)
@@ -188,7 +185,7 @@ def _kernel(
             products = _dot(query, key, 1, precision)
             if "tail" in buffers:
                 products += _dot(given["tail_query"][0, head], _head(buffers["tail"], slot, head), 1, precision)
-            logits = jnp.where(visible, capped(settings, products), -jnp.inf)
+            logits = jnp.where(visible, capped(call, products), -jnp.inf)
             top, shrink, weights = merge(top_ref[head], logits)
             top_ref[head] = top
             total_ref[head] = total_ref[head] * shrink + weights.sum(axis=-1, keepdims=True)

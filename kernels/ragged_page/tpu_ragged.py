@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 from jax import Array, lax
 
 from easytorch.kernels.ragged_page import pallas_ragged, xla_ragged
 
 
-def ragged_page_attention(*arrays: Array | None, **settings: Any) -> Array:
+def ragged_page_attention(*arguments: Any, value_dim: int) -> Array:
     """As `xla_ragged.ragged_page_attention`."""
-    elsewhere = functools.partial(xla_ragged.ragged_page_attention, **settings)
-    empty = any(array is not None and array.size == 0 for array in arrays)
-    if empty or pallas_ragged.supports(*arrays[:7]) is not None:  # type: ignore[arg-type]
-        return elsewhere(*arrays)
-    kernel = functools.partial(pallas_ragged.ragged_page_attention, **settings)
-    return lax.platform_dependent(*arrays, tpu=kernel, default=elsewhere)
+    elsewhere = functools.partial(xla_ragged.ragged_page_attention, value_dim=value_dim)
+    empty = any(array.size == 0 for array in jax.tree.leaves(arguments))
+    if empty or pallas_ragged.supports(*arguments[:7]) is not None:
+        return elsewhere(*arguments)
+    kernel = functools.partial(pallas_ragged.ragged_page_attention, value_dim=value_dim)
+    return lax.platform_dependent(*arguments, tpu=kernel, default=elsewhere)

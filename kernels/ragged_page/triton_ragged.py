@@ -6,13 +6,13 @@ is not checked. With TRITON_INTERPRET=1 set before the first launch the kernels 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
-from easytorch.kernels.ragged_page.contract import Window, check_call, cut_to
+from easytorch.kernels.ragged_page.contract import PagedFeatures, cut_to, resolve
 from easytorch.kernels.ragged_page.triton_ragged_tuning import MAX_HEAD_DIM, splits_of, tiles_of
 
 
@@ -32,57 +32,59 @@ def ragged_page_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    *,
-    causal: bool = True,
-    sliding_window: Window = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
+    **features: Unpack[PagedFeatures],
 ) -> torch.Tensor:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv); see contract.py. It has no backward.
 
     float32, float16, bfloat16; scores and sums are float32. Raises `ValueError` for shapes that do not fit and for what
     `supports` refuses.
     """
-    check_call(
-        query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, softcap=softcap,
-        sinks=sinks, sliding_window=sliding_window,
-    )  # fmt: skip
+    tables = (context_lens, block_tables, query_start_loc, num_seqs)
+    call = resolve(query, key_pages, value_pages, *tables, **features)
     reason = supports(query.device, query.dtype, query.shape[2], value_pages.shape[3])
     if reason is not None:
         raise ValueError(f"triton ragged_page: {reason}")
-    left, right = band_of(causal, sliding_window)
-    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    tables = cut_to(num_seqs, context_lens, block_tables, query_start_loc)
-    return forward(query, None, key_pages, None, value_pages, *tables, sinks, left, right, softcap, scale)
+    return over_pages(query, None, key_pages, None, value_pages, cut_to(num_seqs, *tables[:3]), call)
 
 
-@torch.library.custom_op("easytorch::triton_ragged_page", mutates_args=())
-def forward(
+def over_pages(
     query: torch.Tensor, tail_query: torch.Tensor | None, key: torch.Tensor, tail_key: torch.Tensor | None,
-    value: torch.Tensor | None, context_lens: torch.Tensor, block_tables: torch.Tensor, query_start_loc: torch.Tensor,
-    num_seqs: torch.Tensor | None, sinks: torch.Tensor | None, left: int | None, right: int | None,
-    softcap: float | None, softmax_scale: float, splits: int | None = None,
+    value: torch.Tensor | None, tables: tuple[torch.Tensor | None, ...], call: AttentionCall,
+    splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """query (N, H, D) and key (P, page_size, K, D), the tails (N, H, DT) and (P, page_size, K, DT) where given being
     more of each; value None: the values are `key`. splits: of each sequence's keys, None to choose."""
+    return forward(query, tail_query, key, tail_key, value, *tables, *flatten(call), splits)
+
+
+@torch.library.custom_op(
+    "easytorch::triton_ragged_page", mutates_args=(),
+    schema="(Tensor query, Tensor? tail_query, Tensor key, Tensor? tail_key, Tensor? value, Tensor context_lens, "
+    f"Tensor block_tables, Tensor query_start_loc, Tensor? num_seqs, {schema()}, SymInt? splits) -> Tensor",
+)  # fmt: skip
+def forward(
+    query: torch.Tensor, tail_query: torch.Tensor | None, key: torch.Tensor, tail_key: torch.Tensor | None,
+    value: torch.Tensor | None, context_lens: torch.Tensor, block_tables: torch.Tensor, query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | None, *rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`over_pages` as an operator."""
     from easytorch.kernels.ragged_page import triton_ragged_calls as calls
 
     architecture = architecture_of(query.device)
     if architecture is None:
         raise ValueError(f"triton ragged_page: {TOO_OLD}")
     pages = calls.Pages(key, tail_key, value, context_lens, _adjacent(block_tables), query_start_loc, num_seqs)
-    features = calls.Features(left, right, softcap, sinks, softmax_scale)
+    call, splits = unflatten(rest[:-1]), rest[-1]
     output = _fake(query, tail_query, key, tail_key, value)
     if splits is None:
-        splits = _splits(architecture, query, key, output.shape[2], block_tables, left, right)
+        splits = _splits(architecture, query, key, output.shape[2], block_tables, call)
     if splits == 1:
-        calls.forward_call(architecture, query, tail_query, pages, output, None, features).launch()
+        calls.forward_call(architecture, query, tail_query, pages, output, None, call).launch()
         return output
     tokens, heads, value_dim = output.shape
     partial = torch.empty((tokens, heads, splits, value_dim), dtype=torch.float32, device=query.device)
     lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)
-    calls.forward_call(architecture, query, tail_query, pages, partial, lse, features).launch()
+    calls.forward_call(architecture, query, tail_query, pages, partial, lse, call).launch()
     calls.merge_call(partial, lse, output).launch()
     return output
 
@@ -98,7 +100,7 @@ def _fake(
 
 def _splits(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value_dim: int, block_tables: torch.Tensor,
-    left: int | None, right: int | None,
+    call: AttentionCall,
 ) -> int:  # fmt: skip
     """Split for a batch with few rows: nothing but shapes is known, so every sequence counts as having some."""
     tokens, heads, dim = query.shape
@@ -107,8 +109,8 @@ def _splits(
     group = heads // kv_heads
     blocks = max(batch, tokens * min(group, tiles.block_m) // tiles.block_m)
     keys = block_tables.shape[1] * key.shape[1]
-    if left is not None and right is not None:
-        keys = min(keys, left + right + 1)
+    if call.left is not None and call.right is not None:
+        keys = min(keys, call.left + call.right + 1)
     return splits_of(blocks * kv_heads * -(-group // tiles.block_m), keys, processors(query.device))
 
 

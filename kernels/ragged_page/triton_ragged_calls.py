@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 from easytorch.kernels.ragged_page.triton_ragged_kernels import merge_splits, ragged_forward
 from easytorch.kernels.ragged_page.triton_ragged_tuning import tiles_of
@@ -28,16 +29,6 @@ class Pages(NamedTuple):
     num_seqs: torch.Tensor | None
 
 
-class Features(NamedTuple):
-    """`causal` is right = 0."""
-
-    left: int | None = None
-    right: int | None = 0
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    softmax_scale: float = 1.0
-
-
 def heads_of_program(group: int, block_m: int) -> int:
     """How many of the `group` query heads of a key/value head one program takes."""
     return min(group, block_m)
@@ -50,7 +41,7 @@ def forward_call(
     pages: Pages,
     output: torch.Tensor,
     lse: torch.Tensor | None,
-    features: Features,
+    call: AttentionCall,
 ) -> Call:
     """Fills output (N, H, DV), or the partial (N, H, splits, DV) with lse (N, H, splits), float32 both."""
     tokens, heads, dim = query.shape
@@ -59,19 +50,19 @@ def forward_call(
     group = heads // kv_heads
     per_program = heads_of_program(group, tiles.block_m)
     splits = 1 if lse is None else lse.shape[2]
-    softcap, scale = features.softcap, features.softmax_scale
+    softcap, scale = call.softcap, call.scale
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip
     page = pages.key.shape[1] if pages.block_tables.shape[1] > 1 else 0  # 0: one page a sequence, of any size
     tail_dim = 0 if tail_query is None else tail_query.shape[2]
     arguments: dict[str, Any] = {
         "query": query, "tail_query": tail_query, "key": pages.key, "tail_key": pages.tail_key, "value": pages.value,
-        "output": output, "lse": lse, "sinks": None if features.sinks is None else features.sinks.contiguous(),
+        "output": output, "lse": lse, "sinks": None if call.sinks is None else call.sinks.contiguous(),
         "context_lens": pages.context_lens.contiguous(), "block_tables": pages.block_tables,
         "query_start_loc": pages.query_start_loc.contiguous(), "num_seqs": pages.num_seqs,
         "query_strides": query.stride(), "tail_query_strides": _strides(tail_query),
         "key_strides": pages.key.stride(), "tail_key_strides": _strides(pages.tail_key),
         "value_strides": _strides(pages.value), "table_stride": pages.block_tables.stride(0),
-        "B": batch, "N": tokens, "H": heads, "left": features.left, "right": features.right,
+        "B": batch, "N": tokens, "H": heads, "left": call.left, "right": call.right,
         "scale": scale * _LOG2E if softcap is None else scale / softcap,
         "cap": None if softcap is None else softcap * _LOG2E,
         "GROUP": group, "HEADS": per_program, "PAGE": page, "D": dim, "DT": tail_dim, "DV": value_dim,
@@ -111,11 +102,11 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
         pages = Pages(key, None, key, lens, tables, starts, None)
         name = f"{'decode' if tokens == 64 else 'prefill'}_{dim}"
         if tokens > 64:
-            yield name, forward_call(architecture, query, None, pages, query, None, Features())
+            yield name, forward_call(architecture, query, None, pages, query, None, AttentionCall(right=0))
             continue
         partial, lse = (empty(tokens, 32, 8, *width, dtype=torch.float32) for width in ((dim,), ()))
-        yield f"{name}_split", forward_call(architecture, query, None, pages, partial, lse, Features())
+        yield f"{name}_split", forward_call(architecture, query, None, pages, partial, lse, AttentionCall(right=0))
         yield "merge", merge_call(partial, lse, query)
-        everything = Features(left=1023, softcap=30.0, sinks=empty(32))
+        everything = AttentionCall(left=1023, right=0, softcap=30.0, sinks=empty(32))
         pages = pages._replace(num_seqs=empty(1, dtype=torch.int32))
         yield f"{name}_everything", forward_call(architecture, query, None, pages, query, None, everything)

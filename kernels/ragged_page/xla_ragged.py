@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.ragged_page.xla_ragged_blocks import (
-    Settings,
     blocks_of,
     capped,
     merge,
@@ -28,28 +28,24 @@ def ragged_page_attention(
     context_lens: Array,
     block_tables: Array,
     query_start_loc: Array,
-    num_seqs: Array | None = None,
-    sinks: Array | None = None,
+    num_seqs: Array | None,
+    call: AttentionCall,
     *,
     value_dim: int,
-    scale: float,
-    left: int | None = None,
-    right: int | None = None,
-    softcap: float | None = None,
 ) -> Array:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv); three dimensions of pages are K = 1.
 
     Without value_pages the values are the first `value_dim` columns of the keys. tail_query (N, H, E) and tail_pages
     (P, page_size, K, E), where given, are more of each query and key.
     """
-    settings = Settings(scale, left, right, softcap)
+    sinks = call.sinks
     tokens, heads, _ = query.shape
     if query.size == 0 or context_lens.size == 0 or block_tables.size == 0:
         return jnp.zeros((tokens, heads, value_dim), query.dtype)
     page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]
     group, step = heads // kv_heads, max(1, KEYS // page_size)
     blocks, taken = blocks_of(tokens, ROWS, context_lens, query_start_loc, num_seqs)
-    first, last = page_range(settings, blocks, ROWS, page_size)
+    first, last = page_range(call, blocks, ROWS, page_size)
     precision = precision_of(query)
     top = jnp.full((kv_heads, group, 1, 1), -jnp.inf)
     if sinks is not None:
@@ -75,8 +71,8 @@ def ragged_page_attention(
             if tail_query is not None and tail_pages is not None:
                 tails = tail_query[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
                 products += jnp.einsum("rkgd,ckd->kgrc", tails, gather(tail_pages), precision=precision)
-            visible = seen(settings, own, column, blocks.keys[i])
-            top, shrink, weights = merge(top, jnp.where(visible, capped(settings, products), -jnp.inf))
+            visible = seen(call, own, column, blocks.keys[i])
+            top, shrink, weights = merge(top, jnp.where(visible, capped(call, products), -jnp.inf))
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
             values = keys[..., :value_dim] if value_pages is None else gather(value_pages)
             # a slot that was never written may hold anything, NaN too

@@ -11,14 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-
-class Settings(NamedTuple):
-    """The static part of a call. `left` and `right` bound the band of keys, causal included; None is unbounded."""
-
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    softcap: float | None = None
+from easytorch.kernels.attention.jax_call import AttentionCall
 
 
 class Blocks(NamedTuple):
@@ -64,32 +57,32 @@ def blocks_of(
     return Blocks(held, row, length, keys, place), taken
 
 
-def page_range(settings: Settings, blocks: Blocks, rows: int, page_size: int) -> tuple[Array, Array]:
+def page_range(call: AttentionCall, blocks: Blocks, rows: int, page_size: int) -> tuple[Array, Array]:
     """The columns [first, last) of block_tables that a block's rows can see."""
     own = blocks.keys - blocks.length + blocks.row  # the key at which the first row stands
     first, last = jnp.zeros_like(own), blocks.keys
-    if settings.left is not None:
-        first = jnp.clip(own - settings.left, 0, blocks.keys)
-    if settings.right is not None:
-        end = own + jnp.minimum(rows, blocks.length - blocks.row) + settings.right
+    if call.left is not None:
+        first = jnp.clip(own - call.left, 0, blocks.keys)
+    if call.right is not None:
+        end = own + jnp.minimum(rows, blocks.length - blocks.row) + call.right
         last = jnp.clip(end, 0, blocks.keys)
     last = (last + page_size - 1) // page_size
     return jnp.minimum(first // page_size, last), last
 
 
-def seen(settings: Settings, own: Array, column: Array, keys: Array) -> Array:
+def seen(call: AttentionCall, own: Array, column: Array, keys: Array) -> Array:
     """Whether the row that stands at key `own` sees `column`, of `keys`."""
     result = column < keys
-    if settings.left is not None:
-        result &= column >= own - settings.left
-    if settings.right is not None:
-        result &= column <= own + settings.right
+    if call.left is not None:
+        result &= column >= own - call.left
+    if call.right is not None:
+        result &= column <= own + call.right
     return result
 
 
-def capped(settings: Settings, products: Array) -> Array:
-    logits = products * settings.scale
-    return logits if settings.softcap is None else settings.softcap * jnp.tanh(logits / settings.softcap)
+def capped(call: AttentionCall, products: Array) -> Array:
+    logits = products * call.scale
+    return logits if call.softcap is None else call.softcap * jnp.tanh(logits / call.softcap)
 
 
 def merge(top: Array, logits: Array) -> tuple[Array, Array, Array]:

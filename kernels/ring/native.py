@@ -106,11 +106,8 @@ def backward(
 
 def _held(shard: Shard) -> list[Tensor]:
     """What travels: key, value and, where there are segments, the keys' ids."""
-    return (
-        [shard.key, shard.value]
-        if shard.call.key_segment_ids is None
-        else [shard.key, shard.value, shard.call.key_segment_ids]
-    )
+    ids = shard.call.key_segment_ids
+    return [shard.key, shard.value] if ids is None else [shard.key, shard.value, ids]
 
 
 def _fold(output: Tensor, logsumexp: Tensor, tile: Tile, tile_output: Tensor, tile_logsumexp: Tensor) -> None:

@@ -277,12 +277,12 @@ def test_opcheck(extras: bool) -> None:
         ids, mask = torch.zeros(1, 33, dtype=torch.int64), torch.rand(33, 33) > 0.2
         optional = [mask, torch.randn(4, 1, 33, requires_grad=True), ids, ids, torch.randn(4, requires_grad=True), None]
         optional[-1] = torch.tensor(3)
-    static = (0.3, 2.0 if extras else None, 0.2 if extras else 0.0)
+    static = (0.3, None, None, 2.0 if extras else None, 0.2 if extras else 0.0)
     given = (query, key, value, begin, end, *optional, *static)
     torch.library.opcheck(torch.ops.easytorch.blocksparse_forward.default, given)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
     output, logsumexp = torch.ops.easytorch.blocksparse_forward(*plain)
-    backward = (torch.randn_like(output), *plain[:11], output, logsumexp, *plain[11:], extras)
+    backward = (torch.randn_like(output), output, logsumexp, *plain, extras)
     torch.library.opcheck(torch.ops.easytorch.blocksparse_backward.default, backward)
 
 

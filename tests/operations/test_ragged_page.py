@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.write import write_page, write_pages
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -293,8 +294,8 @@ def test_opcheck() -> None:
     op = torch.ops.easytorch.ragged_page_attention.default
     sinks = torch.randn(6, requires_grad=True)
     for extra in (
-        (None, None, None, 0, None, 0.3, None, True),
-        (torch.tensor([1]), sinks, 3, 0, 2.0, 0.3, None, False),
+        (None, *AttentionCall(scale=0.3, right=0), None, True),
+        (torch.tensor([1]), *AttentionCall(sinks=sinks, scale=0.3, left=3, right=0, softcap=2.0), None, False),
     ):
         torch.library.opcheck(op, (query, keys, values, *batch[3:], *extra))
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from easytorch.kernels.attention import native
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ring import ring_op
 from easytorch.kernels.ring.exchange import agree
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -113,9 +114,9 @@ def test_opcheck(kernel):
     extra = (torch.rand(B, 1, 9, 9) > 0.3, torch.randn(1, H, 9, 9, requires_grad=True))
     mask, bias = extra if kernel == "native" else (None, None)
     sinks = torch.randn(H, requires_grad=True)
-    arguments = (query, key, value, mask, bias, None, None, sinks, None)
-    numbers = ("", kernel, "contiguous", None, 0, None, 0.3, 0.0, False, True)
-    torch.library.opcheck(ring_op.ring_forward, (*arguments, *numbers))
+    call = AttentionCall(mask=mask, bias=bias, sinks=sinks, scale=0.3, right=0)
+    settings = ("", kernel, "contiguous", False, True)
+    torch.library.opcheck(ring_op.ring_forward, (query, key, value, *call, *settings))
 
 
 def test_the_differential_mode(compared):

@@ -17,6 +17,7 @@ def programs():
 
     import jax
 
+    from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
     from easytorch.kernels.ragged_page.tpu_ragged import ragged_page_attention
 
@@ -26,10 +27,11 @@ def programs():
     for name, (N, B, H, K, D, Dv, page, settings) in CASES.items():
         key = struct(2048, page, *([K] if K else []), D)
         tables = (struct(*shape, dtype="int32") for shape in ((B,), (B, 4096 // page), (B + 1,)))
-        arrays = (struct(N, H, D), None, key, None, key if K else None, *tables, struct(1, dtype="int32"), struct(H))
+        arrays = (struct(N, H, D), None, key, None, key if K else None, *tables, struct(1, dtype="int32"))
+        call = AttentionCall(sinks=struct(H), scale=0.1, right=0)._replace(**settings)
         for chip in CHIPS if name.endswith("decode") else ["v5e"]:
-            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], value_dim=Dv, scale=0.1, right=0, **settings)
-            yield f"{name}, {chip}", partial(compile_here, ragged_page_attention, *arrays)
+            compile_here = partial(compile_for_tpu, topology=CHIPS[chip], value_dim=Dv)
+            yield f"{name}, {chip}", partial(compile_here, ragged_page_attention, *arrays, call)
 
 
 def test_compiles_for_every_chip(compiled):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.native import attention
 from easytorch.kernels.attention.triton_flash import flash_attention
 
@@ -301,8 +302,8 @@ def test_opcheck() -> None:
     bias, sink = rand(1, 2, 1, 6).requires_grad_(), rand(2).requires_grad_()
     mask, seed = chance(0.8, 1, 1, 5, 6), torch.tensor(3, device=DEVICE)
     forward = torch.ops.easytorch.triton_flash_forward.default
-    torch.library.opcheck(forward, (*tensors, None, None, None, None, None, None, None, 0, None, 0.3, 0.0))
-    torch.library.opcheck(forward, (*tensors, bias, mask, ids(1, 5), ids(1, 6), sink, seed, 3, 0, 2.0, 0.3, 0.2))
+    torch.library.opcheck(forward, (*tensors, *AttentionCall(scale=0.3, right=0)))
+    torch.library.opcheck(forward, (*tensors, mask, bias, ids(1, 5), ids(1, 6), sink, seed, 0.3, 3, 0, 2.0, 0.2))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="8 GiB of tensors")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.blocksparse import native
 from easytorch.kernels.blocksparse.triton_blocksparse import blocksparse_attention
 
@@ -132,9 +133,9 @@ def test_opcheck() -> None:
     tensors = [x.requires_grad_() for x in heads(t=5, s=6, d=8).values()]
     begin, end = (torch.full((1, 5), at, dtype=torch.int32, device=DEVICE) for at in (0, 5))
     forward = torch.ops.easytorch.triton_blocksparse_forward.default
-    torch.library.opcheck(forward, (*tensors, begin, end, *[None] * 6, None, None, None, 0.3, 0.0))
+    torch.library.opcheck(forward, (*tensors, begin, end, *AttentionCall(scale=0.3)))
     bias, sinks = (torch.randn(x, device=DEVICE, requires_grad=True) for x in ((1, 2, 1, 6), (2,)))
     mask, seed = torch.rand(1, 1, 5, 6, device=DEVICE) > 0.2, torch.tensor(3, device=DEVICE)
     torch.library.opcheck(
-        forward, (*tensors, begin, end, bias, mask, pieces(5), pieces(6), sinks, seed, 3, None, 2.0, 0.3, 0.2)
+        forward, (*tensors, begin, end, mask, bias, pieces(5), pieces(6), sinks, seed, 0.3, 3, None, 2.0, 0.2)
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decode import triton_decode, triton_decode_tuning
 from easytorch.kernels.decode.native import decode as definition
 
@@ -134,10 +135,9 @@ def test_head_dims_over_long_caches(dim: int, dtype: torch.dtype) -> None:
 def test_opcheck() -> None:
     given = heads(b=2, s=33, h=2, k=1, d=8)
     operator = torch.ops.easytorch.triton_decode.default
-    nothing = [None] * 6
-    torch.library.opcheck(operator, (*given.values(), *nothing, None, None, 0.3), test_utils=CHECKS)
-    features = (rand(1, 2, 1, 33), chance(0.5, 33), ids(2, 1), ids(2, 33), rand(2), lengths(9, 33))
-    torch.library.opcheck(operator, (*given.values(), *features, 20, 2.0, 0.3), test_utils=CHECKS)
+    torch.library.opcheck(operator, (*given.values(), None, *AttentionCall(scale=0.3)), test_utils=CHECKS)
+    call = AttentionCall(chance(0.5, 33), rand(1, 2, 1, 33), ids(2, 1), ids(2, 33), rand(2), None, 0.3, 20, None, 2.0)
+    torch.library.opcheck(operator, (*given.values(), lengths(9, 33), *call), test_utils=CHECKS)
 
 
 # it is not differentiable, and `supports` refuses a call that asks for a gradient

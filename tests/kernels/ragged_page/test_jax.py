@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.attention.contract import band_of
 from easytorch.kernels.ragged_page import native
+from easytorch.kernels.ragged_page.contract import resolve_features
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'easytorch[jax]'")
 pytestmark = pytest.mark.jax_cpu
@@ -27,17 +27,17 @@ CASES: dict[str, dict[str, Any]] = {
 def run(module: str, tensors: list[torch.Tensor], value: torch.Tensor | None, **features: Any) -> torch.Tensor:
     from easytorch.kernels.interop.dlpack import to_jax, to_torch
 
-    left, right = band_of(features.get("causal", True), features.get("sliding_window"))
+    num_seqs, sinks = features.pop("num_seqs", None), features.pop("sinks", None)
     query, key, lens, tables, starts = (to_jax(x.to(torch.int32) if x.dtype == torch.int64 else x) for x in tensors)
     value_dim = 20 if value is None else value.shape[3]
-    extra = [None if (x := features.get(n)) is None else to_jax(x.to(torch.int32) if n == "num_seqs" else x)
-             for n in ("num_seqs", "sinks")]  # fmt: skip
+    call = resolve_features(query.shape[1], query.shape[2] ** -0.5, **features)
+    call = call._replace(sinks=None if sinks is None else to_jax(sinks))
     attend = functools.partial(
-        importlib.import_module(f"easytorch.kernels.ragged_page.{module}").ragged_page_attention,
-        value_dim=value_dim, scale=query.shape[2] ** -0.5, left=left, right=right, softcap=features.get("softcap"),
+        importlib.import_module(f"easytorch.kernels.ragged_page.{module}").ragged_page_attention, value_dim=value_dim,
         **({"interpret": True} if module == "pallas_ragged" else {}),
     )  # fmt: skip
-    arrays = (query, None, key, None, None if value is None else to_jax(value), lens, tables, starts, *extra)
+    count = None if num_seqs is None else to_jax(num_seqs.to(torch.int32))
+    arrays = (query, None, key, None, None if value is None else to_jax(value), lens, tables, starts, count, call)
     return to_torch(jax.jit(attend)(*arrays))
 
 

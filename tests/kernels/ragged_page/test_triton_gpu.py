@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ragged_page import native
-from easytorch.kernels.ragged_page.triton_ragged import forward, ragged_page_attention
+from easytorch.kernels.ragged_page.contract import resolve
+from easytorch.kernels.ragged_page.triton_ragged import over_pages, ragged_page_attention
 from easytorch.kernels.ragged_page.write import write_pages
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,13 +57,10 @@ def check(tensors: list[torch.Tensor], dtype: torch.dtype, splits: int | None = 
     if splits is None:
         got = ragged_page_attention(*given, **features)
     else:
-        left, right = band_of(features.get("causal", True), features.get("sliding_window"))
-        scale = features.get("softmax_scale") or given[0].shape[2] ** -0.5
         query, keys, values, *tables = given
-        got = forward(
-            query, None, keys, None, values, *tables, features.get("num_seqs"), features.get("sinks"), left, right,
-            features.get("softcap"), scale, splits,
-        )  # fmt: skip
+        num_seqs = features.pop("num_seqs", None)
+        call = resolve(query, keys, values, *tables, num_seqs, **features)
+        got = over_pages(query, None, keys, None, values, (*tables, num_seqs), call, splits)
     assert got.dtype == dtype and got.isfinite().all()
     error = (got.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert error <= TOLERANCE[dtype], f"relative RMS error {error:.2e}"
@@ -111,7 +109,7 @@ def test_model_shapes(dtype: torch.dtype, dim: int) -> None:
 
 def test_opcheck_and_one_graph() -> None:
     query, keys, values, *tables = batch([1, 2], [9, 5], dim=16)
-    arguments = (query, None, keys, None, values, *tables, None, None, None, 0, None, 0.25)
+    arguments = (query, None, keys, None, values, *tables, None, *AttentionCall(scale=0.25, right=0), None)
     torch.library.opcheck(torch.ops.easytorch.triton_ragged_page.default, arguments)
     compiled = torch.compile(ragged_page_attention, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
