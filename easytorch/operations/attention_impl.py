@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionFeatures
+from easytorch.kernels.attention.call import BEYOND_COMMON, DIFFERENTIABLE, AttentionFeatures
 from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.arguments import check_flag
@@ -22,6 +23,7 @@ class AttentionImpl(OperationImpl):
     """`attn(query, key, value, **features)`: (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> `AttentionOutput`."""
 
     takes_seed = frozenset({"native"})  # the backends whose dropout follows `seed`
+    carries: ClassVar[Mapping[str, frozenset[str]]] = {}  # backend -> features that not every kernel has
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
@@ -63,11 +65,19 @@ class AttentionImpl(OperationImpl):
     ) -> str | None:
         if backend == "native":
             return None
+        if BEYOND_COMMON and (reason := self.beyond_common(backend, features)) is not None:
+            return reason
         if self._settled_as_given:
             return self.refusal(backend, query, key, value, features)
         if (reason := self.metadata.softmax_refusal(query.dtype)) is not None:
             return reason
         return self.refusal(backend, *self.prepare(query, key, value, features))
+
+    def beyond_common(self, backend: str, features: Mapping[str, Any]) -> str | None:
+        """The refusal of a feature that `backend` does not say it carries, of those that not every kernel has."""
+        carried = self.carries.get(backend, frozenset())
+        lacking = [name for name in BEYOND_COMMON if name not in carried and features.get(name) is not None]
+        return f"it does not carry {', '.join(lacking)}" if lacking else None
 
     def prepare(
         self, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures

@@ -64,6 +64,8 @@ class MultiLatentAttention(AttentionImpl):
     ) -> str | None:
         if backend == "native":
             return None
+        if (reason := self.beyond_common(backend, features)) is not None:
+            return reason
         if (reason := self.metadata.softmax_refusal(query.dtype)) is not None:
             return reason
         if backend == "aten":

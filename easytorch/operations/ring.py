@@ -70,6 +70,9 @@ class RingAttention(AttentionImpl):
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
     ) -> str | None:
         if backend == "native" and not self._sees_all(query):  # ranks add up what they find in their own dtype
+            # their blocks are a computation of their own, which carries no more than it says
+            if (reason := self.beyond_common(backend, features)) is not None:
+                return reason
             return self.metadata.softmax_refusal(query.dtype)
         # to the rest `layout` is one more keyword that it hands on
         return super().supports(backend, query, key, value, **features)  # type: ignore[misc]

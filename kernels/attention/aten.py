@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.attention.contract import keeps, kept_scores, resolve, visible
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.contract import band_of, check_tensors, keeps, kept_scores, resolve, visible
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import working_dtype
 
@@ -41,26 +42,42 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     causal: bool = False,
+    query_segment_ids: torch.Tensor | None = None,
+    key_segment_ids: torch.Tensor | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    **features: Any,
+    dropout_prob: float = 0.0,
+    seed: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv); the dropout mask is ATen's own.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """
-    call = resolve(query, key, value, causal=causal, sliding_window=sliding_window, draw=False, **features)
-    length, keys, bias = query.shape[1], key.shape[1], call.bias
-    if not (bias is call.softcap is call.sinks is call.seed is None):
-        refusal = supports(query, key, value, **call._asdict())
-        if refusal is not None:
-            raise NotImplementedError(refusal)
+    banded = mask is bias is query_segment_ids is key_segment_ids is None
+    # one by one, since most calls have nothing of it, and their record takes as long as a small product
+    if banded and not dropout_prob and softcap is sinks is None:
+        check_tensors(query, key, value)
+        call = None
+    else:
+        call = resolve(
+            query, key, value, mask=mask, bias=bias, causal=causal, query_segment_ids=query_segment_ids,
+            key_segment_ids=key_segment_ids, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+            dropout_prob=dropout_prob, seed=seed, draw=False,
+        )  # fmt: skip
+        if not (bias is softcap is sinks is seed is None):
+            refusal = supports(query, key, value, **call._asdict())
+            if refusal is not None:
+                raise NotImplementedError(refusal)
+    length, keys = query.shape[1], key.shape[1]
     if softmax_scale is not None and softmax_scale <= 0.0:
         query, softmax_scale = positive_scale(query, softmax_scale)
     if bias is not None:
         bias = addend(bias, query)
-    banded = call.mask is bias is call.query_segment_ids is None
     plain = banded and sliding_window is None
     if plain and causal and length == 1:
         causal = False  # the one query is aligned with the last key: it sees them all
@@ -71,9 +88,13 @@ def attention(
     if plain and causal and length == keys:
         causal_flag = True
     elif banded and (causal or not plain) and keeps(length, keys, query.device):
-        if call.left is not None or call.right is not None:
-            attn_mask = kept_scores(length, keys, call.left, call.right, query.dtype)
+        left, right = band_of(causal, sliding_window)
+        if left is not None or right is not None:
+            attn_mask = kept_scores(length, keys, left, right, query.dtype)
     elif causal or not plain:
+        if call is None:
+            left, right = band_of(causal, sliding_window)
+            call = AttentionCall(left=left, right=right)
         attn_mask, empty_rows = _lower(query, visible(call, length, keys, query.device), bias)
     query, key, value = readable(query), readable(key), readable(value)
     grouped = False
@@ -81,7 +102,7 @@ def attention(
         grouped = True
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=attn_mask, dropout_p=call.dropout_prob, is_causal=causal_flag, scale=softmax_scale,
+        attn_mask=attn_mask, dropout_p=dropout_prob, is_causal=causal_flag, scale=softmax_scale,
         enable_gqa=grouped,
     )  # fmt: skip
     if empty_rows is not None:

@@ -32,6 +32,15 @@ class AttentionFeatures(TypedDict, total=False):
     seed: int | Array | None
 
 
+# What every kernel carries unless it says otherwise. A new feature stays out of here until they all do: meanwhile the
+# operations refuse it for each backend that does not name it (`AttentionImpl.carries`).
+COMMON = frozenset({
+    "mask", "bias", "causal", "query_segment_ids", "key_segment_ids", "sliding_window", "softcap", "sinks",
+    "softmax_scale", "dropout_prob", "seed",
+})  # fmt: skip
+BEYOND_COMMON = tuple(sorted(AttentionFeatures.__annotations__.keys() - COMMON))
+
+
 class AttentionCall(NamedTuple):
     """None is absent. Causal and the sliding window are the band i + S - T - left <= j <= i + S - T + right.
 

@@ -162,19 +162,6 @@ def _check_features(
     check_dropout(dropout_prob)
 
 
-def check_features(
-    query: torch.Tensor, key: torch.Tensor, *, keys: int | None = None, mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, query_segment_ids: torch.Tensor | None = None,
-    key_segment_ids: torch.Tensor | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    dropout_prob: float = 0.0,
-) -> None:  # fmt: skip
-    """The checks of `resolve`, for kernels that take the features one by one."""
-    _check_features(
-        query, key.shape[1] if keys is None else keys, key.shape[1], mask, bias, query_segment_ids, key_segment_ids,
-        softcap, sinks, dropout_prob,
-    )  # fmt: skip
-
-
 def check_softcap(operation: str, softcap: float | None) -> None:
     """An error for a softcap that is not a positive number; None is none."""
     if softcap is None:

@@ -71,7 +71,7 @@ def backward_keys(n: Grid, call: AttentionCall, saved: Saved, *, interpret: bool
         key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, k, j, g, i: (b, j, 0)),
         seed=scalars(),
     )
-    given = given_of(call, sinks=False)
+    given = given_of(call, backward=True)
     padded = saved.key.shape[2]
     return pl.pallas_call(
         functools.partial(_keys_kernel, n, numbers_of(call), given),
@@ -153,7 +153,7 @@ def backward_queries(
         key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, h, i, j: (b, column(i, j), 0)),
         seed=scalars(),
     )
-    given = given_of(call, sinks=False)
+    given = given_of(call, backward=True)
     padded_rows, padded_columns = saved.query.shape[2], saved.key.shape[2]
     out_specs = [pl.BlockSpec((1, 1, dim, n.rows), lambda b, h, i, j: (b, h, 0, i))]
     out_shape = [jax.ShapeDtypeStruct((n.batch, n.heads, dim, padded_rows), jnp.float32)]

@@ -55,10 +55,10 @@ def numbers_of(call: AttentionCall) -> AttentionCall:
     return AttentionCall(*(None,) * TENSORS, *call.numbers)
 
 
-def given_of(call: AttentionCall, *, sinks: bool = True) -> list[str]:
-    """The names of the tensors that there are; without `sinks` for a backward, in whose logsumexp those are."""
+def given_of(call: AttentionCall, *, backward: bool = False) -> list[str]:
+    """The names of the tensors that there are; of a backward without the sinks, which are in the logsumexp already."""
     names = [name for name, x in zip(AttentionCall._fields[:TENSORS], call, strict=False) if x is not None]
-    return [name for name in names if sinks or name != "sinks"]
+    return [name for name in names if not (backward and name == "sinks")]
 
 
 def quotient(index: Any, size: int) -> Any:

@@ -58,7 +58,7 @@ def backward_keys(
         key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, k, s, g, o, t: (b, o[s + 1], 0)),
         seed=scalars(),
     )
-    given = given_of(call, sinks=False)
+    given = given_of(call, backward=True)
     interval = interval_spec(n, begin, lambda b, k, s, g, o, t: (b, row(b, s, t)))
     padded = saved.key.shape[2]
     return pl.pallas_call(
@@ -141,7 +141,7 @@ def backward_queries(
         key_segment_ids=pl.BlockSpec((1, n.columns, 1), lambda b, h, s, o, t: (b, column(b, s, t), 0)),
         seed=scalars(),
     )
-    given = given_of(call, sinks=False)
+    given = given_of(call, backward=True)
     interval = interval_spec(n, begin, lambda b, h, s, o, t: (b, o[s + 1]))
     out_specs = [pl.BlockSpec((1, 1, dim, n.rows), lambda b, h, s, o, t: (b, h, 0, o[s + 1]))]
     out_shape = [jax.ShapeDtypeStruct((n.batch, n.heads, dim, saved.query.shape[2]), jnp.float32)]

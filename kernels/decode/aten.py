@@ -31,6 +31,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.aten import addend
 from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.contract import check_tensors
 from easytorch.kernels.attention.layout import four_dims, readable
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
@@ -54,23 +55,36 @@ def decode(
     value: Tensor,
     *,
     lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    query_segment_ids: Tensor | None = None,
+    key_segment_ids: Tensor | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     softmax_scale: float | None = None,
-    **features: Any,
+    dropout_prob: float = 0.0,
+    seed: int | Tensor | None = None,
 ) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype; differentiable.
 
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
-    call = resolve(query, key, value, lengths, softmax_scale=softmax_scale, **features)
-    batch, keys = key.shape[:2]
     if (
-        lengths is call.left is None
-        and call.plain
+        lengths is mask is bias is query_segment_ids is key_segment_ids is sliding_window is softcap is sinks is None
+        and dropout_prob == 0.0
         and not torch.compiler.is_compiling()
-        and keys > 0
-        and key.numel() < _LARGE
-    ):  # as of most tokens that are generated: what follows takes as long as the attention of a short cache
-        return _fused(query, key, value, None, softmax_scale, False)
+    ):  # as of most tokens that are generated: a record takes as long as the attention of a short cache
+        check_tensors(query, key, value)
+        if key.shape[1] > 0 and query.shape[1] == 1 and key.numel() < _LARGE:
+            return _fused(query, key, value, None, softmax_scale, False)
+    call = resolve(
+        query, key, value, lengths, mask=mask, bias=bias, causal=causal, query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+        softmax_scale=softmax_scale, dropout_prob=dropout_prob, seed=seed,
+    )  # fmt: skip
+    batch, keys = key.shape[:2]
     if (reason := supports(query, key, value, dropout_prob=call.dropout_prob)) is not None:
         raise NotImplementedError(reason)
     unreadable = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

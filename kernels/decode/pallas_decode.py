@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.pallas_flash_tiles import numbers_of
 from easytorch.kernels.decode.xla_decode import added_of, capped, precision_of
 
 # Bytes of the two blocks of keys and values in flight. A kernel has 16 MiB of vector memory by default, and what is
@@ -25,9 +26,7 @@ BLOCKS = (512, 256, 128)  # keys, the largest that fits
 
 
 class Settings(NamedTuple):
-    scale: float
-    left: int | None
-    softcap: float | None
+    call: AttentionCall  # its numbers
     keys: int  # of the cache
     block: int
 
@@ -57,7 +56,7 @@ def decode(
     group, block = heads // kv_heads, block_of(key, value)
     assert block is not None, "a cache whose blocks do not fit is xla_decode's"
     block = min(block, keys)
-    n = Settings(call.scale, call.left, call.softcap, keys, block)
+    n = Settings(numbers_of(call), keys, block)
     ends = jnp.full(batch, keys, jnp.int32) if lengths is None else jnp.clip(lengths, 0, keys).astype(jnp.int32)
 
     def in_reach(b: Any, j: Any, ends: Any) -> Any:
@@ -106,7 +105,7 @@ def decode(
 
 def _blocks(n: Settings, end: Any) -> tuple[Any, Any]:
     """The blocks [first, last) that hold keys which the query at key end - 1 sees."""
-    first = jnp.int32(0) if n.left is None else lax.div(jnp.maximum(end - 1 - n.left, 0), jnp.int32(n.block))
+    first = jnp.int32(0) if n.call.left is None else lax.div(jnp.maximum(end - 1 - n.call.left, 0), jnp.int32(n.block))
     return first, lax.div(end + (n.block - 1), jnp.int32(n.block))
 
 
@@ -130,12 +129,12 @@ def _kernel(
         kv_heads, group = query.shape[1:3]
         start = j * n.block
         column = start + lax.broadcasted_iota(jnp.int32, (group, n.block), 1)
-        seen = column < end if n.left is None else (column < end) & (column >= end - 1 - n.left)
+        seen = column < end if n.call.left is None else (column < end) & (column >= end - 1 - n.call.left)
         written = start + lax.broadcasted_iota(jnp.int32, (n.block, 1), 0) < end
         precision = precision_of(query)
         for head in range(kv_heads):
             products = _dot(query[0, head], key[0, :, head, :], 1, precision)
-            scores = capped(products, n.scale, n.softcap)
+            scores = capped(products, n.call)
             if added is not None:
                 scores = scores + added[0, head if added.shape[1] > 1 else 0]
             scores = jnp.where(seen, scores, -jnp.inf)

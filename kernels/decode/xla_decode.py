@@ -30,7 +30,7 @@ def decode(
     precision = precision_of(query)
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     scores = jnp.einsum("bkgd,bskd->bkgs", rows, key, precision=precision, preferred_element_type=jnp.float32)
-    scores = capped(scores.reshape(batch, heads, keys), call.scale, call.softcap)
+    scores = capped(scores.reshape(batch, heads, keys), call)
     added = added_of(call)
     if added is not None:
         scores = scores + added
@@ -71,9 +71,9 @@ def added_of(call: AttentionCall) -> Array | None:
     return total
 
 
-def capped(products: Array, scale: float, softcap: float | None) -> Array:
-    scores = products * scale
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+def capped(products: Array, call: AttentionCall) -> Array:
+    scores = products * call.scale
+    return scores if call.softcap is None else call.softcap * jnp.tanh(scores / call.softcap)
 
 
 def precision_of(query: Array) -> lax.Precision:
