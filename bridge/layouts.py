@@ -11,9 +11,9 @@ the sizes that names and shapes do not tell. Those called after a layer return a
         ("head.weight", "head/kernel", dense_general(inputs=(8, 64), outputs=(512,))),
     )
 
-linen and nnx hold the same leaves. torch's side is `torch.nn.Linear`, `MultiheadAttention`, `GRU`, `LSTM`,
-`ConvTranspose1d/2d/3d`. A layout of your own is a `Transform` (`bridge.transforms`), functions for both directions and
-for both sides' shapes.
+linen and nnx hold the same leaves, but for recurrent cells (`nnx_gru`, `nnx_lstm`). torch's side is `torch.nn.Linear`,
+`MultiheadAttention`, `GRU`, `LSTM`, `ConvTranspose1d/2d/3d`. A layout of your own is a `Transform`
+(`bridge.transforms`), functions for both directions and for both sides' shapes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ __all__ = [
     "heads_out",
     "joined",
     "lstm",
+    "nnx_gru",
+    "nnx_lstm",
     "reshaped",
     "stacked",
 ]
@@ -147,7 +149,7 @@ def attention(torch: str, flax: str, *, heads: int, bias: bool = True) -> Rules:
 
 
 def gru(torch: str, flax: str, *, layer: str = "l0") -> Rules:
-    """One layer of `torch.nn.GRU` <-> `GRUCell`, whose reset and update gates have one bias where torch has two.
+    """One layer of `torch.nn.GRU` <-> linen's `GRUCell`, whose reset and update gates have one bias for torch's two.
 
     layer: the end of torch's names, `l0_reverse` for one. torch's two are added: Flax cannot tell them apart.
     """
@@ -160,12 +162,41 @@ def gru(torch: str, flax: str, *, layer: str = "l0") -> Rules:
 
 
 def lstm(torch: str, flax: str, *, layer: str = "l0") -> Rules:
-    """One layer of `torch.nn.LSTM` <-> `LSTMCell` or `OptimizedLSTMCell`, with one bias where torch adds two."""
-    given, hidden = ([f"{flax}/{side}{gate}" for gate in "ifgo"] for side in "ih")
+    """One layer of `torch.nn.LSTM` <-> linen's `LSTMCell` or `OptimizedLSTMCell`, with one bias for torch's two."""
+    return _lstm(torch, flax, layer, "if")
+
+
+def _lstm(torch: str, flax: str, layer: str, forget: str) -> Rules:
+    """forget: what the kernel of the forget gate's input is called, a word that Python keeps for itself."""
+    given = [f"{flax}/{name}" for name in ("ii", forget, "ig", "io")]
+    hidden = [f"{flax}/h{gate}" for gate in "ifgo"]
     leaves = tuple(f"{path}/bias" for path in hidden)
     return (
         *_gates(torch, layer, given, hidden),
         ((f"{torch}.bias_ih_{layer}", f"{torch}.bias_hh_{layer}"), leaves, _lstm_biases),
+    )
+
+
+def nnx_gru(torch: str, flax: str, *, layer: str = "l0") -> Rules:
+    """One layer of `torch.nn.GRU` <-> `nnx.GRUCell`, which has the gates in one leaf and no second bias.
+
+    torch's second is added to the first, and has to be zero for the new gate, which multiplies it.
+    """
+    return _fused_gates(torch, flax, layer, f"{flax}/dense_i/bias", _nnx_gru_bias)
+
+
+def nnx_lstm(torch: str, flax: str, *, layer: str = "l0", optimized: bool = False) -> Rules:
+    """One layer of `torch.nn.LSTM` <-> `nnx.LSTMCell`, or `nnx.OptimizedLSTMCell`: one bias where torch adds two."""
+    if not optimized:
+        return _lstm(torch, flax, layer, "if_")
+    return _fused_gates(torch, flax, layer, f"{flax}/dense_h/bias", _nnx_lstm_bias)
+
+
+def _fused_gates(torch: str, flax: str, layer: str, bias: str, biases: Transform) -> Rules:
+    return (
+        (f"{torch}.weight_ih_{layer}", f"{flax}/dense_i/kernel", "linear"),
+        (f"{torch}.weight_hh_{layer}", f"{flax}/dense_h/kernel", "linear"),
+        ((f"{torch}.bias_ih_{layer}", f"{torch}.bias_hh_{layer}"), bias, biases),
     )
 
 
@@ -217,3 +248,42 @@ def _two_biases(name: str, gates: int, leaves: int) -> Transform:
 
 _gru_biases = _two_biases("gru_biases", 3, 4)
 _lstm_biases = _two_biases("lstm_biases", 4, 4)
+
+
+def _summed_bias(name: str, gates: int, *, first: bool, apart: bool) -> Transform:
+    """torch's two biases (gates * H,) <-> their sum, which torch's `first` or second is given back as.
+
+    apart: whether the last gate's second bias is none to add, so that it must be zero.
+    """
+
+    def to_flax(arrays: Arrays) -> np.ndarray:
+        given, hidden = arrays
+        if apart and np.split(hidden, gates)[-1].any():
+            raise CheckpointError(
+                "the new gate's part of bias_hh is not zero, and nnx.GRUCell has no such bias; linen's GRUCell has"
+            )
+        return given + hidden
+
+    def flax_shape(shapes: Sequence[Shape]) -> Shape:
+        if len(set(shapes)) != 1 or shapes[0][0] % gates:
+            raise CheckpointError(f"biases of shapes {list(shapes)} are not those of {gates} gates")
+        return shapes[0]
+
+    def to_torch(array: np.ndarray) -> Arrays:
+        zero = np.zeros_like(array)
+        return (array, zero) if first else (zero, array)
+
+    return Transform(
+        name=name,
+        parts=2,
+        rank=1,
+        torch_rank=1,
+        to_flax=to_flax,
+        to_torch=to_torch,
+        flax_shape=flax_shape,
+        torch_shapes=lambda shape: (shape, shape),
+    )
+
+
+_nnx_gru_bias = _summed_bias("nnx_gru_bias", 3, first=True, apart=True)
+_nnx_lstm_bias = _summed_bias("nnx_lstm_bias", 4, first=False, apart=False)

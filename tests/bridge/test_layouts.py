@@ -1,17 +1,19 @@
 """Layouts of Flax's layers for a table of one's own: torch computes what Flax does, and every bit comes back."""
 
 import json
+from functools import partial
 
 import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.layouts import attention, dense_general, einsum, gru, lstm, reshaped
+from easytorch.bridge.layouts import attention, dense_general, einsum, gru, lstm, nnx_gru, nnx_lstm, reshaped
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
@@ -101,6 +103,46 @@ def test_recurrent_cells(cell, module, rows):
         state_dict_to_tree(state, rows("rnn", "rnn"))
     with pytest.raises(CheckpointError, match="not those of"):
         state_dict_to_tree(other.state_dict() | {"rnn.bias_hh_l0": torch.ones(5)}, rows("rnn", "rnn"))
+
+
+@pytest.mark.parametrize(
+    ("cell", "module", "rows"),
+    [
+        (nnx.GRUCell, torch.nn.GRU, nnx_gru),
+        (nnx.LSTMCell, torch.nn.LSTM, nnx_lstm),
+        (nnx.OptimizedLSTMCell, torch.nn.LSTM, partial(nnx_lstm, optimized=True)),
+    ],
+)
+def test_recurrent_cells_of_nnx(cell, module, rows):
+    x = inputs(3, 4, 9)
+    rng = np.random.default_rng(SEED)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.cell = cell(9, 5, rngs=nnx.Rngs(0))
+
+    def computed(model):
+        return nnx.RNN(model.cell, rngs=nnx.Rngs(0))(x)
+
+    model, rules = Model(), rows("rnn", "cell")
+    drawn = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), nnx.state(model, nnx.Param))
+    nnx.update(model, drawn)
+    wrapped = Wrapped(module(9, 5, batch_first=True))
+    wrapped.load_state_dict(tree_to_state_dict(model, rules))
+    close(computed(model), wrapped.rnn(torch.from_numpy(x))[0])
+    back = flat(state_dict_to_tree(wrapped.state_dict(), rules))
+    assert {path: leaf.tobytes() for path, leaf in back.items()} == {
+        path: np.asarray(leaf).tobytes() for path, leaf in flat(nnx.to_pure_dict(drawn)).items()
+    }
+    # Two biases that are not zero are their sum; the one that nnx.GRUCell lacks is refused.
+    torch.manual_seed(SEED)
+    other = Wrapped(module(9, 5, batch_first=True))
+    if cell is nnx.GRUCell:
+        with pytest.raises(CheckpointError, match=r"new gate's part of bias_hh is not zero"):
+            state_dict_to_tree(other.state_dict(), rules)
+        torch.nn.init.zeros_(other.rnn.bias_hh_l0[10:])
+    nnx.update(model, state_dict_to_tree(other.state_dict(), rules, framework="jax", like=model))
+    close(computed(model), other.rnn(torch.from_numpy(x))[0])
 
 
 @pytest.mark.parametrize(("inner", "outer"), [((8,), (3, 4)), ((2, 4), (5,)), ((2, 4), (3, 5))])
