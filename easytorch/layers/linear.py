@@ -38,11 +38,13 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if (x.dtype == torch.float32 or not untouched()) and (_profits(layer, x) or _asked()):
         return _OPERATION(x, layer.weight, layer.bias)
     parameters = layer._parameters
-    plain = "weight" in parameters and "bias" in parameters  # which FSDP, for one, puts elsewhere
-    if not plain or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    weight = parameters.get("weight")
+    if weight is None or "bias" not in parameters:  # FSDP, for one, puts them elsewhere
+        return layer(x)
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return layer(x)
     # a call of the module takes 2 us more, of 7: it looks the weights up as attributes, which they are not
-    return F.linear(x, parameters["weight"], parameters["bias"])
+    return F.linear(x, weight, parameters["bias"])
 
 
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:
