@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -51,6 +50,11 @@ class Attention(AttentionImpl):
             for cls in (SdpaAttention, FlashAttention, BlockSparseAttention, VanillaAttention, DecodeAttention)
         }
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
+        orders = {**PREFERENCES, "cpu": attention_cpu.ANY}
+        self._preferred = {  # platform -> preference -> the choice of a call that it carries
+            platform: {preference: self._choice(platform, *preference) for preference in (ONE_QUERY, *order)}
+            for platform, order in orders.items()
+        }
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -63,8 +67,16 @@ class Attention(AttentionImpl):
             return self.implementations["blocksparse"].forward_native(query, key, value, **features)
         return self.implementations["vanilla"].forward_native(query, key, value, **features)
 
+    def _choice(self, platform: str, name: str, why: str) -> Choice:
+        method, backend = self.implementations[name].path(platform)
+        return Choice(self.implementations[name], method, platform, backend, why)
+
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        query, key, value, features = (*args, kwargs) if len(args) == 3 else _named(*args, **kwargs)
+        if len(args) == 3:
+            query, key, value = args
+            features = kwargs
+        else:
+            query, key, value, features = _named(*args, **kwargs)
         if not BEYOND_THE_CONTRACT.isdisjoint(features):
             choice = self.implementations["blocksparse"].choose_freely(platform, args, kwargs)
             return choice._replace(reason=f"chunks and prefixes; {choice.reason}")
@@ -74,26 +86,20 @@ class Attention(AttentionImpl):
         elif preferences and query.dim() == 4 and query.shape[1] == 1:
             preferences = (ONE_QUERY, *preferences)
         refusals: list[str] = []
-        for name, why in preferences:
-            implementation = self.implementations[name]
-            method, backend = implementation.path(platform)
-            refusal = implementation.supports(backend, query, key, value, **features)
+        for preference in preferences:
+            name, why = preference
+            choice = self._preferred[platform][preference]
+            refusal = self.implementations[name].supports_features(choice.backend, query, key, value, features)
             if refusal is None:
-                if refusals:
-                    why = self._fall_back(platform, query, refusals, name, logging.INFO) + f"; {why}"
-                return Choice(implementation, method, platform, backend, why)
+                if not refusals:
+                    return choice
+                fallen_back = self._fall_back(platform, query, refusals, name, logging.INFO)
+                return choice._replace(reason=f"{fallen_back}; {why}")
             refusals.append(f"{name}: {refusal}")
         reason = "the definition, on a device without kernels"
         if refusals:
             reason = self._fall_back(platform, query, refusals, "vanilla", logging.WARNING)
         return Choice(self.implementations["vanilla"], "forward_native", platform, "native", reason)
-
-    def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        if platform != "cpu" or len(args) != 3 or not BEYOND_THE_CONTRACT.isdisjoint(kwargs):
-            return None
-        implementation = self.implementations[attention_cpu.preferences(*args, kwargs)[0][0]]
-        method, backend = implementation.path(platform)
-        return getattr(implementation, method) if implementation.supports(backend, *args, **kwargs) is None else None
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None = None) -> Tensor | None:
         """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv): a call without features.

@@ -79,6 +79,9 @@ FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen
 BLOCKS_FIRST: Preferences = (("blocksparse", "skips blocks that nothing sees, measured ahead of flash here"), _ATEN)
 SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, ATen's kernel does not"), _ATEN)
 
+# Every one of them, as `attention` asks for when it is made.
+ANY = tuple({one for order in (DECODE_FIRST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST, SKIPPING_FIRST) for one in order})
+
 
 def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> Preferences:
     """(implementation, why) in the order to ask; the definition comes after them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -60,9 +60,11 @@ class AttentionImpl(OperationImpl):
         """`supports` for a backend other than the definition, with the metadata's settings already in `features`."""
         return None
 
-    def supports(
-        self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]
-    ) -> str | None:
+    def supports(self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+        return self.supports_features(backend, query, key, value, features)
+
+    def supports_features(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> str | None:
+        """`supports` with the features as one mapping, which is not changed: handing each on by name takes 1 us."""
         if backend == "native":
             return None
         if BEYOND_COMMON and (reason := self.beyond_common(backend, features)) is not None:
@@ -71,7 +73,7 @@ class AttentionImpl(OperationImpl):
             return self.refusal(backend, query, key, value, features)
         if (reason := self.metadata.softmax_refusal(query.dtype)) is not None:
             return reason
-        return self.refusal(backend, *self.prepare(query, key, value, features))
+        return self.refusal(backend, *self.prepare(query, key, value, features.copy()))
 
     def beyond_common(self, backend: str, features: Mapping[str, Any]) -> str | None:
         """The refusal of a feature that `backend` does not say it carries, of those that not every kernel has."""

@@ -34,11 +34,8 @@ class DecodeAttention(AttentionImpl):
     def get_impl_name(cls) -> tuple[str, ...]:
         return ("decode", "autoregressive_decodeattn")
 
-    def supports(
-        self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
-    ) -> str | None:
-        # to the rest `lengths` is one more keyword that it hands on
-        return not_one_query(query) or super().supports(backend, query, key, value, **features)  # type: ignore[misc]
+    def supports_features(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> str | None:
+        return not_one_query(query) or super().supports_features(backend, query, key, value, features)
 
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures

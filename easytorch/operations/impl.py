@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from easytorch.kernels.interop.arguments import check_flag, described
 from easytorch.kernels.interop.triton_devices import interpreted
@@ -52,7 +53,6 @@ class OperationImpl(BaseOperation):
     """
 
     falls_back = True  # to the definition; False where the name itself promises a library
-    _by_path: ClassVar[bool]  # the free choice is the path of the platform: the class has no order of its own
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
     _positional: ClassVar[tuple[str, ...] | None]  # what may be given without its name; None: anything
     _leading: ClassVar[int]  # how many tensors stand first
@@ -63,8 +63,6 @@ class OperationImpl(BaseOperation):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = (cls.choose_on, cls.choose_freely)
-        cls._by_path = own == (OperationImpl.choose_on, OperationImpl.choose_freely)
         cls._tensors, cls._positional = _signature_of(cls.forward_native)
         cls._leading = sum(place == number for number, (place, _, _) in enumerate(cls._tensors))
         later = [place for place, _, _ in cls._tensors[cls._leading :]]
@@ -76,7 +74,12 @@ class OperationImpl(BaseOperation):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
         self._name = self.primary_name()
-        self._free = self.metadata.backend is None
+        # nothing to look at before `choose_freely` while the environment forces nothing either
+        self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
+        self._unrefused = {  # platform -> the choice of a call that its path carries, as nearly every one
+            platform: Choice(self, method, platform, backend, _reason_of(method))
+            for platform, (method, backend) in self._paths.items()
+        }
 
     @classmethod
     @abstractmethod
@@ -103,7 +106,7 @@ class OperationImpl(BaseOperation):
         """True when `backend` can run on `platform` although it is not made for it: Triton in its interpreter."""
         return backend == "triton" and platform == "cpu" and interpreted()
 
-    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in `metadata.runtime_dtype`, where there is one."""
         return tensor if self.metadata.runtime_dtype is None else tensor.to(self.metadata.runtime_dtype)
 
@@ -123,12 +126,11 @@ class OperationImpl(BaseOperation):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.check_call(args, kwargs)
         if self._free and untouched():
-            run = self.shortcut(platform_of(args, kwargs), args, kwargs)
-            if run is not None:
-                return run(*args, **kwargs)
-        choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
-        if checking() and not torch.compiler.is_compiling():
-            return self._checked(choice, args, kwargs)
+            choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
+        else:
+            choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
+            if checking() and not torch.compiler.is_compiling():
+                return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.method)(*args, **kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,11 +142,11 @@ class OperationImpl(BaseOperation):
         if self._required <= given <= self._no_tensor_before and (not kwargs or self._tensor_names.isdisjoint(kwargs)):
             # tensors first and by their places, as nearly always: a fifth of the time of asking for each by name
             leading = self._leading
-            for value in args if given <= leading else args[:leading]:
-                if not isinstance(value, torch.Tensor):
+            for value in args[:leading]:
+                if not isinstance(value, Tensor):
                     break
             else:
-                if kwargs or given > leading:
+                if self._flags and (kwargs or given > leading):
                     self._check_flags(args, kwargs)
                 return
         if most is not None and given > len(most):
@@ -159,7 +161,7 @@ class OperationImpl(BaseOperation):
                 continue
             else:
                 value = kwargs.get(name, _ABSENT)
-            if not (isinstance(value, torch.Tensor) or (optional and value is None)):
+            if not (isinstance(value, Tensor) or (optional and value is None)):
                 what = "is missing" if value is _ABSENT else f"must be a torch.Tensor, got {described(value)}"
                 raise TypeError(f"{self.primary_name()}: {name} {what}")
         self._check_flags(args, kwargs)
@@ -169,16 +171,6 @@ class OperationImpl(BaseOperation):
             value = args[place] if place < len(args) else kwargs.get(name)
             if value is not None and value is not True and value is not False:
                 check_flag(self.primary_name(), name, value)
-
-    def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        """The method that `choose_freely` would choose, where nothing has to be said about it; None: ask that one.
-
-        It saves a small call the words of a `Choice`. A class with an order of its own overrides both or neither.
-        """
-        if not self._by_path:
-            return None
-        method, backend = self._paths[platform]
-        return getattr(self, method) if self.supports(backend, *args, **kwargs) is None else None
 
     def _checked(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of `choice`, compared with the definition where both can be given the same randomness."""
@@ -205,11 +197,11 @@ class OperationImpl(BaseOperation):
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The path of the platform, or the definition where that path does not carry the call."""
-        method, backend = self._paths[platform]
-        refusal = self.supports(backend, *args, **kwargs)
+        choice = self._unrefused[platform]
+        refusal = self.supports(choice.backend, *args, **kwargs)
         if refusal is None:
-            why = "the definition: it has no other path here" if method == "forward_native" else "its path here"
-            return Choice(self, method, platform, backend, why)
+            return choice
+        _, method, _, backend, _ = choice
         if method != "forward_native" and self.falls_back:
             reason = f"{backend}: {refusal}"
             lacking = self.supports("native", *args, **kwargs)
@@ -254,7 +246,7 @@ class OperationImpl(BaseOperation):
             raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")
         return Choice(self, method, platform, backend, "forced")
 
-    def get_mode(self, query: torch.Tensor, BTHD: bool = True) -> str:
+    def get_mode(self, query: Tensor, BTHD: bool = True) -> str:
         """The runtime mode read off the query (B, T, H, D), or (B, H, T, D) when `BTHD` is False.
 
         One query token is `__autoregressive__`; more are `__train__` while autograd records and `__prefill__` while it
@@ -267,7 +259,7 @@ class OperationImpl(BaseOperation):
         return "__train__" if torch.is_grad_enabled() else "__prefill__"
 
     @staticmethod
-    def repeat_kv_heads(k: torch.Tensor, v: torch.Tensor, num_reps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def repeat_kv_heads(k: Tensor, v: Tensor, num_reps: int) -> tuple[Tensor, Tensor]:
         """(B, S, K, D), (B, S, K, Dv) -> the same with K * num_reps heads, each `num_reps` times."""
         if num_reps < 1:
             raise ValueError(f"num_reps must be at least 1, got {num_reps}")
@@ -284,7 +276,7 @@ class OperationImpl(BaseOperation):
         preserved_indices: list[int] | None = None,
         clone_ps: PartitionSpec | None = None,
         dep: PartitionSpec | bool | None = True,
-        tensor: torch.Tensor | None = None,
+        tensor: Tensor | None = None,
     ) -> PartitionSpec | None:
         """A partition spec (one mesh axis name, tuple of names or None for each dimension) with only some axes kept.
 
@@ -310,7 +302,7 @@ class OperationImpl(BaseOperation):
             spec = tuple(source[index] if index in kept else None for index in range(length))
         return spec if tensor is None or spec is None else self._fitted(spec, tensor)
 
-    def _fitted(self, spec: PartitionSpec, tensor: torch.Tensor) -> PartitionSpec:
+    def _fitted(self, spec: PartitionSpec, tensor: Tensor) -> PartitionSpec:
         sizes = mesh_axis_sizes(self.metadata.mesh)
         fitted: list[str | tuple[str, ...] | None] = [None] * tensor.dim()
         for dimension, (length, axes) in enumerate(zip(tensor.shape, spec, strict=False)):
@@ -321,6 +313,10 @@ class OperationImpl(BaseOperation):
             ):
                 fitted[dimension] = axes
         return tuple(fitted) if any(axes is not None for axes in fitted) else ()
+
+
+def _reason_of(method: str) -> str:
+    return "the definition: it has no other path here" if method == "forward_native" else "its path here"
 
 
 _ABSENT = object()

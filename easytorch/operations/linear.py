@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,17 @@ from easytorch.kernels.linear import native, onednn
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.base import backend
 from easytorch.operations.impl import Choice, OperationImpl
+from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.registry import OperationRegistry
 
 
 @OperationRegistry.register
 class Linear(OperationImpl):
     """(..., K), weight (N, K), bias (N,) -> (..., N). ATen; oneDNN for float32 on CPUs where torch's MKL is slower."""
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        self._small = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for a weight of this size")
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -34,6 +38,8 @@ class Linear(OperationImpl):
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         if platform != "cpu":
             return super().choose_freely(platform, args, kwargs)
+        if len(args) > 1 and args[1].numel() < smallest_weight() and not torch.compiler.is_compiling():
+            return self._small  # too small for oneDNN, whatever else the call is
         given = self._cast(*_named(*args, **kwargs))
         reason = onednn.supports(*given)
         if reason is None:
@@ -41,11 +47,6 @@ class Linear(OperationImpl):
                 return Choice(self, "forward_cpu", platform, "onednn", "faster than MKL for this CPU and size")
             reason = "MKL is as fast for this CPU and size"
         return Choice(self, "forward_gpu", platform, "aten", reason)
-
-    def shortcut(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        # a weight that is too small for oneDNN is ATen's, whatever else the call is
-        small = platform == "cpu" and len(args) > 1 and args[1].numel() < smallest_weight()
-        return self.forward_gpu if small and not torch.compiler.is_compiling() else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.linear(*self._cast(x, weight, bias))

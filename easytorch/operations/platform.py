@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -18,10 +19,10 @@ def platform_of_device(device_type: str) -> str:
     return _PLATFORM_OF_DEVICE.get(device_type, "native")
 
 
-def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+def first_tensor(values: Iterable[Any]) -> Tensor | None:
     """The first tensor among `values`, looking into lists, tuples and dicts."""
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return value
         if isinstance(value, list | tuple):
             found = first_tensor(value)
@@ -36,9 +37,11 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 def platform_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The platform of the first tensor of a call; `"native"` for a call without tensors."""
-    if args and isinstance(args[0], torch.Tensor):
-        if args[0].is_cpu:  # a tenth of the time of device.type, which makes two objects
-            return "cpu"
-        return _PLATFORM_OF_DEVICE.get(args[0].device.type, "native")
+    if args:
+        tensor = args[0]
+        if isinstance(tensor, Tensor):
+            if tensor.is_cpu:  # a tenth of the time of device.type, which makes two objects
+                return "cpu"
+            return _PLATFORM_OF_DEVICE.get(tensor.device.type, "native")
     tensor = first_tensor((*args, *kwargs.values()))
     return "native" if tensor is None else _PLATFORM_OF_DEVICE.get(tensor.device.type, "native")

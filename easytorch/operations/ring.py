@@ -66,16 +66,13 @@ class RingAttention(AttentionImpl):
             )
         return super().choose_on(platform, args, kwargs)
 
-    def supports(
-        self, backend: str, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
-    ) -> str | None:
+    def supports_features(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> str | None:
         if backend == "native" and not self._sees_all(query):  # ranks add up what they find in their own dtype
             # their blocks are a computation of their own, which carries no more than it says
             if (reason := self.beyond_common(backend, features)) is not None:
                 return reason
             return self.metadata.softmax_refusal(query.dtype)
-        # to the rest `layout` is one more keyword that it hands on
-        return super().supports(backend, query, key, value, **features)  # type: ignore[misc]
+        return super().supports_features(backend, query, key, value, features)
 
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures

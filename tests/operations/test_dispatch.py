@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from easytorch.kernels.attention import native
 from easytorch.kernels.interop import installed
 from easytorch.operations import (
+    Attention,
     BaseOperation,
+    Choice,
     OperationImpl,
     OperationMetadata,
     OperationRegistry,
@@ -396,18 +399,6 @@ def test_keywords_only_and_any_order() -> None:
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", OperationRegistry.names())
-def test_the_shortcut_of_a_call_is_what_choosing_chooses(name: str, platform: str) -> None:
-    operation = OperationRegistry.create(name)
-    call = operation.typical_call()
-    assert call is not None
-    run = operation.shortcut(platform, *call)
-    if run is not None:
-        choice = operation.choose_on(platform, *call)
-        assert run == getattr(choice.operation, choice.method)
-
-
 @pytest.mark.parametrize("length", [1, 8, 192])
 @pytest.mark.parametrize(
     "features",
@@ -415,9 +406,26 @@ def test_the_shortcut_of_a_call_is_what_choosing_chooses(name: str, platform: st
      {"dropout_prob": 0.5, "seed": 1}, {"causal": True, "prefix_length": 2}],
     ids=lambda features: "+".join(features),
 )  # fmt: skip
-def test_the_shortcut_of_attention(features: dict[str, Any], length: int) -> None:
-    operation, q, k = attention(), heads(length), heads(192)
-    run, choice = operation.shortcut("cpu", (q, k, k), features), operation.choose(q, k, k, **features)
-    assert run is None or run == getattr(choice.operation, choice.method)
-    if features.keys() <= {"causal"} and length > 1:
-        assert run is not None and choice.implementation == "sdpa"
+@pytest.mark.parametrize("settings", [{}, {"softmax_scale": 0.5}], ids=["free", "scale"])
+def test_a_call_runs_what_choosing_chooses(settings: dict[str, float], features: dict[str, Any], length: int) -> None:
+    operation, q, k = attention(**settings), heads(length), heads(192)
+    choice = operation.choose(q, k, k, **features)
+    ran: list[tuple[str, str, dict[str, Any]]] = []
+    assert isinstance(operation, Attention)
+    for name, implementation in operation.implementations.items():
+        for method in ("forward_native", "forward_cpu"):
+            run = functools.partial(lambda name, method, *_, **given: ran.append((name, method, given)), name, method)
+            setattr(implementation, method, run)
+    operation(q, k, k, **features)
+    assert ran == [(choice.implementation, choice.method, features)]  # the settings are the implementation's to add
+
+
+@pytest.mark.parametrize("name", ["choose_on", "choose_freely"])
+def test_an_order_of_its_own_is_asked_at_each_call(name: str) -> None:
+    class Own(Wrong):
+        pass
+
+    setattr(Own, name, lambda self, platform, args, kwargs: Choice(self, "forward_native", platform, "native", "own"))
+    Own.__init_subclass__()
+    x = torch.ones(3)
+    assert torch.equal(Wrong()(x), x + 1.001) and torch.equal(Own()(x), x + 1)
