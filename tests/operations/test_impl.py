@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
+from easytorch.operations.check import relative_rms_error
 
 
 class Nothing(OperationImpl):
@@ -49,6 +50,32 @@ def test_aliases_are_the_same_class() -> None:
 def test_metadata_is_validated(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OperationMetadata(**settings)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.2], [1.0, 2.0], 0.2 / 5**0.5),
+        ([0.0, 0.5], [0.0, 0.0], 0.125**0.5),
+        ([1.0, NAN], [1.0, 2.0], INFINITY),
+        ([1.0, INFINITY], [1.0, 2.0], INFINITY),
+        ([1.0, 2.0], [1.0, NAN], INFINITY),
+        ([1.0, 0.0], [1.0, NAN], INFINITY),
+        ([NAN, NAN], [1.0, 2.0], INFINITY),
+        ([1.0, -INFINITY], [1.0, INFINITY], INFINITY),
+        ([1.0, NAN], [1.0, NAN], 0.0),
+        ([1.0, INFINITY, -INFINITY], [1.0, INFINITY, -INFINITY], 0.0),
+        ([NAN], [NAN], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_the_error_of_a_result(got: list[float], expected: list[float], error: float) -> None:
+    found = relative_rms_error(torch.tensor(got), torch.tensor(expected))
+    assert found == pytest.approx(error, rel=1e-6)  # NaN, which no comparison with a tolerance finds, is not equal
 
 
 def test_get_mode() -> None:
