@@ -7,6 +7,8 @@ from torch import nn
 
 from easytorch.operations import OperationRegistry
 
+_OPERATION = OperationRegistry.create("rms_norm")
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension: (..., D) -> (..., D), in the input's dtype (arXiv:1910.07467)."""
@@ -15,10 +17,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.variance_epsilon = eps
-        self.operation = OperationRegistry.create("rms_norm")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.operation(hidden_states, self.weight, self.variance_epsilon)
+        return _OPERATION(hidden_states, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
