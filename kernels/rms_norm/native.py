@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from easytorch.kernels.interop.arguments import check_eps, floating, together
+from easytorch.kernels.interop.arguments import FLOATS, check_eps, together
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 
 
@@ -25,9 +25,9 @@ def check_tensors(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> N
     if weight is not None and not together(x, weight):
         check_devices("rms_norm", x=x, weight=weight)
     check_eps("rms_norm", eps)
-    if x.dim() == 0 or not floating(x):
+    if x.dim() == 0 or x.dtype not in FLOATS:
         raise ValueError(f"rms_norm takes a floating x (..., N), got shape {tuple(x.shape)} of {x.dtype}")
     if weight is not None and (weight.dim() != 1 or weight.shape[0] != x.shape[-1]):
         raise ValueError(f"rms_norm: weight must be {tuple(x.shape[-1:])}, got {tuple(weight.shape)}")
-    if weight is not None and not floating(weight):
+    if weight is not None and weight.dtype not in FLOATS:
         raise ValueError(f"rms_norm: weight must be floating, got {weight.dtype}")

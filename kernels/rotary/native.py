@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.interop.arguments import bounds, check_integer, check_tensors, floating, together
+from easytorch.kernels.interop.arguments import FLOATS, bounds, check_integer, check_tensors, together
 
 
 def rotary(
@@ -49,10 +49,10 @@ def tables(
         and (all_positions or (len(c) == 3 and (c[0] == 1 or c[0] == q[0]) and c[1] == q[1]))
         and c[-1] <= q[3]
         and c[-1] % 2 == 0
-        and floating(query)
-        and floating(key)
-        and floating(cos)
-        and floating(sin)
+        and query.dtype in FLOATS  # not `floating`: four calls at each layer of each token
+        and key.dtype in FLOATS
+        and cos.dtype in FLOATS
+        and sin.dtype in FLOATS
     )
     if not fits:
         raise ValueError(
