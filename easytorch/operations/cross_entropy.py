@@ -10,6 +10,7 @@ from torch import Tensor
 from easytorch.kernels.cross_entropy import aten, fused_linear, native
 from easytorch.operations.base import backend
 from easytorch.operations.impl import OperationImpl
+from easytorch.operations.product import ProductImpl
 from easytorch.operations.registry import OperationRegistry
 
 
@@ -65,7 +66,7 @@ class CrossEntropy(OperationImpl):
 
 
 @OperationRegistry.register
-class FusedLinearCrossEntropy(OperationImpl):
+class FusedLinearCrossEntropy(ProductImpl):
     """`fused_linear_cross_entropy(hidden, weight, labels, bias=None, *, ..., chunk_size=None)`: `cross_entropy` of
     hidden (..., D) @ weight (V, D).T + bias (V,), of which no more than a chunk of rows is ever formed.
     """
@@ -86,13 +87,13 @@ class FusedLinearCrossEntropy(OperationImpl):
             return None
         from easytorch.kernels.cross_entropy import triton_cross_entropy
 
-        return triton_cross_entropy.supports(hidden, self._dtype(hidden))
+        return triton_cross_entropy.supports(hidden, self.product_dtype(hidden))
 
     def definition(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
         **options: Unpack[FusedLossOptions],
     ) -> Tensor:  # fmt: skip
-        hidden, weight, bias = self._prepare(hidden, weight, bias)
+        hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
         options.pop("chunk_size", None)  # of no consequence for the result
         return native.linear_cross_entropy(hidden, weight, labels, bias, **options)
 
@@ -100,7 +101,7 @@ class FusedLinearCrossEntropy(OperationImpl):
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
         **options: Unpack[FusedLossOptions],
     ) -> Tensor:  # fmt: skip
-        hidden, weight, bias = self._prepare(hidden, weight, bias)
+        hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
         return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options)
 
     @backend("triton")
@@ -108,18 +109,5 @@ class FusedLinearCrossEntropy(OperationImpl):
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
         **options: Unpack[FusedLossOptions],
     ) -> Tensor:  # fmt: skip
-        hidden, weight, bias = self._prepare(hidden, weight, bias)
+        hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
         return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options, library="triton")
-
-    def _dtype(self, hidden: Tensor) -> torch.dtype | None:
-        """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for the inputs'."""
-        device = hidden.device.type
-        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
-            return self.metadata.runtime_dtype
-        return torch.get_autocast_dtype(device)
-
-    def _prepare(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self._dtype(hidden)
-        if dtype is None:
-            return hidden, weight, bias
-        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -11,12 +11,12 @@ from easytorch.kernels.grouped_matmul import aten, native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.operations.base import backend
-from easytorch.operations.impl import OperationImpl
+from easytorch.operations.product import ProductImpl
 from easytorch.operations.registry import OperationRegistry
 
 
 @OperationRegistry.register
-class GroupedMatmul(OperationImpl):
+class GroupedMatmul(ProductImpl):
     """`grouped_matmul(x, weight, group_sizes, bias=None, *, transposed=False)`: x (M, K), its rows sorted by expert,
     weight (E, K, N) (transposed: (E, N, K)), group_sizes (E,) int32 or int64, bias (E, N) -> (M, N).
 
@@ -41,23 +41,23 @@ class GroupedMatmul(OperationImpl):
         if backend == "triton":
             from easytorch.kernels.grouped_matmul import triton_grouped_matmul
 
-            return triton_grouped_matmul.supports(x, self._dtype(x))
+            return triton_grouped_matmul.supports(x, self.product_dtype(x))
         if backend == "pallas":
-            wide = (self._dtype(x) or x.dtype) == torch.float64
+            wide = (self.product_dtype(x) or x.dtype) == torch.float64
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
     def forward_native(
         self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        x, weight, bias = self._prepare(x, weight, bias)
+        x, weight, bias = self.in_product_dtype(x, weight, bias)
         return native.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
 
     @backend("aten")
     def forward_cpu(
         self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        x, weight, bias = self._prepare(x, weight, bias)
+        x, weight, bias = self.in_product_dtype(x, weight, bias)
         return aten.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
 
     @backend("triton")
@@ -66,7 +66,7 @@ class GroupedMatmul(OperationImpl):
     ) -> Tensor:
         from easytorch.kernels.grouped_matmul import triton_grouped_matmul
 
-        x, weight, bias = self._prepare(x, weight, bias)
+        x, weight, bias = self.in_product_dtype(x, weight, bias)
         return triton_grouped_matmul.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
 
     @backend("pallas")
@@ -75,18 +75,5 @@ class GroupedMatmul(OperationImpl):
     ) -> Tensor:
         from easytorch.kernels.grouped_matmul import xla_grouped_tpu
 
-        x, weight, bias = self._prepare(x, weight, bias)
+        x, weight, bias = self.in_product_dtype(x, weight, bias)
         return xla_grouped_tpu.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
-
-    def _dtype(self, x: Tensor) -> torch.dtype | None:
-        """The dtype of the product: `runtime_dtype`, or autocast's, as `mm` would take it; None for the inputs'."""
-        device = x.device.type
-        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
-            return self.metadata.runtime_dtype
-        return torch.get_autocast_dtype(device)
-
-    def _prepare(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        dtype = self._dtype(x)
-        if dtype is None:
-            return x, weight, bias
-        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

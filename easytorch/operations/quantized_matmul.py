@@ -12,14 +12,14 @@ from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import aten, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations.base import backend
-from easytorch.operations.impl import OperationImpl
+from easytorch.operations.product import ProductImpl
 from easytorch.operations.registry import OperationRegistry
 
 __all__ = ["QuantizedMatmul", "QuantizedWeight", "quantize"]
 
 
 @OperationRegistry.register
-class QuantizedMatmul(OperationImpl):
+class QuantizedMatmul(ProductImpl):
     """`quantized_matmul(x, weight, bias=None)`: x (..., K), weight a `QuantizedWeight` of shape (N, K), bias (N,) ->
     (..., N) in x's dtype. Gradients go to x and bias; the weight is frozen. `quantize(weight, format)` makes one.
     """
@@ -40,9 +40,9 @@ class QuantizedMatmul(OperationImpl):
         if backend == "triton":
             from easytorch.kernels.quantized_matmul import triton_quantized_matmul
 
-            return triton_quantized_matmul.supports(x, self._dtype(x))
+            return triton_quantized_matmul.supports(x, self.product_dtype(x))
         if backend == "pallas":
-            wide = (self._dtype(x) or x.dtype) == torch.float64
+            wide = (self.product_dtype(x) or x.dtype) == torch.float64
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
@@ -65,15 +65,8 @@ class QuantizedMatmul(OperationImpl):
 
         return xla_quantized_tpu.quantized_matmul(*self._prepare(x, weight, bias))
 
-    def _dtype(self, x: Tensor) -> torch.dtype | None:
-        """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for x's own."""
-        device = x.device.type
-        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
-            return self.metadata.runtime_dtype
-        return torch.get_autocast_dtype(device)
-
     def _prepare(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None
     ) -> tuple[Tensor, QuantizedWeight, Tensor | None]:
-        dtype = self._dtype(x)
+        dtype = self.product_dtype(x)
         return x if dtype is None else x.to(dtype), weight, bias

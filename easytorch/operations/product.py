@@ -1,0 +1,25 @@
+"""What the operations around a matrix product share: the dtype it is computed in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.operations.impl import OperationImpl
+
+
+class ProductImpl(OperationImpl):
+    """An operation around the product of an x and a weight."""
+
+    def product_dtype(self, x: Tensor) -> torch.dtype | None:
+        """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for the inputs'."""
+        device = x.device.type
+        if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
+            return self.metadata.runtime_dtype
+        return torch.get_autocast_dtype(device)
+
+    def in_product_dtype(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self.product_dtype(x)
+        if dtype is None:
+            return x, weight, bias
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
