@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
+from easytorch.operations import Attention, OperationImpl, OperationMetadata, OperationRegistry
 from easytorch.operations.check import relative_rms_error
 
 
@@ -50,6 +53,19 @@ def test_aliases_are_the_same_class() -> None:
 def test_metadata_is_validated(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OperationMetadata(**settings)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda operation: pickle.loads(pickle.dumps(operation))])
+@pytest.mark.parametrize("name", ["attention", "linear", "rms_norm"])
+def test_a_copy_chooses_itself(name: str, duplicate: Callable[[OperationImpl], OperationImpl]) -> None:
+    operation = OperationRegistry.create(name)
+    call = operation.typical_call()
+    assert call is not None
+    found = duplicate(operation)
+    choice = found.choose_on("cpu", *call)
+    own = found.implementations.values() if isinstance(found, Attention) else [found]
+    assert any(choice.operation is one for one in own)
+    assert choice[1:] == operation.choose_on("cpu", *call)[1:]
 
 
 NAN, INFINITY = float("nan"), float("inf")
