@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypedDict, cast
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import BEYOND_COMMON, DIFFERENTIABLE, AttentionFeatures
+from easytorch.kernels.attention.call import COMMON, DIFFERENTIABLE
 from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.arguments import check_flag
@@ -17,6 +17,25 @@ from easytorch.operations.metadata import OperationMetadata
 
 _INFINITY = float("inf")
 _SETTINGS = frozenset(("softmax_scale", "dropout_prob", "seed"))
+
+
+class AttentionFeatures(TypedDict, total=False):
+    """The keyword arguments of every attention; kernels/attention/contract.py says what they mean."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    query_segment_ids: Tensor | None
+    key_segment_ids: Tensor | None
+    sliding_window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Tensor | None
+    softmax_scale: float | None
+    dropout_prob: float
+    seed: int | Tensor | None
+
+
+BEYOND_COMMON = tuple(sorted(AttentionFeatures.__annotations__.keys() - COMMON))
 
 
 class AttentionImpl(OperationImpl):

@@ -6,7 +6,7 @@ break) and torch.export; vmap runs it in turn.
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from easytorch.kernels.attention import aten_flash, blocked
 from easytorch.kernels.attention.call import (
     DIFFERENTIABLE,
     AttentionCall,
-    AttentionFeatures,
     flatten,
     gradients_by_field,
     schema,
@@ -27,7 +26,7 @@ from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autogr
 from easytorch.kernels.interop.torch_func import transforming
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype."""
     return by_operator(query, key, value, resolve(query, key, value, **features))
 

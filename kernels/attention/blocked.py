@@ -7,12 +7,12 @@ computed again in backward, as in Rabe and Staats, https://arxiv.org/abs/2112.05
 from __future__ import annotations
 
 import functools
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures, unflatten
+from easytorch.kernels.attention.call import AttentionCall, unflatten
 from easytorch.kernels.attention.contract import resolve, visible
 from easytorch.kernels.attention.dropout import keep_mask
 from easytorch.kernels.attention.native import attend, working_dtype
@@ -27,7 +27,7 @@ def attention(
     value: torch.Tensor,
     *,
     softmax_dtype: torch.dtype | None = None,
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> torch.Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), as the query; `softmax_dtype`: see native.py."""
     return blockwise(query, key, value, resolve(query, key, value, **features), softmax_dtype)

@@ -11,25 +11,9 @@ Imports neither torch nor jax: the tensors are those of whoever makes the record
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 Array = Any  # a torch.Tensor; inside jax, and in Pallas kernels, one of jax's
-
-
-class AttentionFeatures(TypedDict, total=False):
-    """The keyword arguments of every attention; contract.py says what they mean."""
-
-    mask: Array | None
-    bias: Array | None
-    causal: bool
-    query_segment_ids: Array | None
-    key_segment_ids: Array | None
-    sliding_window: int | tuple[int | None, int | None] | None
-    softcap: float | None
-    sinks: Array | None
-    softmax_scale: float | None
-    dropout_prob: float
-    seed: int | Array | None
 
 
 # What every kernel carries unless it says otherwise. A new feature stays out of here until they all do: meanwhile the
@@ -38,7 +22,6 @@ COMMON = frozenset({
     "mask", "bias", "causal", "query_segment_ids", "key_segment_ids", "sliding_window", "softcap", "sinks",
     "softmax_scale", "dropout_prob", "seed",
 })  # fmt: skip
-BEYOND_COMMON = tuple(sorted(AttentionFeatures.__annotations__.keys() - COMMON))
 
 
 class AttentionCall(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 
-from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import resolve, visible
 from easytorch.kernels.attention.dropout import keep_mask
 
@@ -17,7 +17,7 @@ def attention(
     value: torch.Tensor,
     *,
     softmax_dtype: torch.dtype | None = None,
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), weights (B, H, T, S), in the query's dtype.
 

@@ -6,12 +6,12 @@ TRITON_INTERPRET=1 set before the first launch the kernels run on CPU tensors.
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import AttentionFeatures, flatten, schema, unflatten
+from easytorch.kernels.attention.call import flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
 from easytorch.kernels.interop.installed import missing
@@ -28,7 +28,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str 
     return refusal(query.device, query.dtype)
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), differentiable in query, key, value, bias and sinks.
 
     float32, float16, bfloat16; scores and sums are float32. Strides are followed and mask and bias broadcast without

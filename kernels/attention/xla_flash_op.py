@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import (
     AttentionCall,
-    AttentionFeatures,
     flatten,
     map_tensors,
     schema,
@@ -24,7 +23,7 @@ from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32."""
     call = resolve(query, key, value, **features)
     return xla_flash_forward(query, key, value, *flatten(call))[0]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 from torch import Tensor
 
 from easytorch.kernels.attention import tpu_flash
-from easytorch.kernels.attention.call import AttentionFeatures
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.xla_call import call_jax_on_with_gradient
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32."""
     call = resolve(query, key, value, **features)
     return call_jax_on_with_gradient(tpu_flash.flash_forward, tpu_flash.flash_backward, call, query, key, value)

@@ -5,12 +5,12 @@ They work under autograd, torch.compile (no graph break) and torch.export. Not d
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import AttentionFeatures, flatten, schema, unflatten
+from easytorch.kernels.attention.call import flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.layout import four_dims
 from easytorch.kernels.attention.native import working_dtype
@@ -27,7 +27,7 @@ def attention(
     *,
     chunk_size: int | None = None,
     prefix_length: int | Tensor | None = None,
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype."""
     call = resolve(query, key, value, **features)

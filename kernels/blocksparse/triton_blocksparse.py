@@ -6,12 +6,12 @@ the first launch the kernels run on CPU tensors.
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures, flatten, schema, unflatten
+from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
 from easytorch.kernels.attention.triton_flash import MAX_HEAD_DIM, supports
@@ -30,7 +30,7 @@ def blocksparse_attention(
     *,
     chunk_size: int | None = None,
     prefix_length: int | Tensor | None = None,
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), differentiable in query, key, value, bias and sinks.
 

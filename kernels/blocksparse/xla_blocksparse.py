@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import AttentionFeatures
 from easytorch.kernels.attention.contract import resolve, window_of
 from easytorch.kernels.attention.xla_call import call_jax_on_with_gradient
 from easytorch.kernels.blocksparse import tpu_blocksparse
@@ -22,7 +21,7 @@ def attention(
     *,
     chunk_size: int | None = None,
     prefix_length: int | Tensor | None = None,
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32."""
     call = resolve(query, key, value, **features)

@@ -7,13 +7,13 @@ NaN. A sequence of length 0 gives zeros. Without `lengths` every sequence has S 
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import contract
-from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.arguments import bounds
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 
@@ -25,9 +25,7 @@ def not_one_query(query: Tensor) -> str | None:
     return None
 
 
-def resolve(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **features: Unpack[AttentionFeatures]
-) -> AttentionCall:
+def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **features: Any) -> AttentionCall:
     """The call as one record, or an error that names what does not fit.
 
     What `lengths` holds is checked where it is at hand (`interop/arguments.py`): kernels on other devices take a length

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import native
-from easytorch.kernels.attention.call import AttentionCall, AttentionFeatures
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import visible
 from easytorch.kernels.attention.dropout import keep_mask
 from easytorch.kernels.decode.contract import resolve
@@ -21,7 +21,7 @@ def decode(
     *,
     lengths: Tensor | None = None,
     softmax_dtype: torch.dtype | None = None,
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype.
 

@@ -5,12 +5,12 @@ Nothing here imports Triton until a kernel is launched; with TRITON_INTERPRET=1 
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import AttentionFeatures, flatten, schema, unflatten
+from easytorch.kernels.attention.call import flatten, schema, unflatten
 from easytorch.kernels.decode.contract import resolve
 from easytorch.kernels.decode.triton_decode_tuning import rows_of_group, splits_of, tiles_of
 from easytorch.kernels.interop.torch_func import recording
@@ -40,9 +40,7 @@ def supports(
     return refusal(query.device, query.dtype)
 
 
-def decode(
-    query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Unpack[AttentionFeatures]
-) -> Tensor:
+def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype.
 
     Strides are followed, mask and bias broadcast without copies; keys beyond `lengths` or left of the window are not

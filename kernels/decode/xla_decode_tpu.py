@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor, float64, int32
 
-from easytorch.kernels.attention.call import AttentionFeatures
 from easytorch.kernels.decode.contract import resolve
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording
@@ -32,9 +31,7 @@ def supports(
     return missing("jax")
 
 
-def decode(
-    query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Unpack[AttentionFeatures]
-) -> Tensor:
+def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype.
 
     A length beyond 0..S counts as the nearest of them. Raises `ValueError` for what `supports` refuses.

@@ -22,7 +22,7 @@ the sliding window hides from all queries of its sequence is not read. Paged att
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,16 +33,6 @@ from easytorch.kernels.interop.arguments import check_integer, check_tensors, fl
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 Window = int | tuple[int | None, int | None] | None
-
-
-class PagedFeatures(TypedDict, total=False):
-    """The keyword arguments: those of the attention contract that have a place here."""
-
-    causal: bool
-    sliding_window: Window
-    softcap: float | None
-    sinks: torch.Tensor | None
-    softmax_scale: float | None
 
 
 class Sequence(NamedTuple):
@@ -67,7 +57,7 @@ def resolve(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    **features: Unpack[PagedFeatures],
+    **features: Any,
 ) -> AttentionCall:
     """The call as one record, or an error where shapes, dtypes or devices do not fit; reads no tensor's values."""
     check_tensors(

@@ -9,7 +9,7 @@ in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from easytorch.kernels.attention import aten, aten_flash_op, blocked
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
-from easytorch.kernels.ragged_page.contract import PagedFeatures, Sequence, read_sequences, resolve
+from easytorch.kernels.ragged_page.contract import Sequence, read_sequences, resolve
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
@@ -36,7 +36,7 @@ def ragged_page_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    **features: Unpack[PagedFeatures],
+    **features: Any,
 ) -> torch.Tensor:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv), in the query's dtype.
 

@@ -3,13 +3,13 @@ attention. See contract.py."""
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 
 from easytorch.kernels.attention import native
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.ragged_page.contract import PagedFeatures, read_sequences, resolve
+from easytorch.kernels.ragged_page.contract import read_sequences, resolve
 
 
 def ragged_page_attention(
@@ -22,7 +22,7 @@ def ragged_page_attention(
     num_seqs: int | torch.Tensor | None = None,
     *,
     softmax_dtype: torch.dtype | None = None,
-    **features: Unpack[PagedFeatures],
+    **features: Any,
 ) -> torch.Tensor:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv), in the query's dtype.
 

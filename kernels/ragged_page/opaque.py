@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from easytorch.kernels.attention.call import flatten, gradients_by_field, schema, unflatten
 from easytorch.kernels.attention.operators import split
 from easytorch.kernels.ragged_page import grouped, native
-from easytorch.kernels.ragged_page.contract import PagedFeatures, cut_to, resolve
+from easytorch.kernels.ragged_page.contract import cut_to, resolve
 
 
 def ragged_page_attention(
@@ -26,7 +26,7 @@ def ragged_page_attention(
     *,
     softmax_dtype: torch.dtype | None = None,
     by_groups: bool = False,
-    **features: Unpack[PagedFeatures],
+    **features: Any,
 ) -> torch.Tensor:
     """The definition as an operator; `by_groups`: grouped.py, which takes no `softmax_dtype`."""
     call = resolve(

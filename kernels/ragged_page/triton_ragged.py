@@ -6,13 +6,13 @@ is not checked. With TRITON_INTERPRET=1 set before the first launch the kernels 
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
-from easytorch.kernels.ragged_page.contract import PagedFeatures, cut_to, resolve
+from easytorch.kernels.ragged_page.contract import cut_to, resolve
 from easytorch.kernels.ragged_page.triton_ragged_tuning import MAX_HEAD_DIM, splits_of, tiles_of
 
 
@@ -32,7 +32,7 @@ def ragged_page_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    **features: Unpack[PagedFeatures],
+    **features: Any,
 ) -> torch.Tensor:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv); see contract.py. It has no backward.
 

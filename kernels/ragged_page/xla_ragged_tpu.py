@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.xla_call import call_jax_on
 from easytorch.kernels.ragged_page import tpu_ragged
-from easytorch.kernels.ragged_page.contract import PagedFeatures, resolve
+from easytorch.kernels.ragged_page.contract import resolve
 
 
 def ragged_page_attention(
@@ -20,7 +20,7 @@ def ragged_page_attention(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None = None,
-    **features: Unpack[PagedFeatures],
+    **features: Any,
 ) -> torch.Tensor:
     """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv), in the query's dtype; see contract.py."""
     tables = (context_lens, block_tables, query_start_loc, num_seqs)

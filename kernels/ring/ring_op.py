@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from easytorch.kernels.attention.call import TENSORS, AttentionCall, AttentionFeatures, flatten, schema, unflatten
+from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.layout import four_dims
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, given, like, split
@@ -34,7 +34,7 @@ def attention(
     size: int,
     kernel: str,
     layout: str = "contiguous",
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> Tensor:
     """This rank's (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), as attention/contract.py has it for all.
 

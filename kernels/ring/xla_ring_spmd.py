@@ -6,13 +6,12 @@ through the bridge as they are, as long as they are GSPMD's: torch_xla 2.9 does 
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 from torch import Tensor
 
-from easytorch.kernels.attention.call import AttentionFeatures
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.xla_call import call_jax_on_with_gradient
 from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
@@ -32,7 +31,7 @@ def attention(
     axes: dict[str, int],
     axis: str,
     layout: str = "contiguous",
-    **features: Unpack[AttentionFeatures],
+    **features: Any,
 ) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32.
 

@@ -15,7 +15,6 @@ from easytorch.kernels.attention.call import (
     DIFFERENTIABLE,
     TENSORS,
     AttentionCall,
-    AttentionFeatures,
     flatten,
     gradients_by_field,
     schema,
@@ -23,7 +22,7 @@ from easytorch.kernels.attention.call import (
 )
 from easytorch.kernels.attention.contract import resolve
 from easytorch.operations import OperationRegistry, attention_impl
-from easytorch.operations.attention_impl import AttentionImpl
+from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 
 ROOT = Path(__file__).parents[3]
 FEATURES = {"softcap", "sinks"}  # two that nothing else is called
