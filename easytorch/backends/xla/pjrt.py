@@ -23,7 +23,7 @@ try:
     from jaxlib import _jax, xla_client
     from jaxlib.mlir.dialects import stablehlo
 except ImportError as error:
-    raise ImportError("the backend 'xla' needs jax: pip install jax") from error
+    raise ImportError("the backend 'xla' needs jax: pip install jax", name="jax") from error
 
 # Runs a program on arrays, given and returned device by device.
 Caller = Callable[[list[Any]], list[Any]]
