@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.architecture import Architecture, architecture_of, check
-from easytorch.bridge.closing import Closing
 from easytorch.bridge.completeness import refuse_missing
 from easytorch.bridge.convention import flax_rules, outlined_rules
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.renamed_reader import RenamedReader, without
+from easytorch.bridge.core.unsupported import note_on_narrow, refuse_quantized
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config, find_config, given_config, native_rules
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
-from easytorch.bridge.formats.renamed import RenamedReader, without
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.outline import outline_of
 from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
@@ -31,7 +32,6 @@ from easytorch.bridge.side import SideFile
 from easytorch.bridge.spool import Spool
 from easytorch.bridge.steps import chosen, step_folder, step_read
 from easytorch.bridge.ties import held_apart, untied
-from easytorch.bridge.unconverted import note_on_narrow, refuse_quantized
 from easytorch.bridge.unwrap import UnwrappedReader, in_collections
 
 

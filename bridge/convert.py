@@ -8,15 +8,15 @@ from collections.abc import Collection
 from os import PathLike
 
 from easytorch.bridge.atomic import refuse_existing
-from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.conversion import Conversion, stored_as
+from easytorch.bridge.core.callable_module import call_as
+from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.formats import registry
 from easytorch.bridge.locations import is_remote, local_destination, local_source
 from easytorch.bridge.report import ConversionReport
 from easytorch.bridge.rules import Rules
 from easytorch.bridge.rules_file import read_rules
-from easytorch.bridge.sizes import parse_size
 from easytorch.bridge.source import Progress
 
 

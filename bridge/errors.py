@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from os import PathLike
 
-from easytorch.bridge.printable import printable
+from easytorch.bridge.core.printable import printable
 
 # What a damaged file calls a tensor, and what it has for a shape, may be of any length.
 _LONGEST = 4000

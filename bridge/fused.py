@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.dtypes import to_numpy, to_torch
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.hub_names import HubNames

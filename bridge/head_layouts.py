@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from easytorch.bridge.computed_layouts import split_heads
+from easytorch.bridge.core.mapped import give_back
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.mapped import give_back
 from easytorch.bridge.transforms import Shape, Transform, transform_called
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.callable_module import call_as
+from easytorch.bridge.core.unsupported import note_on_adapter
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.locations import local_source
 from easytorch.bridge.steps import step_folder
-from easytorch.bridge.unconverted import note_on_adapter
 
 
 @dataclass(frozen=True)

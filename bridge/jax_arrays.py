@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from easytorch.bridge.core.blocks import contiguous
 from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.blocks import contiguous
 
 if TYPE_CHECKING:
     import jax

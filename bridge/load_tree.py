@@ -5,12 +5,12 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-from easytorch.bridge.callable_module import call_as
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.callable_module import call_as
+from easytorch.bridge.core.nested import nested
 from easytorch.bridge.locations import local_source
 from easytorch.bridge.memory import Framework, Shardings, placing
 from easytorch.bridge.schemes.registry import TORCH
-from easytorch.bridge.trees import nested
 
 
 def load_tree(

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
 from easytorch.bridge.plan import Plan, Step
-from easytorch.bridge.trees import flat, nested
 from easytorch.bridge.unwrap import Unwrapped, unwrapped
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.in_parts import InParts
 from easytorch.bridge.patterns import Bindings, Pattern
 from easytorch.bridge.rules import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
 from easytorch.bridge.transforms import Transform, transform_called

@@ -7,11 +7,11 @@ from threading import Lock
 
 import numpy as np
 
-from easytorch.bridge.bits import identical_parts
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.casting import CastOverflow
+from easytorch.bridge.core.compare import identical_parts
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.formats.base import Reader, TensorInfo
-from easytorch.bridge.formats.casting import CastOverflow
-from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 from easytorch.bridge.plan import Plan, Same, Step
 from easytorch.bridge.spool import Spool
 

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
+from easytorch.bridge.core.unsupported import is_adapters, is_quantized
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.patterns import Bindings, Pattern, choices_in, has_prefix, parse
 from easytorch.bridge.transforms import Transform, transform_called
-from easytorch.bridge.unconverted import is_adapters, is_quantized
 
 Rule = tuple[str | tuple[str, ...], str | tuple[str, ...] | None, str | Transform]
 Rules = tuple[Rule, ...]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.atomic import new_folder
-from easytorch.bridge.callable_module import call_as
+from easytorch.bridge.core.callable_module import call_as
+from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats import registry
 from easytorch.bridge.memory import MemoryTree
-from easytorch.bridge.sizes import parse_size
 from easytorch.bridge.source import ReaderSource
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.blocks import byte_blocks
+from easytorch.bridge.core.mapped import map_file, stands_in_file
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.blocks import byte_blocks
-from easytorch.bridge.formats.mapped import map_file, stands_in_file
 
 # Smaller arrays stay where they are.
 _LEAST_BYTES = 1 << 16

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from easytorch.bridge.bits import identical
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.completeness import refuse_missing
+from easytorch.bridge.core.compare import identical
 from easytorch.bridge.dtensors import dtensors_of
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError

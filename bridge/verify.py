@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.bits import identical
 from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
+from easytorch.bridge.core.compare import identical
+from easytorch.bridge.core.nested import nested
+from easytorch.bridge.core.sizes import human_size
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Reader, WritableFormat
 from easytorch.bridge.schemes.registry import TORCH
-from easytorch.bridge.sizes import human_size
-from easytorch.bridge.trees import nested
 
 # Of float32 arithmetic in another order, relative to the largest output.
 TOLERANCE = 1e-4

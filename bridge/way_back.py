@@ -12,8 +12,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from easytorch.bridge.bits import identical
 from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
+from easytorch.bridge.core.compare import identical
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Reader

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.nested import nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.flax_msgpack import MsgpackFile
 from easytorch.bridge.formats.msgpack_stream import pair_parts
 from easytorch.bridge.formats.msgpack_walk import Tree, Walk
 from easytorch.bridge.formats.parallel_write import write_parts
-from easytorch.bridge.trees import nested
 
 _SUFFIXES = (".easydel", ".easy")
 # Every value is one msgpack object of less than 4 GiB, the frames of its chunks included.

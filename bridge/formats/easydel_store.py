@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.sharding import read_json

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.in_parts import InParts
+from easytorch.bridge.core.mapped import MappedFile
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.in_parts import InParts
-from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, tree_parts
 from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
 from easytorch.bridge.formats.parallel_write import write_parts
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
-from easytorch.bridge.trees import flat, nested
 
 
 class MsgpackFile(Closing):

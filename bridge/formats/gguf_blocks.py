@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from easytorch.bridge.core.casting import CastOverflow, cast
 from easytorch.bridge.dtypes import numpy_dtype
-from easytorch.bridge.formats.casting import CastOverflow, cast
 
 # ggml's types that are one number an element, and what they are called here.
 PLAIN = {

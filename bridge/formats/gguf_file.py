@@ -14,12 +14,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.casting import CastOverflow
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.in_parts import InParts
+from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.casting import CastOverflow
 from easytorch.bridge.formats.gguf_blocks import (
     PLAIN,
     UNPACKED,
@@ -33,8 +35,6 @@ from easytorch.bridge.formats.gguf_blocks import (
 )
 from easytorch.bridge.formats.gguf_vocabulary import tokenizer_fields, write_tokenizer
 from easytorch.bridge.formats.gguf_walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
-from easytorch.bridge.formats.in_parts import InParts
-from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.sharding import shard_names, split
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

@@ -17,7 +17,7 @@ import numpy as np
 from easytorch.bridge.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from easytorch.bridge.formats.mapped import ReadFile
+    from easytorch.bridge.core.mapped import ReadFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -18,7 +18,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK
 
 if TYPE_CHECKING:
-    from easytorch.bridge.formats.mapped import ReadFile
+    from easytorch.bridge.core.mapped import ReadFile
 
 # First byte -> what follows: a kind and the width of its length, a number's layout, the length of a fixed extension.
 _SIZED = {

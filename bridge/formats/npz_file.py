@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.blocks import byte_blocks
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.blocks import byte_blocks
-from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.npy_header import HEADER_BYTES, NpyHeader, npy_bytes, read_npy_header
 
 _STORED, _DEFLATED = 0, 8

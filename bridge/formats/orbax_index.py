@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
 from easytorch.bridge.formats.sharding import read_json
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import orbax_write
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.formats.orbax_index import AGGREGATE, MANIFEST, find_tree, own_paths, read_index
 from easytorch.bridge.formats.orbax_store import (
     array_spec,

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.blocks import contiguous
+from easytorch.bridge.core.mapped import check_announced, give_back
+from easytorch.bridge.core.nested import nested
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Source, TensorInfo
-from easytorch.bridge.formats.blocks import contiguous
-from easytorch.bridge.formats.mapped import check_announced, give_back
 from easytorch.bridge.formats.orbax_index import CHECKPOINT_METADATA, MANIFEST, METADATA
 from easytorch.bridge.formats.orbax_store import (
     array_spec,
@@ -31,7 +32,6 @@ from easytorch.bridge.formats.orbax_store import (
     tensorstore_errors,
 )
 from easytorch.bridge.formats.sharding import split
-from easytorch.bridge.trees import nested
 
 # A chunk is read whole.
 _CHUNK_BYTES = 16 << 20

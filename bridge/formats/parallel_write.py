@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.blocks import WRITE_BYTES, Copier, pieces
+from easytorch.bridge.core.casting import CastOverflow
+from easytorch.bridge.core.in_parts import InParts, read_in_parts
+from easytorch.bridge.core.mapped import Unread, check_announced, give_back
 from easytorch.bridge.formats.base import Source, TensorInfo
-from easytorch.bridge.formats.blocks import WRITE_BYTES, Copier, pieces
-from easytorch.bridge.formats.casting import CastOverflow
-from easytorch.bridge.formats.in_parts import InParts, read_in_parts
-from easytorch.bridge.formats.mapped import Unread, check_announced, give_back
 
 # Writes to one file take turns in the kernel; more threads than this only hold memory.
 _MOST_THREADS = 4

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from easytorch.bridge.core.unsupported import refuse_adapter
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Format, Reader, WritableFormat
 from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
@@ -20,7 +21,6 @@ from easytorch.bridge.formats.t5x_folder import T5xFolder
 from easytorch.bridge.formats.torch_bin import TorchBin
 from easytorch.bridge.formats.torch_dcp import TorchDcp
 from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
-from easytorch.bridge.unconverted import refuse_adapter
 
 # Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
 Kind = Literal["torch", "gguf", "tree"]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
-from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 _INDEX_LIMIT = 256 << 20
 _PART = re.compile(r"(?P<set>.+)-\d+(?P<rest>-of-\d+\..+)")

@@ -17,13 +17,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.nested import nested
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.flax_msgpack import MsgpackFile
 from easytorch.bridge.formats.msgpack_walk import Tree, Walk
 from easytorch.bridge.formats.orbax_write import chunk_shape
 from easytorch.bridge.formats.zarr_folders import ZarrFolders, check_names, write_folder
-from easytorch.bridge.trees import nested
 
 INDEX = "checkpoint"
 _STEP = re.compile(r"checkpoint_(\d{1,18})")

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.dtypes import numpy_dtype, to_torch, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.dcp_metadata import Piece, Saved, check_whole, read_metadata
-from easytorch.bridge.formats.mapped import MappedFile, check_announced
 from easytorch.bridge.formats.sharding import split
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile
 from easytorch.bridge.formats.torch_saved import Stretch, read_saved

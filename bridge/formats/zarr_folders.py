@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.blocks import contiguous
+from easytorch.bridge.core.mapped import check_announced
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.blocks import contiguous
-from easytorch.bridge.formats.mapped import check_announced
 from easytorch.bridge.formats.orbax_store import (
     array_spec,
     load_tensorstore,

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from easytorch.bridge.core.printable import printable
 from easytorch.bridge.formats.registry import target_names
-from easytorch.bridge.printable import printable
 from easytorch.bridge.schemes.registry import names as scheme_names
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _progress_bar(console: Console) -> Progress:
 
 
 def _print(report: ConversionReport) -> None:
-    from easytorch.bridge.sizes import human_size
+    from easytorch.bridge.core.sizes import human_size
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from easytorch.bridge.printable import printable
+from easytorch.bridge.core.printable import printable
 
 if TYPE_CHECKING:
     from easytorch.bridge.diff import Difference, TensorDifference

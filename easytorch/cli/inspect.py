@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easytorch.bridge.printable import printable
+from easytorch.bridge.core.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,7 +48,7 @@ def command(
 
 
 def _title(info: CheckpointInfo) -> str:
-    from easytorch.bridge.sizes import human_size
+    from easytorch.bridge.core.sizes import human_size
 
     family = f", {info.architecture or info.model_type}" if info.architecture or info.model_type else ""
     size = human_size(info.total_bytes)
@@ -81,7 +81,7 @@ def _tree(info: CheckpointInfo) -> Tree:
 def _line(name: str, tensor: TensorInfo) -> Text:
     from rich.text import Text
 
-    from easytorch.bridge.sizes import human_size
+    from easytorch.bridge.core.sizes import human_size
 
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     facts = ("  " + shape, "green"), f"  {tensor.packed or tensor.dtype}  {human_size(tensor.stored_bytes)}"

@@ -93,7 +93,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    from easytorch.bridge.printable import printable
+    from easytorch.bridge.core.printable import printable
 
     # Names of files, tensors and classes that a checkpoint brought stand in it.
     text = printable(" ".join(str(error).split()))

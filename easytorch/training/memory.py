@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from easytorch.bridge.sizes import human_size
+from easytorch.bridge.core.sizes import human_size
 from easytorch.training.architecture import MODEL, REFUSALS
 
 if TYPE_CHECKING:

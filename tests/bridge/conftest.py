@@ -65,7 +65,7 @@ def tiny_leaves() -> dict[str, np.ndarray]:
 @pytest.fixture
 def save_flax(tmp_path: Path) -> Callable[..., Path]:
     """Writes leaves by path as a Flax folder with a config: `save_flax(leaves, name="flax", config=TINY)`."""
-    from easytorch.bridge.trees import nested
+    from easytorch.bridge.core.nested import nested
 
     def save(leaves: dict[str, np.ndarray], name: str = "flax", config: dict | None = TINY, **options: object) -> Path:
         folder = tmp_path / name

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from easytorch.bridge.bits import identical
+from easytorch.bridge.core import blocks
+from easytorch.bridge.core.compare import identical
 from easytorch.bridge.dtypes import NAMES_OF_CODES, numpy_dtype
-from easytorch.bridge.formats import blocks
 
 RNG = np.random.default_rng(0)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.mapped import MappedFile, ReadFile
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.mapped import MappedFile, ReadFile
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20260716
@@ -120,7 +120,7 @@ def test_a_truncated_file_is_no_bus_error(tmp_path):
 import os, sys
 from pathlib import Path
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.mapped import MappedFile
+from easytorch.bridge.core.mapped import MappedFile
 mapped = MappedFile(Path(sys.argv[1]))
 elements = mapped.elements(0, (1 << 20,), "uint8")
 os.truncate(sys.argv[1], 4096)

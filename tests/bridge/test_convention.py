@@ -19,13 +19,13 @@ from torch import nn
 from easytorch.bridge.architecture import architecture_like
 from easytorch.bridge.convention import convention_rules
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.rules import compile_rules
 from easytorch.bridge.transforms import transform_called
-from easytorch.bridge.trees import flat, nested
 
 _spec = importlib.util.spec_from_file_location("convention_cases", Path(__file__).with_name("convention_cases.py"))
 assert _spec is not None and _spec.loader is not None

@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.inspect import inspect
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.state import load_torch_state_dict
-from easytorch.bridge.trees import flat
 
 FAMILIES = pytest.mark.parametrize("family", ["bert", "llama"])
 

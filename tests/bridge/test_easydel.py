@@ -20,6 +20,7 @@ from safetensors.torch import load_file as load_torch_file
 from safetensors.torch import save_file as save_torch_file
 
 from easytorch.bridge import convert, inspect
+from easytorch.bridge.core.nested import nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import msgpack_stream
 from easytorch.bridge.formats.base import TensorInfo
@@ -27,7 +28,6 @@ from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
 from easytorch.bridge.formats.easydel_store import EasydelStore
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.source import ArraySource
-from easytorch.bridge.trees import nested
 from easytorch.protocol import conversion
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from easytorch import auto
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.load_tree import load_tree
-from easytorch.bridge.trees import flat, nested
 from easytorch.protocol import conversion
 
 DATA = Path(__file__).parent / "data" / "flax"

@@ -13,7 +13,7 @@ import torch
 from flax.serialization import msgpack_restore
 
 from easytorch.bridge.convert import convert
-from easytorch.bridge.trees import flat
+from easytorch.bridge.core.nested import flat
 
 FAMILIES = {
     "bart": "AutoModelForSeq2SeqLM",

@@ -11,13 +11,13 @@ from safetensors.numpy import load_file, save_file
 
 from easytorch.auto import AutoModelForSequenceClassification
 from easytorch.bridge import convert, diff, inspect
+from easytorch.bridge.core.nested import nested
 from easytorch.bridge.dtypes import SAFETENSORS_CODES, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.flax_safetensors import FlaxSafetensors
 from easytorch.bridge.source import ArraySource
-from easytorch.bridge.trees import nested
 
 FORM = FlaxSafetensors()
 

@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge import convert
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.schemes.gemma_config import gemma_config
-from easytorch.bridge.trees import flat, nested
 
 TINY = {
     "hidden_size": 24,

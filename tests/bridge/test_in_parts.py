@@ -12,12 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 from easytorch.bridge.computed_layouts import interleaved, scaled, unfolded
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.in_parts import InParts, read_in_parts
+from easytorch.bridge.core.mapped import Unread
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
-from easytorch.bridge.formats.in_parts import InParts, read_in_parts
-from easytorch.bridge.formats.mapped import Unread
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.head_layouts import stacked
 from easytorch.bridge.plan import Step, cast_plan

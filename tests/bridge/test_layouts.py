@@ -12,12 +12,12 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.layouts import attention, dense_general, einsum, gru, lstm, nnx_gru, nnx_lstm, reshaped
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
-from easytorch.bridge.trees import flat
 
 SEED = 20260727
 

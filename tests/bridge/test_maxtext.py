@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from easytorch.bridge import convert
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_tree import OrbaxReader
 from easytorch.bridge.schemes.registry import recognise
-from easytorch.bridge.trees import flat, nested
 
 TINY = {
     "hidden_size": 24,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory import MemoryTree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.bridge.transforms import Transform
-from easytorch.bridge.trees import flat
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -246,7 +246,7 @@ import jax, numpy as np, torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from easytorch.bridge import jax_arrays
 from easytorch.bridge.state import state_dict_to_tree, tree_to_dtensors, tree_to_state_dict
-from easytorch.bridge.trees import flat
+from easytorch.bridge.core.nested import flat
 RULES = (("norm.weight", "norm/scale", "identity"), ("dense.weight", "dense/kernel", "linear"),
          ("conv.weight", "conv/kernel", "conv2d"))
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))

@@ -7,11 +7,11 @@ import msgpack
 import numpy as np
 import pytest
 
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import msgpack_stream
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.save_tree import save_tree
-from easytorch.bridge.trees import flat, nested
 
 # flax 0.12.8, flax.serialization.msgpack_serialize(TREE) with MAX_CHUNK_SIZE = 64, so that `table` is chunked.
 RECORDED = base64.b64decode(

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from easytorch.bridge import convert
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import orbax_tree, orbax_write
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
 from easytorch.bridge.formats.zarr_metadata import parse
 from easytorch.bridge.source import ArraySource
-from easytorch.bridge.trees import flat, nested
 from easytorch.bridge.unwrap import unwrapped
 
 DTYPES = [

@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.casting import CastOverflow, cast
+from easytorch.bridge.core.printable import printable
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.casting import CastOverflow, cast
 from easytorch.bridge.formats.gguf_blocks import packed
 from easytorch.bridge.inspect import inspect
-from easytorch.bridge.printable import printable
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.cli.main import app, main

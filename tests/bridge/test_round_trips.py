@@ -11,7 +11,7 @@ import pytest
 
 from easytorch.bridge import dtypes
 from easytorch.bridge.atomic import new_folder
-from easytorch.bridge.bits import identical
+from easytorch.bridge.core.compare import identical
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats import registry

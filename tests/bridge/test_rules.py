@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.plan import plan_from_torch, plan_to_torch
 from easytorch.bridge.rules import compile_rules
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.bridge.transforms import Transform, register_transform, transform_called
-from easytorch.bridge.trees import flat
 from easytorch.models.bert import RULES as BERT
 from easytorch.models.llama import RULES as LLAMA
 

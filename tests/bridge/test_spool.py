@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.mapped import MappedFile
 from easytorch.bridge.spool import Spool
 
 

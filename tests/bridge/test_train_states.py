@@ -18,9 +18,9 @@ from flax.training.train_state import TrainState
 from safetensors.torch import load_file
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
-from easytorch.bridge.trees import flat, nested
 from easytorch.protocol import conversion
 
 CONFIG = transformers.ResNetConfig(

@@ -10,8 +10,8 @@ import transformers
 from transformers import BertConfig, LlamaConfig
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.trees import flat
 from easytorch.models import bert, llama
 from easytorch.protocol import BaseModuleProtocol
 

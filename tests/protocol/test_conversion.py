@@ -13,8 +13,8 @@ from transformers import GemmaConfig, GPT2Config, LlamaConfig, MixtralConfig, Re
 
 import easytorch
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.trees import flat
 from easytorch.protocol import BaseModuleProtocol, conversion
 
 jax = pytest.importorskip("jax")

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from easytorch.bridge.formats.casting import cast_into
-from easytorch.bridge.formats.mapped import Unread, give_back
+from easytorch.bridge.core.casting import cast_into
+from easytorch.bridge.core.mapped import Unread, give_back
 
 # What goes to a file in one call. From 2 MB on Linux looks for free memory in pieces as large, and compacts it to make
 # some: a half to a tenth of the speed (ext4, Linux 6.18).
@@ -85,7 +85,7 @@ class Copier:
     def bytes_of(self, piece: np.ndarray | Unread, dtype: np.dtype | None = None) -> memoryview:
         """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call.
 
-        dtype: what its elements are cast to, as `formats.casting` does.
+        dtype: what its elements are cast to, as `core.casting` does.
         """
         given = piece.dtype
         if isinstance(piece, Unread):

@@ -27,7 +27,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 
 if TYPE_CHECKING:
-    from easytorch.bridge.formats.in_parts import InParts
+    from easytorch.bridge.core.in_parts import InParts
 
 # What is read ahead of someone who goes through a header bit by bit.
 _WINDOW_BYTES = 64 << 10

@@ -9,14 +9,14 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from easytorch.bridge.formats.blocks import contiguous
-from easytorch.bridge.formats.casting import cast, cast_into
-from easytorch.bridge.formats.mapped import Unread, give_back
+from easytorch.bridge.core.blocks import contiguous
+from easytorch.bridge.core.casting import cast, cast_into
+from easytorch.bridge.core.mapped import Unread, give_back
 
 
 @dataclass(frozen=True)
 class InParts:
-    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `formats.casting` does.
+    """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `core.casting` does.
 
     What nothing is done to but a cast need not have been read.
     """

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from easytorch.bridge.formats.blocks import byte_blocks
-from easytorch.bridge.formats.in_parts import InParts
-from easytorch.bridge.formats.mapped import Unread
+from easytorch.bridge.core.blocks import byte_blocks
+from easytorch.bridge.core.in_parts import InParts
+from easytorch.bridge.core.mapped import Unread
 
 
 def bits(array: np.ndarray) -> np.ndarray:

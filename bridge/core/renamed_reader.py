@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from easytorch.bridge.closing import Closing
+from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
-from easytorch.bridge.formats.in_parts import InParts, read_in_parts
 
 
 class RenamedReader(Closing):
