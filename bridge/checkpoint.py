@@ -29,8 +29,8 @@ from easytorch.bridge.planned import PlannedReader, same_data
 from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
-from easytorch.bridge.spool import Spool
 from easytorch.bridge.steps import chosen, step_folder, step_read
+from easytorch.bridge.storage.temp_arrays import Spool
 from easytorch.bridge.ties import held_apart, untied
 from easytorch.bridge.unwrap import UnwrappedReader, in_collections
 

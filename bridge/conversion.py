@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from easytorch import __version__
-from easytorch.bridge.atomic import refuse_existing, staged, sweep
 from easytorch.bridge.checkpoint import Checkpoint, Renamed
 from easytorch.bridge.companions import copy_companions, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
@@ -24,6 +23,7 @@ from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource
 from easytorch.bridge.steps import step_folder
+from easytorch.bridge.storage.atomic import refuse_existing, staged, sweep
 from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.way_back import lost_tensor
 from easytorch.bridge.writing import digest, write_files

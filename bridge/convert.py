@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection
 from os import PathLike
 
-from easytorch.bridge.atomic import refuse_existing
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.conversion import Conversion, stored_as
 from easytorch.bridge.core.callable_module import call_as
@@ -18,6 +17,7 @@ from easytorch.bridge.report import ConversionReport
 from easytorch.bridge.rules import Rules
 from easytorch.bridge.rules_file import read_rules
 from easytorch.bridge.source import Progress
+from easytorch.bridge.storage.atomic import refuse_existing
 
 
 def convert(

@@ -13,7 +13,7 @@ from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.plan import Plan, Same, Step
-from easytorch.bridge.spool import Spool
+from easytorch.bridge.storage.temp_arrays import Spool
 
 
 class PlannedReader(Closing):

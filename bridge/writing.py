@@ -6,12 +6,12 @@ import hashlib
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from easytorch.bridge.atomic import Staging
 from easytorch.bridge.checkpoint import Checkpoint
 from easytorch.bridge.formats.base import Layout, WritableFormat
-from easytorch.bridge.journal import Journal, state_of
 from easytorch.bridge.side import FILE_NAME as SIDE_FILE
 from easytorch.bridge.source import ReaderSource
+from easytorch.bridge.storage.atomic import Staging
+from easytorch.bridge.storage.journal import Journal, state_of
 
 # What configs and tokenizers are kept in.
 _TEXTS = (".json", ".model", ".txt", ".jinja")

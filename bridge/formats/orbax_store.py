@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from easytorch.bridge.disk import os_error_of
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.storage.fsync import os_error_of
 
 if TYPE_CHECKING:
     import tensorstore

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from easytorch.bridge.atomic import new_folder
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.storage.atomic import new_folder
 from easytorch.training.disk import named_os_errors
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
-from easytorch.bridge.disk import os_error_of
+from easytorch.bridge.storage.fsync import os_error_of
 
 
 class named_os_errors(AbstractContextManager[None]):

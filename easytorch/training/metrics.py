@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from easytorch.bridge.atomic import new_file
+from easytorch.bridge.storage.atomic import new_file
 from easytorch.training.disk import named_os_errors
 
 

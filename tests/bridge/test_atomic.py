@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from easytorch.bridge import renames
-from easytorch.bridge.atomic import new_file, new_folder, staged
 from easytorch.bridge.convert import convert
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
+from easytorch.bridge.storage import exchange
+from easytorch.bridge.storage.atomic import new_file, new_folder, staged
 
 ROOT = Path(__file__).resolve().parents[2]
 # Rewrites the Flax checkpoint argv[1] in small shards as argv[2] and kills itself when argv[3] tensors are written.
@@ -83,7 +83,8 @@ def leftovers(folder):
 
 def kill_while(code, destination):
     """Runs `code`, in which `d` is the destination, in a process that ends there and then, as by SIGKILL."""
-    begin = "import os, sys; from pathlib import Path; from easytorch.bridge.atomic import *; d = Path(sys.argv[1])\n"
+    begin = "import os, sys; from pathlib import Path; from easytorch.bridge.storage.atomic import *\n"
+    begin += "d = Path(sys.argv[1])\n"
     command = [sys.executable, "-c", begin + code, str(destination)]
     ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
     assert ended.returncode == 9
@@ -191,7 +192,7 @@ def test_an_interruption_keeps_what_is_finished_only_for_resume(tmp_path):
 def rename_flags(request, monkeypatch):
     """With renameat2's flags, and on a file system that has none."""
     if not request.param:
-        monkeypatch.setattr(renames, "_renamed", lambda *arguments: False)
+        monkeypatch.setattr(exchange, "_renamed", lambda *arguments: False)
 
 
 @pytest.mark.usefixtures("rename_flags")
@@ -217,7 +218,7 @@ def test_killed_between_the_two_renames_without_exchange(tmp_path):
     with new_folder(tmp_path / "new") as folder:
         (folder / "x").write_text("old")
     code = """
-from easytorch.bridge import atomic
+from easytorch.bridge.storage import atomic
 def die(one, other):
     partial = one.parents[1]
     (partial / "old").mkdir()

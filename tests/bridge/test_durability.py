@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from easytorch.bridge import atomic, disk, journal, renames
-from easytorch.bridge.atomic import staged
 from easytorch.bridge.convert import convert
+from easytorch.bridge.storage import atomic, journal
+from easytorch.bridge.storage import exchange as renames
+from easytorch.bridge.storage import fsync as disk
+from easytorch.bridge.storage.atomic import staged
 
 SEED = 20260719
 

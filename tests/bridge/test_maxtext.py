@@ -304,12 +304,12 @@ def test_no_room_for_the_parts_of_a_stack(tmp_path, monkeypatch):
     source = saved(model("llama"), tmp_path / "torch")
     convert(source, tmp_path / "maxtext", to="maxtext")
     monkeypatch.delenv("TMPDIR", raising=False)
-    monkeypatch.setattr("easytorch.bridge.spool._LEAST_BYTES", 1)
+    monkeypatch.setattr("easytorch.bridge.storage.temp_arrays._LEAST_BYTES", 1)
 
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("easytorch.bridge.spool.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("easytorch.bridge.storage.temp_arrays.tempfile.TemporaryFile", full)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/\.back\..*no room to put \d+ bytes aside"):
         convert(tmp_path / "maxtext", tmp_path / "back", to="torch")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["maxtext", "torch"]
@@ -321,7 +321,7 @@ def test_a_stack_is_read_once(tmp_path, monkeypatch):
     convert(source, tmp_path / "maxtext", to="maxtext")
     read, seen = OrbaxReader.read, []
     monkeypatch.setattr(OrbaxReader, "read", lambda self, name: seen.append(name) or read(self, name))
-    monkeypatch.setattr("easytorch.bridge.spool._LEAST_BYTES", 1)
+    monkeypatch.setattr("easytorch.bridge.storage.temp_arrays._LEAST_BYTES", 1)
     convert(tmp_path / "maxtext", tmp_path / "back", to="torch")
     assert sorted(seen) == sorted(read_tree(tmp_path / "maxtext"))
     given, back = (load_file(tmp_path / name / "model.safetensors") for name in ("torch", "back"))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from easytorch.bridge import dtypes
-from easytorch.bridge.atomic import new_folder
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.source import ArraySource
+from easytorch.bridge.storage.atomic import new_folder
 
 DTYPES = sorted(dtypes._NUMPY)
 # One target of each container.

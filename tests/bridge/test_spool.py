@@ -9,7 +9,7 @@ import pytest
 
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.spool import Spool
+from easytorch.bridge.storage.temp_arrays import Spool
 
 
 @pytest.fixture

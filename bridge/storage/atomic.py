@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from easytorch.bridge.disk import flush, os_error_of, sync
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.journal import Journal, Key, differences
-from easytorch.bridge.partial import Partial, left_behind, make
-from easytorch.bridge.renames import exchange, rename_new
+from easytorch.bridge.storage.exchange import exchange, rename_new
+from easytorch.bridge.storage.fsync import flush, os_error_of, sync
+from easytorch.bridge.storage.journal import Journal, Key, differences
+from easytorch.bridge.storage.staging_folder import Partial, left_behind, make
 
 
 def refuse_existing(destination: Path) -> None:

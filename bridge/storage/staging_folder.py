@@ -16,7 +16,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from easytorch.bridge.renames import rename_new
+from easytorch.bridge.storage.exchange import rename_new
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from easytorch.bridge.disk import flush, sync
+from easytorch.bridge.storage.fsync import flush, sync
 
 # What identifies a conversion: plain JSON. The names of parts that differ are told to the user.
 Key = Mapping[str, Any]
