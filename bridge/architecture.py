@@ -12,7 +12,7 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.rules import TIED_ALWAYS, RuleTable
+from easytorch.bridge.rules.table import TIED_ALWAYS, RuleTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

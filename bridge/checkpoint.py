@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.architecture import Architecture, architecture_of, check
-from easytorch.bridge.completeness import refuse_missing
 from easytorch.bridge.convention import flax_rules, outlined_rules
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.renamed_reader import RenamedReader, without
@@ -24,9 +23,10 @@ from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
 from easytorch.bridge.fused import by_hub_names
 from easytorch.bridge.outline import outline_of
-from easytorch.bridge.plan import Plan, plan_from_torch, plan_to_torch
-from easytorch.bridge.planned import PlannedReader, same_data
-from easytorch.bridge.rules import BUFFER, Rules, RuleTable, compile_rules
+from easytorch.bridge.rules.completeness import refuse_missing
+from easytorch.bridge.rules.plan import Plan, plan_from_torch, plan_to_torch
+from easytorch.bridge.rules.planned_reader import PlannedReader, same_data
+from easytorch.bridge.rules.table import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.steps import chosen, step_folder, step_read

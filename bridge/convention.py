@@ -23,8 +23,19 @@ from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.hub_names import HubNames
 from easytorch.bridge.members import Member, members_of, table_of_names
 from easytorch.bridge.outline import OutlinedNames
-from easytorch.bridge.rules import ALIAS, BUFFER, SPARE, TIED, TIED_ALWAYS, TIED_ENDINGS, TIES, UNREAD, Rule, Rules
-from easytorch.bridge.transforms import Transform
+from easytorch.bridge.rules.table import (
+    ALIAS,
+    BUFFER,
+    SPARE,
+    TIED,
+    TIED_ALWAYS,
+    TIED_ENDINGS,
+    TIES,
+    UNREAD,
+    Rule,
+    Rules,
+)
+from easytorch.bridge.rules.transforms import Transform
 
 if TYPE_CHECKING:
     import torch

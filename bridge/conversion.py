@@ -15,10 +15,10 @@ from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, RoundingFormat, TokenizedReader, WritableFormat
 from easytorch.bridge.formats.registry import Target
-from easytorch.bridge.plan import cast_plan
-from easytorch.bridge.planned import PlannedReader
 from easytorch.bridge.report import ConversionReport
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.plan import cast_plan
+from easytorch.bridge.rules.planned_reader import PlannedReader
+from easytorch.bridge.rules.table import Rules
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.side import write_side_file
 from easytorch.bridge.source import Progress, ReaderSource

@@ -14,8 +14,8 @@ from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.formats import registry
 from easytorch.bridge.locations import is_remote, local_destination, local_source
 from easytorch.bridge.report import ConversionReport
-from easytorch.bridge.rules import Rules
-from easytorch.bridge.rules_file import read_rules
+from easytorch.bridge.rules.table import Rules
+from easytorch.bridge.rules.user_file import read_rules
 from easytorch.bridge.source import Progress
 from easytorch.bridge.storage.atomic import refuse_existing
 

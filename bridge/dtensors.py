@@ -12,7 +12,7 @@ import numpy as np
 
 from easytorch.bridge.jax_arrays import Region, empty, fill, from_numpy, is_jax
 from easytorch.bridge.memory import MemoryTree, as_leaf, tensors_of
-from easytorch.bridge.plan import Plan, Step
+from easytorch.bridge.rules.plan import Plan, Step
 
 if TYPE_CHECKING:
     import torch

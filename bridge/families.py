@@ -12,7 +12,7 @@ from typing import Any
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.sharding import read_json
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 _CONFIG_LIMIT = 16 << 20
 

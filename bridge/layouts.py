@@ -1,8 +1,8 @@
 """Layouts of Flax's layers for the table of a model of one's own: what stands in the third place of a row.
 
-By name: `identity`, `linear`, `conv1d`, `conv2d`, `conv3d` (`bridge.transforms`), and from here `conv_transpose1d`,
-`conv_transpose2d`, `conv_transpose3d` and the same with `_transposed` for `transpose_kernel=True`. The functions take
-the sizes that names and shapes do not tell. Those called after a layer return all of its rows:
+By name: `identity`, `linear`, `conv1d`, `conv2d`, `conv3d` (`bridge.rules.transforms`), and from here
+`conv_transpose1d`, `conv_transpose2d`, `conv_transpose3d` and the same with `_transposed` for `transpose_kernel=True`.
+The functions take the sizes that names and shapes do not tell. Those called after a layer return all of its rows:
 
     RULES = (
         ("embed.weight", "embed/embedding", "identity"),
@@ -13,7 +13,7 @@ the sizes that names and shapes do not tell. Those called after a layer return a
 
 linen and nnx hold the same leaves, but for recurrent cells (`nnx_gru`, `nnx_lstm`). torch's side is `torch.nn.Linear`,
 `MultiheadAttention`, `GRU`, `LSTM`, `ConvTranspose1d/2d/3d`. A layout of your own is a `Transform`
-(`bridge.transforms`), functions for both directions and for both sides' shapes.
+(`bridge.rules.transforms`), functions for both directions and for both sides' shapes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.head_layouts import heads_bias, heads_in, heads_out, joined, stacked
-from easytorch.bridge.rules import Rule, Rules
-from easytorch.bridge.transforms import Arrays, Shape, Transform, register_transform, transform_called
+from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, joined, stacked
+from easytorch.bridge.rules.table import Rule, Rules
+from easytorch.bridge.rules.transforms import Arrays, Shape, Transform, register_transform, transform_called
 
 __all__ = [
     "attention",

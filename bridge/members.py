@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from easytorch.bridge.families import native_rules
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.rules import RuleTable, compile_rules
+from easytorch.bridge.rules.table import RuleTable, compile_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,7 +26,7 @@ from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
-from easytorch.bridge.plan import Plan, Step
+from easytorch.bridge.rules.plan import Plan, Step
 from easytorch.bridge.unwrap import Unwrapped, unwrapped
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.outlines.fields import COMMON, KINDS, LABELS, Field, rotary
 from easytorch.bridge.outlines.language import Settings, holds, value_of
-from easytorch.bridge.rules import BUFFER, TIES
+from easytorch.bridge.rules.table import BUFFER, TIES
 
 _LOOPS = "ijk"
 # A row of a table by the convention: torch's name, the leaf, the transform; and what shape the class needs, if any.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from easytorch.bridge.checkpoint import open_checkpoint
-from easytorch.bridge.completeness import refuse_missing
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.dtensors import dtensors_of
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
@@ -18,8 +17,9 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
-from easytorch.bridge.plan import Same, Step, plan_from_torch, plan_to_torch
-from easytorch.bridge.rules import Rules, compile_rules
+from easytorch.bridge.rules.completeness import refuse_missing
+from easytorch.bridge.rules.plan import Same, Step, plan_from_torch, plan_to_torch
+from easytorch.bridge.rules.table import Rules, compile_rules
 from easytorch.bridge.schemes.registry import TORCH
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def tree_to_state_dict(
 ) -> dict[str, torch.Tensor]:
     """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU.
 
-    complete: a weight that `rules` name and the tree has not is a `CheckpointError` (`bridge.completeness`).
+    complete: a weight that `rules` name and the tree has not is a `CheckpointError` (`bridge.rules.completeness`).
     """
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
     table = compile_rules(rules)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.plan import Same, Step
-from easytorch.bridge.rules import TIED_ENDINGS
-from easytorch.bridge.transforms import transform_called
+from easytorch.bridge.rules.plan import Same, Step
+from easytorch.bridge.rules.table import TIED_ENDINGS
+from easytorch.bridge.rules.transforms import transform_called
 
 if TYPE_CHECKING:
     from easytorch.bridge.architecture import Architecture

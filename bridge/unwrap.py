@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from easytorch.bridge.core.renamed_reader import RenamedReader
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import PartialReader, Reader
-from easytorch.bridge.rules import RuleTable
+from easytorch.bridge.rules.table import RuleTable
 
 _PARAMS, _BATCH_STATS = "params", "batch_stats"
 _COLLECTIONS = {_PARAMS, _BATCH_STATS}

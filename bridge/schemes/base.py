@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 
 class Scheme(Protocol):

@@ -22,10 +22,10 @@ from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import heads_bias, heads_in, heads_out, joined, stacked, with_batch
-from easytorch.bridge.rules import BUFFER, Rule, Rules
+from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, joined, stacked, with_batch
+from easytorch.bridge.rules.table import BUFFER, Rule, Rules
+from easytorch.bridge.rules.transforms import Transform
 from easytorch.bridge.schemes.big_vision_config import siglip_config, vit_config
-from easytorch.bridge.transforms import Transform
 
 _QUERY = "/query/kernel"
 _ATTENTION = "MultiHeadDotProductAttention"

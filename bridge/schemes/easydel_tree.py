@@ -21,11 +21,11 @@ from easytorch.bridge.convention import Row, convention_rules
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import stacked
 from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.rules import BUFFER, TIED, UNREAD, Rules
+from easytorch.bridge.rules.head_transforms import stacked
+from easytorch.bridge.rules.table import BUFFER, TIED, UNREAD, Rules
+from easytorch.bridge.rules.transforms import Shape, Transform
 from easytorch.bridge.ties import declares_ties, untied
-from easytorch.bridge.transforms import Shape, Transform
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.convention import flax_rules
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 
 class FlaxTree:

@@ -21,14 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from easytorch.bridge.architecture import Architecture
-from easytorch.bridge.computed_layouts import cut, split_heads, unfolded
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import heads_bias, heads_in, heads_out, stacked, with_batch
-from easytorch.bridge.rules import TIED, Rule, Rules
+from easytorch.bridge.rules.computed_transforms import cut, split_heads, unfolded
+from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked, with_batch
+from easytorch.bridge.rules.table import TIED, Rule, Rules
+from easytorch.bridge.rules.transforms import Transform, transform_called
 from easytorch.bridge.schemes.gemma_config import gemma_config
-from easytorch.bridge.transforms import Transform, transform_called
 
 _FAMILIES = ("gemma", "gemma2", "gemma3_text", "gemma3")
 _EMBEDDING = "embedder/input_embedding"

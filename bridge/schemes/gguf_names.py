@@ -19,9 +19,9 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.gguf_blocks import require_gguf
-from easytorch.bridge.rules import BUFFER, TIED, Rule, Rules
+from easytorch.bridge.rules.table import BUFFER, TIED, Rule, Rules
+from easytorch.bridge.rules.transforms import Arrays, Shape, Transform
 from easytorch.bridge.schemes.gguf_config import arch_of, settings_of
-from easytorch.bridge.transforms import Arrays, Shape, Transform
 
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 # One of several alike: an expert's weight, or the norm of one head (StableLM).

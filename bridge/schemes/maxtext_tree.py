@@ -29,13 +29,13 @@ import ml_dtypes
 import numpy as np
 
 from easytorch.bridge.architecture import Architecture
-from easytorch.bridge.computed_layouts import cut, interleaved, scaled, shifted, unfolded
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import heads_bias, heads_in, heads_out, stacked
-from easytorch.bridge.rules import TIED, Rule, Rules
-from easytorch.bridge.transforms import Transform, transform_called
+from easytorch.bridge.rules.computed_transforms import cut, interleaved, scaled, shifted, unfolded
+from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked
+from easytorch.bridge.rules.table import TIED, Rule, Rules
+from easytorch.bridge.rules.transforms import Transform, transform_called
 
 _WRITTEN_UNDER = "params/params/"
 _LANDMARKS = ("decoder/decoder_norm/scale", "token_embedder/embedding")

@@ -21,10 +21,10 @@ from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import heads_in, heads_out, stacked
-from easytorch.bridge.rules import TIED, TIED_IN_TORCH, Rule, Rules
+from easytorch.bridge.rules.head_transforms import heads_in, heads_out, stacked
+from easytorch.bridge.rules.table import TIED, TIED_IN_TORCH, Rule, Rules
+from easytorch.bridge.rules.transforms import Transform
 from easytorch.bridge.schemes.t5x_config import t5x_config
-from easytorch.bridge.transforms import Transform
 
 _FAMILIES = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 _MARK = "encoder/encoder_norm/scale"

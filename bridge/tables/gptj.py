@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 RULES: Rules = (("[transformer.]h.{i}.attn.{mask:bias|masked_bias}", None, "buffer"),)

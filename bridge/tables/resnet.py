@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 RULES: Rules = (("[roformer.]encoder.embed_positions.weight", None, "buffer"),)

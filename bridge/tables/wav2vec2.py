@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from easytorch.bridge.rules import SPARE, Rules
+from easytorch.bridge.rules.table import SPARE, Rules
 
 RULES: Rules = (("[wav2vec2.]masked_spec_embed", "[wav2vec2/]masked_spec_embed", SPARE),)

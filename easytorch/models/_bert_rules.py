@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Torch name <-> Flax path, in the order Flax's modules hold their parameters (the language: bridge/rules.py).
+# Torch name <-> Flax path, in the order Flax's modules hold their parameters (the language: bridge/rules/table.py).
 RULES = (
     (
         "[bert.]embeddings.{table:word_embeddings|position_embeddings|token_type_embeddings}.weight",

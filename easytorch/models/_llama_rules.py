@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Torch name <-> Flax path, in the order Flax's modules hold their parameters (the language: bridge/rules.py).
+# Torch name <-> Flax path, in the order Flax's modules hold their parameters (the language: bridge/rules/table.py).
 # `transformer` is the base of LlamaForQuestionAnswering, `model` that of every other head.
 RULES = (
     (

@@ -25,7 +25,7 @@ from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree
-from easytorch.bridge.rules import Rules, compile_rules
+from easytorch.bridge.rules.table import Rules, compile_rules
 from easytorch.bridge.schemes.registry import recognise, scheme_called
 from easytorch.bridge.state import (
     infos_of,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.dtypes import to_torch
-from easytorch.bridge.rules import TIED_ALWAYS, compile_rules
+from easytorch.bridge.rules.table import TIED_ALWAYS, compile_rules
 from easytorch.protocol import conversion
 from easytorch.protocol.checkpoint_files import torch_folder
 

@@ -20,8 +20,8 @@ from easytorch.bridge.convention import model_rows
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.outlines.fields import ACTIVATIONS, LABELS
-from easytorch.bridge.rules import BUFFER, TIES
-from easytorch.bridge.transforms import transform_called
+from easytorch.bridge.rules.table import BUFFER, TIES
+from easytorch.bridge.rules.transforms import transform_called
 
 Settings = dict[str, Any]
 

@@ -24,8 +24,8 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.families import Config
 from easytorch.bridge.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.load_tree import load_tree
-from easytorch.bridge.rules import compile_rules
-from easytorch.bridge.transforms import transform_called
+from easytorch.bridge.rules.table import compile_rules
+from easytorch.bridge.rules.transforms import transform_called
 
 _spec = importlib.util.spec_from_file_location("convention_cases", Path(__file__).with_name("convention_cases.py"))
 assert _spec is not None and _spec.loader is not None

@@ -5,9 +5,9 @@ import pytest
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import heads_bias, heads_in, heads_out, stacked, with_batch
-from easytorch.bridge.plan import plan_from_torch, plan_to_torch
-from easytorch.bridge.rules import compile_rules
+from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked, with_batch
+from easytorch.bridge.rules.plan import plan_from_torch, plan_to_torch
+from easytorch.bridge.rules.table import compile_rules
 
 RNG = np.random.default_rng(0)
 # Three projections that torch keeps in one matrix.

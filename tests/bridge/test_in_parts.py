@@ -10,7 +10,6 @@ import pytest
 from flax.serialization import to_bytes
 from safetensors.numpy import load_file, save_file
 
-from easytorch.bridge.computed_layouts import interleaved, scaled, unfolded
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.mapped import Unread
@@ -19,9 +18,10 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
-from easytorch.bridge.head_layouts import stacked
-from easytorch.bridge.plan import Step, cast_plan
-from easytorch.bridge.transforms import transform_called
+from easytorch.bridge.rules.computed_transforms import interleaved, scaled, unfolded
+from easytorch.bridge.rules.head_transforms import stacked
+from easytorch.bridge.rules.plan import Step, cast_plan
+from easytorch.bridge.rules.transforms import transform_called
 
 RNG = np.random.default_rng(0)
 

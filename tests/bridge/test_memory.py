@@ -15,8 +15,8 @@ import torch
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory import MemoryTree
+from easytorch.bridge.rules.transforms import Transform
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
-from easytorch.bridge.transforms import Transform
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

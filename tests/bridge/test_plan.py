@@ -6,9 +6,9 @@ import pytest
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.head_layouts import stacked
-from easytorch.bridge.plan import cast_plan, plan_from_torch, plan_to_torch
-from easytorch.bridge.rules import compile_rules
+from easytorch.bridge.rules.head_transforms import stacked
+from easytorch.bridge.rules.plan import cast_plan, plan_from_torch, plan_to_torch
+from easytorch.bridge.rules.table import compile_rules
 
 EMBEDDING = ("embed.weight", "embed/embedding", "identity")
 HEAD = ("head.weight", "head/kernel", "linear")

@@ -6,10 +6,10 @@ import pytest
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.plan import plan_from_torch, plan_to_torch
-from easytorch.bridge.rules import compile_rules
+from easytorch.bridge.rules.plan import plan_from_torch, plan_to_torch
+from easytorch.bridge.rules.table import compile_rules
+from easytorch.bridge.rules.transforms import Transform, register_transform, transform_called
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
-from easytorch.bridge.transforms import Transform, register_transform, transform_called
 from easytorch.models.bert import RULES as BERT
 from easytorch.models.llama import RULES as LLAMA
 
@@ -87,7 +87,7 @@ def test_bad_tables_are_refused(rules, message):
 @pytest.fixture
 def transforms(monkeypatch):
     """Transforms registered by a test are forgotten after it."""
-    from easytorch.bridge import transforms
+    from easytorch.bridge.rules import transforms
 
     monkeypatch.setattr(transforms, "_TRANSFORMS", dict(transforms._TRANSFORMS))
 

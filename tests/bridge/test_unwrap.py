@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.rules import compile_rules
+from easytorch.bridge.rules.table import compile_rules
 from easytorch.bridge.state import tree_to_state_dict
 from easytorch.bridge.unwrap import unwrapped
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 def main(tree: Path, kind: str) -> None:
     import easytorch
-    import easytorch.bridge.rules
+    import easytorch.bridge.rules.table
     import easytorch.kernels.attention.native
 
-    homes = [easytorch.__file__, easytorch.bridge.rules.__file__, easytorch.kernels.attention.native.__file__]
+    homes = [easytorch.__file__, easytorch.bridge.rules.table.__file__, easytorch.kernels.attention.native.__file__]
     for home in homes:
         inside = Path(home).resolve().is_relative_to(tree.resolve())
         assert inside == (kind == "editable"), f"{kind}: {home} was imported"
@@ -39,7 +39,7 @@ def main(tree: Path, kind: str) -> None:
     assert json.loads(env.stdout), env.stdout
     # A file a rank: both ranks write to the one standard output, where their lines can run together.
     script = (
-        "import os, pathlib, sys, easytorch.bridge.rules, easytorch.kernels.attention.native\n"
+        "import os, pathlib, sys, easytorch.bridge.rules.table, easytorch.kernels.attention.native\n"
         "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
     )
     with tempfile.TemporaryDirectory() as folder:

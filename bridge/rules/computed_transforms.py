@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.transforms import Arrays, Shape, Transform
+from easytorch.bridge.rules.transforms import Arrays, Shape, Transform
 
 Elementwise = Callable[[np.ndarray], np.ndarray]
 

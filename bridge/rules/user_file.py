@@ -6,7 +6,7 @@ import runpy
 from os import PathLike
 from pathlib import Path
 
-from easytorch.bridge.rules import Rules
+from easytorch.bridge.rules.table import Rules
 
 
 def read_rules(path: str | PathLike[str]) -> Rules:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.patterns import Bindings, Pattern
-from easytorch.bridge.plan import Plan
-from easytorch.bridge.rules import SPARE, RuleTable
+from easytorch.bridge.rules.patterns import Bindings, Pattern
+from easytorch.bridge.rules.plan import Plan
+from easytorch.bridge.rules.table import SPARE, RuleTable
 
 
 def refuse_missing(plan: Plan, table: RuleTable) -> None:

@@ -12,9 +12,9 @@ from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.patterns import Bindings, Pattern
-from easytorch.bridge.rules import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
-from easytorch.bridge.transforms import Transform, transform_called
+from easytorch.bridge.rules.patterns import Bindings, Pattern
+from easytorch.bridge.rules.table import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
+from easytorch.bridge.rules.transforms import Transform, transform_called
 
 # Whether two steps make bit-identical tensors.
 Same = Callable[["Step", "Step"], bool]

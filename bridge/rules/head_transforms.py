@@ -1,8 +1,8 @@
 """Layouts with numbers in them: attention kernels with an axis for the heads, layers stacked along an axis.
 
-The transforms here are made for one model, from its config; like those of `bridge/transforms.py` they return views
-where numpy can, and every one has its exact inverse. Shapes are named (out, in) for torch's matrices; D is the width of
-the model, H the number of heads, d the size of one.
+The transforms here are made for one model, from its config; like those of `bridge/rules/transforms.py` they return
+views where numpy can, and every one has its exact inverse. Shapes are named (out, in) for torch's matrices; D is the
+width of the model, H the number of heads, d the size of one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from easytorch.bridge.computed_layouts import split_heads
 from easytorch.bridge.core.mapped import give_back
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.transforms import Shape, Transform, transform_called
+from easytorch.bridge.rules.computed_transforms import split_heads
+from easytorch.bridge.rules.transforms import Shape, Transform, transform_called
 
 
 def heads_out(heads: int) -> Transform:

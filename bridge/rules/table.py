@@ -8,7 +8,7 @@ Flax modules hold their parameters.
   stands on both sides.
 - `[prefix.]` at the start of a torch pattern and `[prefix/]` at the start of its Flax pattern are there on both sides
   or on neither: a checkpoint of the base model alone has no prefix.
-- A transform is a name of `bridge.transforms`, or a `Transform` itself where the layout has numbers in it (heads,
+- A transform is a name of `bridge.rules.transforms`, or a `Transform` itself where the layout has numbers in it (heads,
   stacked layers). A torch pattern may be a tuple of patterns for a transform that fuses. Where torch is the side that
   fuses, the other pattern is the tuple, and the transform is read from the leaves to torch.
 - Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
@@ -34,8 +34,8 @@ from itertools import combinations
 
 from easytorch.bridge.core.unsupported import is_adapters, is_quantized
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.patterns import Bindings, Pattern, choices_in, has_prefix, parse
-from easytorch.bridge.transforms import Transform, transform_called
+from easytorch.bridge.rules.patterns import Bindings, Pattern, choices_in, has_prefix, parse
+from easytorch.bridge.rules.transforms import Transform, transform_called
 
 Rule = tuple[str | tuple[str, ...], str | tuple[str, ...] | None, str | Transform]
 Rules = tuple[Rule, ...]

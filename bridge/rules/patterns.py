@@ -1,4 +1,5 @@
-"""Name patterns, one side of a weight rule: components are literal or a variable (the language: `bridge.rules`)."""
+"""Name patterns, one side of a weight rule: components are literal or a variable (the language:
+`bridge.rules.table`)."""
 
 from __future__ import annotations
 
