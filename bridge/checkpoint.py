@@ -12,17 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.architecture import Architecture, architecture_of, check
-from easytorch.bridge.convention import flax_rules, outlined_rules
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.renamed_reader import RenamedReader, without
 from easytorch.bridge.core.unsupported import note_on_narrow, refuse_quantized
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config, find_config, given_config, native_rules
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
-from easytorch.bridge.fused import by_hub_names
-from easytorch.bridge.outline import outline_of
+from easytorch.bridge.names.architecture import Architecture, architecture_of, check
+from easytorch.bridge.names.flax_convention import flax_rules, outlined_rules
+from easytorch.bridge.names.fused_reader import by_hub_names
+from easytorch.bridge.names.native_rules import Config, find_config, given_config, native_rules
+from easytorch.bridge.names.outline import outline_of
+from easytorch.bridge.names.tied_weights import held_apart, untied
+from easytorch.bridge.names.unwrap import UnwrappedReader, in_collections
 from easytorch.bridge.rules.completeness import refuse_missing
 from easytorch.bridge.rules.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.planned_reader import PlannedReader, same_data
@@ -31,8 +33,6 @@ from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
 from easytorch.bridge.side import SideFile
 from easytorch.bridge.steps import chosen, step_folder, step_read
 from easytorch.bridge.storage.temp_arrays import Spool
-from easytorch.bridge.ties import held_apart, untied
-from easytorch.bridge.unwrap import UnwrappedReader, in_collections
 
 
 @dataclass
@@ -302,7 +302,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint at `path`, a folder or a weight file.
 
-    step: which of a run's, the last one without. params_key: which tree of a training state (`bridge.unwrap`).
+    step: which of a run's, the last one without. params_key: which tree of a training state (`bridge.names.unwrap`).
     scheme: whose names it carries, where they do not say it themselves. config: a config.json, the folder of one, or
     what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`. drop: names of
     tensors that are not read, `*` in them standing for anything.

@@ -26,8 +26,8 @@ from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
+from easytorch.bridge.names.unwrap import Unwrapped, unwrapped
 from easytorch.bridge.rules.plan import Plan, Step
-from easytorch.bridge.unwrap import Unwrapped, unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ _THREADS = 4
 
 
 class MemoryTree(Closing):
-    """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.unwrap`).
+    """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.names.unwrap`).
 
     as_stored: leaves them on. params_key: which tree of a training state, as there.
     """

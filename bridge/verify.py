@@ -19,8 +19,8 @@ from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.sizes import human_size
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Reader, WritableFormat
+from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.schemes.registry import TORCH
 
 # Of float32 arithmetic in another order, relative to the largest output.

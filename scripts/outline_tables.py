@@ -1,4 +1,5 @@
-"""Writes the outlines of families (`bridge/outlines/<model_type>.json`) from what transformers builds of small configs.
+"""Writes the outlines of families (`bridge/names/outlines/<model_type>.json`) from what transformers builds of small
+configs.
 
     scripts/outline_tables.py t5 bart ...     writes these
     scripts/outline_tables.py                 writes every one that is there again
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.outlines.family import Family, Unexplained, differences, written  # noqa: E402
 
-OUTLINES = ROOT / "bridge" / "outlines"
+OUTLINES = ROOT / "bridge" / "names" / "outlines"
 
 
 def main() -> int:

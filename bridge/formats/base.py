@@ -13,7 +13,7 @@ import numpy as np
 from easytorch.bridge.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
-    from easytorch.bridge.families import Config
+    from easytorch.bridge.names.native_rules import Config
 
 # numpy 1 has no more dimensions; a longer shape is never a weight.
 MAX_RANK = 32

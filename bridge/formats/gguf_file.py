@@ -20,7 +20,6 @@ from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.gguf_blocks import (
     PLAIN,
@@ -36,6 +35,7 @@ from easytorch.bridge.formats.gguf_blocks import (
 from easytorch.bridge.formats.gguf_vocabulary import tokenizer_fields, write_tokenizer
 from easytorch.bridge.formats.gguf_walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
 from easytorch.bridge.formats.sharding import shard_names, split
+from easytorch.bridge.names.native_rules import Config
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_PARTS = 10_000

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from easytorch.bridge.architecture import Architecture
-from easytorch.bridge.convention import Row, convention_rules
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.hub_names import HubNames
+from easytorch.bridge.names.architecture import Architecture
+from easytorch.bridge.names.flax_convention import Row, convention_rules
+from easytorch.bridge.names.hub_names import HubNames
+from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.names.tied_weights import declares_ties, untied
 from easytorch.bridge.rules.head_transforms import stacked
 from easytorch.bridge.rules.table import BUFFER, TIED, UNREAD, Rules
 from easytorch.bridge.rules.transforms import Shape, Transform
-from easytorch.bridge.ties import declares_ties, untied
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ Source: google-deepmind/gemma, `gm/ckpts/_checkpoint.py` and `_compat.py` (the l
 einsums), `gm/nn/vision/_vision_utils.py` (the tower). The layouts:
 
     nested    layer_0/attn/q_einsum/w, layer_0/mlp/linear           what the library saves, and what is written here
-    kauldron  the same under params/, beside a training state       taken off by `bridge.unwrap`
+    kauldron  the same under params/, beside a training state       taken off by `bridge.names.unwrap`
     flat      transformer/layer_0/attn/q_einsum/w, .../mlp/linear/w  what Gemma was released as
     stacked   transformer/stacked_layers/attention_type_0/...        layers that attend alike, along dimension 0
 
@@ -20,10 +20,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.names.architecture import Architecture
+from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.computed_transforms import cut, split_heads, unfolded
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked, with_batch
 from easytorch.bridge.rules.table import TIED, Rule, Rules

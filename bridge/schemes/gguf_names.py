@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.gguf_blocks import require_gguf
+from easytorch.bridge.names.architecture import Architecture
+from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import BUFFER, TIED, Rule, Rules
 from easytorch.bridge.rules.transforms import Arrays, Shape, Transform
 from easytorch.bridge.schemes.gguf_config import arch_of, settings_of

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.sharding import read_json
+from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.schemes.gguf_config import settings_of
 from easytorch.bridge.schemes.sentencepiece_model import BPE, read_vocabulary
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from easytorch.auto.bound import bridge_of
 from easytorch.auto.tiny import configs_in
 from easytorch.auto.trial import attention_groups, try_attention
-from easytorch.bridge.families import families
+from easytorch.bridge.names.native_rules import families
 from easytorch.layers.attention import INTERFACES, OF_STOCK, OURS
 from easytorch.protocol.conversion import plain_config
 from easytorch.protocol.native import NativeModel, check_parts

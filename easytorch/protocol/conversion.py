@@ -20,11 +20,12 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import rename_source_key
 
-from easytorch.bridge.architecture import Architecture, architecture_like
 from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
 from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree
+from easytorch.bridge.names.architecture import Architecture, architecture_like
+from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.names.tied_weights import held_apart
 from easytorch.bridge.rules.table import Rules, compile_rules
 from easytorch.bridge.schemes.registry import recognise, scheme_called
 from easytorch.bridge.state import (
@@ -34,7 +35,6 @@ from easytorch.bridge.state import (
     tree_to_dtensors,
     tree_to_state_dict,
 )
-from easytorch.bridge.ties import held_apart
 from easytorch.layers.attention import OURS
 from easytorch.protocol.load_checks import check_shapes
 

@@ -1,1 +1,1 @@
-"""Makes the outlines of families (`bridge/outlines`); `scripts/outline_tables.py` is the command."""
+"""Makes the outlines of families (`bridge/names/outlines`); `scripts/outline_tables.py` is the command."""

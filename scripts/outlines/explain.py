@@ -1,6 +1,6 @@
 """Explains what was built of several configs: each count and size as an expression of keys, each weight by a condition.
 
-The language of the expressions and conditions is `bridge.outlines.language`'s.
+The language of the expressions and conditions is `bridge.names.outlines.language`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import combinations, product
 from operator import or_
 from typing import Any
 
-from easytorch.bridge.outlines.language import holds, value_of
+from easytorch.bridge.names.outlines.language import holds, value_of
 from scripts.outlines.samples import Built
 
 Indexes = tuple[int, ...]

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from easytorch.bridge.convention import convention_rules, outlined_rules
-from easytorch.bridge.families import native_rules
-from easytorch.bridge.outline import outline_of, read_outline
-from easytorch.bridge.outlines.language import value_of
+from easytorch.bridge.names.flax_convention import convention_rules, outlined_rules
+from easytorch.bridge.names.native_rules import native_rules
+from easytorch.bridge.names.outline import outline_of, read_outline
+from easytorch.bridge.names.outlines.language import value_of
 from scripts.outlines.explain import FEWEST, Explainer, Unexplained, explain, written_value
 from scripts.outlines.samples import LABELS, Built, Sampler, Settings
 
@@ -379,8 +379,8 @@ def written(content: Mapping[str, Any]) -> str:
 
 def differences(model_type: str, seed: int, configs: int, only: str | None = None) -> Iterator[str]:
     """Where the outline of a family and transformers disagree, of further configs of every class."""
-    from easytorch.bridge.architecture import architecture_of
     from easytorch.bridge.errors import CheckpointError
+    from easytorch.bridge.names.architecture import architecture_of
 
     sampler = Sampler(model_type)
     outline = read_outline(model_type)

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from easytorch.bridge.architecture import Architecture
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
-from easytorch.bridge.outline import Outline, outline_of, read_outline
+from easytorch.bridge.names.architecture import Architecture
+from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.names.outline import Outline, outline_of, read_outline
 from scripts.outlines.family import compared, differences
 from scripts.outlines.samples import Sampler, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = sorted(
     file.name.removesuffix(".json")
-    for file in files("easytorch.bridge.outlines").iterdir()
+    for file in files("easytorch.bridge.names.outlines").iterdir()
     if file.name.endswith(".json")
 )
 # Families of which every class is compared here; of the others one (`scripts/outline_tables.py --check`: all of them).
@@ -77,7 +77,7 @@ def test_an_outline_that_is_wrong_is_seen(family: str, monkeypatch: pytest.Monke
 
 def built(family: str, name: str) -> Architecture:
     """What transformers builds of `config_of(family, name)`."""
-    from easytorch.bridge.architecture import architecture_of
+    from easytorch.bridge.names.architecture import architecture_of
 
     return architecture_of(config_of(family, name), 1000)
 

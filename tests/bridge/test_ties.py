@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from easytorch.bridge.architecture import Architecture, architecture_of
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.ties import declares_ties, held_apart, untied
+from easytorch.bridge.names.architecture import Architecture, architecture_of
+from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.names.tied_weights import declares_ties, held_apart, untied
 
 T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
 TEXT = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}

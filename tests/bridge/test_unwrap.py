@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.names.unwrap import unwrapped
 from easytorch.bridge.rules.table import compile_rules
 from easytorch.bridge.state import tree_to_state_dict
-from easytorch.bridge.unwrap import unwrapped
 
 PARAMETERS = ("embed/kernel", "head/bias", "head/kernel")
 STATISTICS = ("embed/mean",)

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.hub_names import HubNames
+from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.rules.plan import Same, Step
 from easytorch.bridge.rules.table import TIED_ENDINGS
 from easytorch.bridge.rules.transforms import transform_called
 
 if TYPE_CHECKING:
-    from easytorch.bridge.architecture import Architecture
+    from easytorch.bridge.names.architecture import Architecture
 
 _KEY = "tie_word_embeddings"
 # Their forward scales what a tied head is given, so that the setting says more than whether weights are one.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.families import Config
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.hub_names import HubNames
+from easytorch.bridge.names.hub_names import HubNames
+from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import TIED_ALWAYS, RuleTable
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Architecture:
 
     `base` is the name of the base model in them, `tie` whether the config ties weights. `given` are the names
     the checkpoint has, of any age and for any head, which a table must know too. `apart` are tied weights of which the
-    torch side of a conversion to a tree holds both (`bridge.ties`).
+    torch side of a conversion to a tree holds both (`bridge.names.tied_weights`).
     """
 
     name: str

@@ -1,7 +1,8 @@
 """HF Flax names for any model of transformers: one literal row a tensor, by the kinds of its modules and its family.
 
-`bridge/flax_leaves.py` holds the convention, `bridge/tables/<model_type>.py` what a family does differently. In a
-composite model (an encoder and a decoder, a vision and a text tower) each member follows the table of its own family.
+`bridge/names/flax_leaves.py` holds the convention, `bridge/names/tables/<model_type>.py` what a family does
+differently. In a composite model (an encoder and a decoder, a vision and a text tower) each member follows the table of
+its own family.
 
 Mixture of experts: the leaves are those of the hub names, one an expert (`experts/0/w1/kernel`), not memory's stacks.
 Tied weights: Flax holds them once, under the name of the one they repeat; one that differs is held too.
@@ -17,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from easytorch.bridge.architecture import UNBUILDABLE, Architecture
-from easytorch.bridge.families import Config, native_rules
-from easytorch.bridge.flax_leaves import is_statistic, leaf_of
-from easytorch.bridge.hub_names import HubNames
-from easytorch.bridge.members import Member, members_of, table_of_names
-from easytorch.bridge.outline import OutlinedNames
+from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture
+from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
+from easytorch.bridge.names.hub_names import HubNames
+from easytorch.bridge.names.native_rules import Config, native_rules
+from easytorch.bridge.names.outline import OutlinedNames
+from easytorch.bridge.names.submodels import Member, members_of, table_of_names
 from easytorch.bridge.rules.table import (
     ALIAS,
     BUFFER,

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from easytorch.bridge.families import native_rules
-from easytorch.bridge.hub_names import HubNames
+from easytorch.bridge.names.hub_names import HubNames
+from easytorch.bridge.names.native_rules import native_rules
 from easytorch.bridge.rules.table import RuleTable, compile_rules
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _table(model: PreTrainedModel) -> RuleTable | None:
 
 def _table_module(model_type: str) -> ModuleType | None:
     # No module can be called like "kosmos-2.5".
-    name = f"easytorch.bridge.tables.{model_type.replace('-', '_').replace('.', '_')}"
+    name = f"easytorch.bridge.names.tables.{model_type.replace('-', '_').replace('.', '_')}"
     return importlib.import_module(name) if model_type and find_spec(name) is not None else None
 
 

@@ -1,9 +1,9 @@
 """The weights of a known architecture without transformers: names and shapes off config.json, by its family's outline.
 
 Building a model on the meta device imports torch and transformers, which takes seconds. An outline
-(`bridge/outlines/<model_type>.json`) lists what that would find. It answers for a config of which every key and value
-is known to it, and a checkpoint of which every name is. Everything else is left to `bridge.architecture`, so that an
-outline decides how soon an answer comes and never which.
+(`bridge/names/outlines/<model_type>.json`) lists what that would find. It answers for a config of which every key and
+value is known to it, and a checkpoint of which every name is. Everything else is left to `bridge.names.architecture`,
+so that an outline decides how soon an answer comes and never which.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
-from easytorch.bridge.architecture import Architecture, refuse_counts
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.families import Config
-from easytorch.bridge.outlines.fields import COMMON, KINDS, LABELS, Field, rotary
-from easytorch.bridge.outlines.language import Settings, holds, value_of
+from easytorch.bridge.names.architecture import Architecture, refuse_counts
+from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.names.outlines.fields import COMMON, KINDS, LABELS, Field, rotary
+from easytorch.bridge.names.outlines.language import Settings, holds, value_of
 from easytorch.bridge.rules.table import BUFFER, TIES
 
 _LOOPS = "ijk"
@@ -160,7 +160,7 @@ def outline_of(config: Config, tensors: int, given: Collection[str] = ()) -> Arc
 @cache
 def read_outline(model_type: str) -> Outline | None:
     """The outline of a family, None where there is none."""
-    file = files("easytorch.bridge.outlines") / f"{model_type}.json"
+    file = files("easytorch.bridge.names.outlines") / f"{model_type}.json"
     if not file.is_file():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))

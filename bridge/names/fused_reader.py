@@ -16,12 +16,12 @@ import numpy as np
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.dtypes import to_numpy, to_torch
 from easytorch.bridge.formats.base import Reader, TensorInfo
-from easytorch.bridge.hub_names import HubNames
+from easytorch.bridge.names.hub_names import HubNames
 
 if TYPE_CHECKING:
     import torch
 
-    from easytorch.bridge.outline import OutlinedNames
+    from easytorch.bridge.names.outline import OutlinedNames
 
 
 # Tensors whose parts are kept: writers alternate between a layer's two (gate and up, down), at its end between four.
