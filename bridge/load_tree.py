@@ -9,7 +9,7 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.locations import local_source
-from easytorch.bridge.memory import Framework, Shardings, placing
+from easytorch.bridge.memory.tree import Framework, Shardings, placing
 from easytorch.bridge.schemes.registry import TORCH
 
 
@@ -25,8 +25,8 @@ def load_tree(
 
     The names are those of `scheme`; without it a tree keeps its own, and a torch checkpoint gets HF Flax's. `config`
     is the config.json of a checkpoint that has none. numpy's arrays are views of a private map of the file where
-    layouts allow: changing them never reaches it. jax's stand where `shardings` says (`bridge.memory`), each device
-    being given its part alone.
+    layouts allow: changing them never reaches it. jax's stand where `shardings` says (`bridge.memory.tree`), each
+    device being given its part alone.
     """
     # numpy's arrays are kept, jax's are copies of them.
     kept = framework == "numpy"

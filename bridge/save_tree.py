@@ -11,7 +11,7 @@ from typing import Any
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.formats import registry
-from easytorch.bridge.memory import MemoryTree
+from easytorch.bridge.memory.tree import MemoryTree
 from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.source import ReaderSource
 from easytorch.bridge.storage.atomic import new_folder
@@ -25,7 +25,7 @@ def save_tree(
     config: Mapping[str, Any] | None = None,
     max_shard_size: str | int = "5GB",
 ) -> None:
-    """Writes a tree of arrays (`bridge.memory`) as the new folder `dst` in the format `to`, names as they are.
+    """Writes a tree of arrays (`bridge.memory.tree`) as the new folder `dst` in the format `to`, names as they are.
 
     `config` becomes its config.json.
     """

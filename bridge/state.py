@@ -11,11 +11,11 @@ import numpy as np
 
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.compare import identical
-from easytorch.bridge.dtensors import dtensors_of
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
+from easytorch.bridge.memory.dtensors import dtensors_of
+from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
 from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.completeness import refuse_missing
 from easytorch.bridge.rules.plan import Same, Step, plan_from_torch, plan_to_torch
@@ -46,7 +46,7 @@ def load_torch_state_dict(
 def tree_to_state_dict(
     tree: Any, rules: Rules, *, tie_word_embeddings: bool = True, copy: bool | None = None, complete: bool = True
 ) -> dict[str, torch.Tensor]:
-    """A tree of arrays (`bridge.memory`) named as `rules` say, as torch tensors by their torch names, on the CPU.
+    """A tree of arrays (`bridge.memory.tree`) named as `rules` say, as torch tensors by their torch names, on the CPU.
 
     complete: a weight that `rules` name and the tree has not is a `CheckpointError` (`bridge.rules.completeness`).
     """
@@ -61,7 +61,7 @@ def tree_to_state_dict(
 def tree_to_dtensors(
     tree: Any, rules: Rules, mesh: DeviceMesh, *, tie_word_embeddings: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The same as `DTensor`s on `mesh`, placed as jax has placed the leaves: see `bridge.dtensors`."""
+    """The same as `DTensor`s on `mesh`, placed as jax has placed the leaves: see `bridge.memory.dtensors`."""
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
     plan = plan_to_torch(leaves.tensors, compile_rules(rules), tie=tie_word_embeddings, same=_never)
     return dtensors_of(plan, leaves, mesh)
@@ -82,8 +82,8 @@ def state_dict_to_tree(
     """torch tensors as a tree of arrays named as `rules` say; buffers are left out.
 
     fill: torch names that torch may leave out as repeats and the tree must have. like: an nnx module or its state, for
-    `nnx.update` (`bridge.memory.shaped_like`). complete: as in `tree_to_state_dict`. The others:
-    `bridge.memory.tree_of`.
+    `nnx.update` (`bridge.memory.tree.shaped_like`). complete: as in `tree_to_state_dict`. The others:
+    `bridge.memory.tree.tree_of`.
     """
     arrays = {name: to_numpy(tensor) for name, tensor in state_dict.items()}
     read = arrays.__getitem__

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from easytorch.bridge.memory import Tree
+from easytorch.bridge.memory.tree import Tree
 from easytorch.protocol import conversion
 from easytorch.protocol.batching import generate_batch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.bridge.memory import Framework, Shardings, Tree
+from easytorch.bridge.memory.tree import Framework, Shardings, Tree
 from easytorch.protocol import conversion
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class BridgeMixin(_Base):
         """A model of `config` with the weights of a tree: linen's, nnx's, or nested numpy or jax arrays.
 
         jax's arrays are copied, numpy's shared where the layout allows; `copy` is False to share both and True to share
-        neither (`bridge.memory`). kwargs: `from_pretrained`'s.
+        neither (`bridge.memory.tree`). kwargs: `from_pretrained`'s.
         `CheckpointError` when a weight is missing, left over or of another shape.
         """
         return conversion.from_flax(cls, config, params, copy=copy, **kwargs)

@@ -22,7 +22,7 @@ from transformers.core_model_loading import rename_source_key
 
 from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.memory import Framework, MemoryTree, Shardings, Tree
+from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree
 from easytorch.bridge.names.architecture import Architecture, architecture_like
 from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.tied_weights import held_apart
@@ -58,7 +58,7 @@ def to_flax(
 
     A model with batch statistics gives `{"params": ..., "batch_stats": ...}`. bf16 is `ml_dtypes.bfloat16`, which jax
     takes. Experts come one an expert, as checkpoints hold them; integer buffers (index tables, counters) are left out.
-    framework, shardings, copy: see `bridge.memory`. scheme: the names of another program, as in `bridge.convert`.
+    framework, shardings, copy: see `bridge.memory.tree`. scheme: the names of another program, as in `bridge.convert`.
     """
     transform = transform_fn(model, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
     return transform(model.state_dict())
@@ -125,7 +125,7 @@ def transform_for(
 def from_flax(
     model_class: ModelClass, config: PreTrainedConfig, params: Any, *, copy: bool | None = None, **kwargs: Any
 ) -> Any:
-    """A model of `config` with the weights of a tree, of linen, of nnx or of plain arrays (`bridge.memory`).
+    """A model of `config` with the weights of a tree, of linen, of nnx or of plain arrays (`bridge.memory.tree`).
 
     Its names may be those of any scheme the bridge knows; which, they tell themselves. kwargs: `from_pretrained`'s.
     `CheckpointError` when a weight is missing, left over or of another shape.
@@ -158,7 +158,7 @@ def state_dict_from_flax(
     """The weights of a tree by the names checkpoints of `model_class` have, on the CPU.
 
     mesh: a `torch.distributed` mesh whose dimensions are named like the axes of jax's: each weight is a `DTensor` with
-    the leaf's placements there, of which every process fills its own part (`bridge.dtensors`).
+    the leaf's placements there, of which every process fills its own part (`bridge.memory.dtensors`).
     """
     architecture, rules, leaves = _open(model_class, config, params)
     if mesh is None:

@@ -14,7 +14,7 @@ import torch
 
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.memory import MemoryTree
+from easytorch.bridge.memory.tree import MemoryTree
 from easytorch.bridge.rules.transforms import Transform
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 
@@ -244,7 +244,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, numpy as np, torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from easytorch.bridge import jax_arrays
+from easytorch.bridge.memory import jax_arrays
 from easytorch.bridge.state import state_dict_to_tree, tree_to_dtensors, tree_to_state_dict
 from easytorch.bridge.core.nested import flat
 RULES = (("norm.weight", "norm/scale", "identity"), ("dense.weight", "dense/kernel", "linear"),
@@ -276,7 +276,7 @@ def run(code: str, *arguments: object, processes: int = 1) -> list[str]:
 def test_sharded_arrays_both_ways() -> None:
     """Each shard is read once, into the tensor; never is a leaf assembled in its own layout before."""
     code = """
-from easytorch.bridge import memory
+from easytorch.bridge.memory import tree as memory
 assemble = memory.host
 memory.host = lambda leaf, path: 1 / 0 if jax_arrays.is_sharded(leaf) else assemble(leaf, path)
 for copy in (None, True, False):

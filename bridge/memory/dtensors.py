@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from easytorch.bridge.jax_arrays import Region, empty, fill, from_numpy, is_jax
-from easytorch.bridge.memory import MemoryTree, as_leaf, tensors_of
+from easytorch.bridge.memory.jax_arrays import Region, empty, fill, from_numpy, is_jax
+from easytorch.bridge.memory.tree import MemoryTree, as_leaf, tensors_of
 from easytorch.bridge.rules.plan import Plan, Step
 
 if TYPE_CHECKING:

@@ -25,7 +25,18 @@ from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.jax_arrays import copied, empty, fill, from_numpy, host, is_jax, is_sharded, share, to_jax, whole
+from easytorch.bridge.memory.jax_arrays import (
+    copied,
+    empty,
+    fill,
+    from_numpy,
+    host,
+    is_jax,
+    is_sharded,
+    share,
+    to_jax,
+    whole,
+)
 from easytorch.bridge.names.unwrap import Unwrapped, unwrapped
 from easytorch.bridge.rules.plan import Plan, Step
 
