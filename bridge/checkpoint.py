@@ -18,6 +18,8 @@ from easytorch.bridge.core.unsupported import note_on_narrow, refuse_quantized
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
+from easytorch.bridge.jobs.steps import chosen, step_folder, step_read
+from easytorch.bridge.jobs.torch_buffers import SideFile
 from easytorch.bridge.names.architecture import Architecture, architecture_of, check
 from easytorch.bridge.names.flax_convention import flax_rules, outlined_rules
 from easytorch.bridge.names.fused_reader import by_hub_names
@@ -30,8 +32,6 @@ from easytorch.bridge.rules.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.planned_reader import PlannedReader, same_data
 from easytorch.bridge.rules.table import BUFFER, Rules, RuleTable, compile_rules
 from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
-from easytorch.bridge.side import SideFile
-from easytorch.bridge.steps import chosen, step_folder, step_read
 from easytorch.bridge.storage.temp_arrays import Spool
 
 

@@ -8,15 +8,15 @@ from collections.abc import Collection
 from os import PathLike
 
 from easytorch.bridge.checkpoint import open_checkpoint
-from easytorch.bridge.conversion import Conversion, stored_as
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.formats import registry
-from easytorch.bridge.locations import is_remote, local_destination, local_source
-from easytorch.bridge.report import ConversionReport
+from easytorch.bridge.jobs.locations import is_remote, local_destination, local_source
+from easytorch.bridge.jobs.pipeline import Conversion, stored_as
+from easytorch.bridge.jobs.report import ConversionReport
+from easytorch.bridge.jobs.sources import Progress
 from easytorch.bridge.rules.table import Rules
 from easytorch.bridge.rules.user_file import read_rules
-from easytorch.bridge.source import Progress
 from easytorch.bridge.storage.atomic import refuse_existing
 
 
@@ -39,8 +39,8 @@ def convert(
 ) -> ConversionReport:
     """Writes the checkpoint `src` as `dst` in the format `to` (`registry.TARGETS`).
 
-    Both are paths, names on the Hub or URLs (`bridge.locations`). `dst` is a new folder, or one file where its name
-    ends as such a file's does (`out.safetensors`). Floating point weights are cast to `dtype` when it is given and
+    Both are paths, names on the Hub or URLs (`bridge.jobs.locations`). `dst` is a new folder, or one file where its
+    name ends as such a file's does (`out.safetensors`). Floating point weights are cast to `dtype` when it is given and
     bit-exact otherwise. `verify` reads the result back, compares every tensor, and where a jax forward exists runs
     both sides on the same inputs. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme`
     names the source's naming scheme where its names do not tell it, `config` is the config.json of a source that has

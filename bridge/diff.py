@@ -14,9 +14,9 @@ from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.unsupported import note_on_adapter
 from easytorch.bridge.formats.base import Reader, TensorInfo
-from easytorch.bridge.locations import local_source
+from easytorch.bridge.jobs.locations import local_source
+from easytorch.bridge.jobs.steps import step_folder
 from easytorch.bridge.schemes.registry import TORCH
-from easytorch.bridge.steps import step_folder
 
 # Compared a piece at a time, so that memory does not grow with the tensor.
 _PIECE = 1 << 20

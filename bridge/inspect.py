@@ -11,8 +11,8 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.unsupported import note_on_adapter
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.locations import local_source
-from easytorch.bridge.steps import step_folder
+from easytorch.bridge.jobs.locations import local_source
+from easytorch.bridge.jobs.steps import step_folder
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CheckpointInfo:
 
 
 def inspect(path: str | PathLike[str]) -> CheckpointInfo:
-    """Format, naming scheme, architecture and tensors of the checkpoint at `path` (`bridge.locations`).
+    """Format, naming scheme, architecture and tensors of the checkpoint at `path` (`bridge.jobs.locations`).
 
     Only headers are read, and of remote safetensors fetched. `CheckpointError` for what is not a whole checkpoint.
     """

@@ -8,7 +8,7 @@ from typing import Any
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.nested import nested
-from easytorch.bridge.locations import local_source
+from easytorch.bridge.jobs.locations import local_source
 from easytorch.bridge.memory.tree import Framework, Shardings, placing
 from easytorch.bridge.schemes.registry import TORCH
 
@@ -21,7 +21,7 @@ def load_tree(
     framework: Framework = "numpy",
     shardings: Shardings = None,
 ) -> dict[str, Any]:
-    """The weights at `path` (`bridge.locations`), in any format, as a nested dict of arrays of `framework`.
+    """The weights at `path` (`bridge.jobs.locations`), in any format, as a nested dict of arrays of `framework`.
 
     The names are those of `scheme`; without it a tree keeps its own, and a torch checkpoint gets HF Flax's. `config`
     is the config.json of a checkpoint that has none. numpy's arrays are views of a private map of the file where

@@ -47,7 +47,7 @@ class Config:
 
 def given_config(path: Path) -> Config:
     """The config a user names: a file, whatever it is called, or the folder of a config.json."""
-    from easytorch.bridge.companions import is_weights
+    from easytorch.bridge.jobs.aux_files import is_weights
 
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

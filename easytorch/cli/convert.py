@@ -14,7 +14,7 @@ from easytorch.bridge.formats.registry import target_names
 from easytorch.bridge.schemes.registry import names as scheme_names
 
 if TYPE_CHECKING:
-    from easytorch.bridge.report import ConversionReport
+    from easytorch.bridge.jobs.report import ConversionReport
 
 
 def command(

@@ -17,7 +17,7 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.registry import find, formats, kind_of
 from easytorch.bridge.formats.sharding import read_index, read_json
 from easytorch.bridge.formats.torch_bin import PickleFile
-from easytorch.bridge.locations import wanted
+from easytorch.bridge.jobs.locations import wanted
 
 # In the order transformers looks for them.
 TORCH_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

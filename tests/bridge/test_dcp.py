@@ -19,7 +19,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.dcp_metadata import Piece, Saved, check_whole
 from easytorch.bridge.formats.torch_dcp import TorchDcp
-from easytorch.bridge.source import ArraySource
+from easytorch.bridge.jobs.sources import ArraySource
 
 FORM = TorchDcp()
 ODD = 13

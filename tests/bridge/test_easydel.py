@@ -26,8 +26,8 @@ from easytorch.bridge.formats import msgpack_stream
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
 from easytorch.bridge.formats.easydel_store import EasydelStore
+from easytorch.bridge.jobs.sources import ArraySource
 from easytorch.bridge.load_tree import load_tree
-from easytorch.bridge.source import ArraySource
 from easytorch.protocol import conversion
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}

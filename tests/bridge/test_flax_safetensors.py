@@ -17,7 +17,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.flax_safetensors import FlaxSafetensors
-from easytorch.bridge.source import ArraySource
+from easytorch.bridge.jobs.sources import ArraySource
 
 FORM = FlaxSafetensors()
 

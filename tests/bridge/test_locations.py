@@ -23,8 +23,8 @@ from easytorch.bridge.convert import convert
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.inspect import inspect
+from easytorch.bridge.jobs.locations import wanted
 from easytorch.bridge.load_tree import load_tree
-from easytorch.bridge.locations import wanted
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -24,8 +24,8 @@ from easytorch.bridge.formats import orbax_tree, orbax_write
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
 from easytorch.bridge.formats.zarr_metadata import parse
+from easytorch.bridge.jobs.sources import ArraySource
 from easytorch.bridge.names.unwrap import unwrapped
-from easytorch.bridge.source import ArraySource
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint32", "bool"),

@@ -12,8 +12,8 @@ from easytorch.bridge.dtypes import SAFETENSORS_CODES, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, TorchSafetensors
+from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.save_tree import save_tree
-from easytorch.bridge.source import ReaderSource
 
 
 def every_dtype():

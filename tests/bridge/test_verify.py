@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from easytorch.bridge import verify
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.forwards import decoder, encoder_decoder, vision
+from easytorch.bridge.jobs import verify
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.names.native_rules import read_config
 from easytorch.bridge.state import load_torch_state_dict

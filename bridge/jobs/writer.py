@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from easytorch.bridge.checkpoint import Checkpoint
 from easytorch.bridge.formats.base import Layout, WritableFormat
-from easytorch.bridge.side import FILE_NAME as SIDE_FILE
-from easytorch.bridge.source import ReaderSource
+from easytorch.bridge.jobs.sources import ReaderSource
+from easytorch.bridge.jobs.torch_buffers import FILE_NAME as SIDE_FILE
 from easytorch.bridge.storage.atomic import Staging
 from easytorch.bridge.storage.journal import Journal, state_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from easytorch.bridge.core.unsupported import ADAPTER_CONFIG, adapter_in
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.steps import step_folder, steps_in
+from easytorch.bridge.jobs.steps import step_folder, steps_in
 
 # Weights of any kind, and what belongs to a training run and not to the model.
 _WEIGHTS = (

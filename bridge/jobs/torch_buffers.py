@@ -15,7 +15,7 @@ import numpy as np
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, storage_order, write_file
-from easytorch.bridge.source import ArraySource
+from easytorch.bridge.jobs.sources import ArraySource
 
 FILE_NAME = "torch_buffers.safetensors"
 

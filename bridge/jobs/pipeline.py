@@ -9,24 +9,24 @@ from typing import Any
 
 from easytorch import __version__
 from easytorch.bridge.checkpoint import Checkpoint, Renamed
-from easytorch.bridge.companions import copy_companions, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, RoundingFormat, TokenizedReader, WritableFormat
 from easytorch.bridge.formats.registry import Target
-from easytorch.bridge.report import ConversionReport
+from easytorch.bridge.jobs.aux_files import copy_companions, refuse_foreign_config, set_config_dtype
+from easytorch.bridge.jobs.report import ConversionReport
+from easytorch.bridge.jobs.sources import Progress, ReaderSource
+from easytorch.bridge.jobs.steps import step_folder
+from easytorch.bridge.jobs.torch_buffers import write_side_file
+from easytorch.bridge.jobs.verify import OutputCheck, compare_sides, wrong_tensor
+from easytorch.bridge.jobs.verify_source import lost_tensor
+from easytorch.bridge.jobs.writer import digest, write_files
 from easytorch.bridge.rules.plan import cast_plan
 from easytorch.bridge.rules.planned_reader import PlannedReader
 from easytorch.bridge.rules.table import Rules
 from easytorch.bridge.schemes.registry import TORCH
-from easytorch.bridge.side import write_side_file
-from easytorch.bridge.source import Progress, ReaderSource
-from easytorch.bridge.steps import step_folder
 from easytorch.bridge.storage.atomic import refuse_existing, staged, sweep
-from easytorch.bridge.verify import OutputCheck, compare_sides, wrong_tensor
-from easytorch.bridge.way_back import lost_tensor
-from easytorch.bridge.writing import digest, write_files
 
 # What files of one format are called, and no folder of another.
 _FILE_SUFFIXES = frozenset(

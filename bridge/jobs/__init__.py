@@ -1,0 +1,1 @@
+"""What a conversion does: finds its source, writes, verifies, reports."""
