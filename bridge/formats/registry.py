@@ -9,18 +9,18 @@ from typing import Literal
 from easytorch.bridge.core.unsupported import refuse_adapter
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Format, Reader, WritableFormat
-from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
-from easytorch.bridge.formats.easydel_safetensors import EasydelSafetensors
-from easytorch.bridge.formats.easydel_store import EasydelStore
-from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
-from easytorch.bridge.formats.flax_safetensors import FlaxSafetensors
-from easytorch.bridge.formats.gguf_file import Gguf
-from easytorch.bridge.formats.npz_file import Npz
-from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
-from easytorch.bridge.formats.t5x_folder import T5xFolder
-from easytorch.bridge.formats.torch_bin import TorchBin
-from easytorch.bridge.formats.torch_dcp import TorchDcp
-from easytorch.bridge.formats.torch_safetensors import TorchSafetensors
+from easytorch.bridge.formats.gguf_files.file import Gguf
+from easytorch.bridge.formats.msgpack_files.easydel_msgpack import EasydelMsgpack
+from easytorch.bridge.formats.msgpack_files.flax_msgpack import FlaxMsgpack
+from easytorch.bridge.formats.numpy_files.npz import Npz
+from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
+from easytorch.bridge.formats.safetensors_files.easydel_safetensors import EasydelSafetensors
+from easytorch.bridge.formats.safetensors_files.flax_safetensors import FlaxSafetensors
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import TorchSafetensors
+from easytorch.bridge.formats.torch_files.torch_bin import TorchBin
+from easytorch.bridge.formats.torch_files.torch_dcp import TorchDcp
+from easytorch.bridge.formats.zarr_folders.easydel_store import EasydelStore
+from easytorch.bridge.formats.zarr_folders.t5x_folder import T5xFolder
 
 # Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
 Kind = Literal["torch", "gguf", "tree"]

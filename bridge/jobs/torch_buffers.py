@@ -14,7 +14,7 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, storage_order, write_file
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile, storage_order, write_file
 from easytorch.bridge.jobs.sources import ArraySource
 
 FILE_NAME = "torch_buffers.safetensors"

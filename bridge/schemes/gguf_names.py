@@ -16,7 +16,7 @@ import numpy as np
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.gguf_blocks import require_gguf
+from easytorch.bridge.formats.gguf_files.blocks import require_gguf
 from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import BUFFER, TIED, Rule, Rules
@@ -44,7 +44,7 @@ class GgufNames:
         return tuple(_Table(config, architecture).rows())
 
     def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
-        """None: a GGUF file states it (`formats.gguf_file.GgufReader.config`)."""
+        """None: a GGUF file states it (`formats.gguf_files.file.GgufReader.config`)."""
         return None
 
 

@@ -16,7 +16,7 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.registry import find, formats, kind_of
 from easytorch.bridge.formats.sharding import read_index, read_json
-from easytorch.bridge.formats.torch_bin import PickleFile
+from easytorch.bridge.formats.torch_files.torch_bin import PickleFile
 from easytorch.bridge.jobs.locations import wanted
 
 # In the order transformers looks for them.

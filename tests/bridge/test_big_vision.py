@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from easytorch.bridge import convert
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.npz_file import Npz
+from easytorch.bridge.formats.numpy_files.npz import Npz
 
 # Two heads of six, so that no two sizes of a kernel are alike.
 WIDTH, HEADS, LAYERS, MLP, PATCH, SIDE, CLASSES, WORDS, LENGTH, OUT = 12, 2, 3, 20, 4, 12, 5, 23, 7, 12

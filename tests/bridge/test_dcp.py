@@ -17,8 +17,8 @@ from easytorch.bridge import convert
 from easytorch.bridge.dtypes import SAFETENSORS_CODES, numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.dcp_metadata import Piece, Saved, check_whole
-from easytorch.bridge.formats.torch_dcp import TorchDcp
+from easytorch.bridge.formats.torch_files.dcp_metadata import Piece, Saved, check_whole
+from easytorch.bridge.formats.torch_files.torch_dcp import TorchDcp
 from easytorch.bridge.jobs.sources import ArraySource
 
 FORM = TorchDcp()

@@ -22,10 +22,10 @@ from safetensors.torch import save_file as save_torch_file
 from easytorch.bridge import convert, inspect
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import msgpack_stream
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.easydel_msgpack import EasydelMsgpack
-from easytorch.bridge.formats.easydel_store import EasydelStore
+from easytorch.bridge.formats.msgpack_files import stream
+from easytorch.bridge.formats.msgpack_files.easydel_msgpack import EasydelMsgpack
+from easytorch.bridge.formats.zarr_folders.easydel_store import EasydelStore
 from easytorch.bridge.jobs.sources import ArraySource
 from easytorch.bridge.load_tree import load_tree
 from easytorch.protocol import conversion
@@ -233,7 +233,7 @@ def test_every_dtype_bit_for_bit(form, tmp_path):
 
 @pytest.mark.parametrize("chunk", [2**30, 20])
 def test_the_stream_is_what_flax_would_write(chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(msgpack_stream, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk)
     monkeypatch.setattr("flax.serialization.MAX_CHUNK_SIZE", chunk)
     written(EasydelMsgpack(), tmp_path, ARRAYS).close()
     write_stream(tmp_path / "theirs", ARRAYS)

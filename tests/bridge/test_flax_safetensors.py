@@ -16,7 +16,7 @@ from easytorch.bridge.dtypes import SAFETENSORS_CODES, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.flax_safetensors import FlaxSafetensors
+from easytorch.bridge.formats.safetensors_files.flax_safetensors import FlaxSafetensors
 from easytorch.bridge.jobs.sources import ArraySource
 
 FORM = FlaxSafetensors()

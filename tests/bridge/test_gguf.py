@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 from easytorch.bridge import convert, inspect
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import gguf_blocks, registry
+from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.gguf_blocks import PLAIN, can_unpack, packed, unpack
-from easytorch.bridge.formats.gguf_file import Gguf, GgufReader
-from easytorch.bridge.formats.gguf_vocabulary import add_fields
+from easytorch.bridge.formats.gguf_files import blocks
+from easytorch.bridge.formats.gguf_files.blocks import PLAIN, can_unpack, packed, unpack
+from easytorch.bridge.formats.gguf_files.file import Gguf, GgufReader
+from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
 from easytorch.bridge.schemes.gguf_config import OWN_CONFIG, llama3_factors
 
 SMALL = {
@@ -292,7 +293,7 @@ def test_packed_types(kind, monkeypatch):
             assert not can_unpack(kind)
             return
     for at_once in (1 << 20, 4 * block):
-        monkeypatch.setattr(gguf_blocks, "_AT_ONCE", at_once)
+        monkeypatch.setattr(blocks, "_AT_ONCE", at_once)
         got = unpack(raw.reshape(-1), kind, (7, 3 * block))
         assert np.array_equal(got.view(np.uint32), expected.view(np.uint32))
 
@@ -302,7 +303,7 @@ def test_packing_in_pieces(kind, monkeypatch):
     array = np.random.default_rng(0).normal(size=(2, 96, 64)).astype(np.float32).transpose(0, 2, 1)
     expected = gguf.quantize(np.ascontiguousarray(array), gguf.GGMLQuantizationType[kind]).tobytes()
     for at_once in (1 << 20, 1000, 96):
-        monkeypatch.setattr(gguf_blocks, "_AT_ONCE", at_once)
+        monkeypatch.setattr(blocks, "_AT_ONCE", at_once)
         assert b"".join(piece.tobytes() for piece in packed(array, kind)) == expected
 
 

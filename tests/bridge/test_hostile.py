@@ -230,7 +230,7 @@ def test_an_npz_bomb(tmp_path):
 import resource, sys
 from pathlib import Path
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.npz_file import Npz
+from easytorch.bridge.formats.numpy_files.npz import Npz
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     Npz().open(Path(sys.argv[1]))

@@ -16,7 +16,7 @@ from easytorch.bridge.core.mapped import Unread
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.flax_msgpack import FlaxMsgpack
+from easytorch.bridge.formats.msgpack_files.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.rules.computed_transforms import interleaved, scaled, unfolded
 from easytorch.bridge.rules.head_transforms import stacked

@@ -17,7 +17,7 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.orbax_tree import OrbaxReader
+from easytorch.bridge.formats.orbax_trees.tree import OrbaxReader
 from easytorch.bridge.schemes.registry import recognise
 
 TINY = {

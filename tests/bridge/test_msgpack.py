@@ -9,7 +9,7 @@ import pytest
 
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import msgpack_stream
+from easytorch.bridge.formats.msgpack_files import stream
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.save_tree import save_tree
 
@@ -46,7 +46,7 @@ def same_trees(one, other):
 
 
 def test_writes_what_flax_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(msgpack_stream, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(stream, "CHUNK_BYTES", 64)
     save_tree(TREE, tmp_path / "new")
     assert (tmp_path / "new" / "flax_model.msgpack").read_bytes() == RECORDED
     transposed = {"batch_stats": TREE["batch_stats"] | {"table": np.asfortranarray(TREE["batch_stats"]["table"])}}

@@ -13,7 +13,7 @@ import pytest
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.npz_file import Npz
+from easytorch.bridge.formats.numpy_files.npz import Npz
 from easytorch.bridge.jobs.sources import ArraySource
 
 RNG = np.random.default_rng(0)

@@ -20,10 +20,11 @@ from easytorch.bridge import convert
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import orbax_tree, orbax_write
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.orbax_tree import OrbaxTree, OrbaxZarr
-from easytorch.bridge.formats.zarr_metadata import parse
+from easytorch.bridge.formats.orbax_trees import tree as orbax_tree
+from easytorch.bridge.formats.orbax_trees import write as orbax_write
+from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
+from easytorch.bridge.formats.zarr_folders.metadata import parse
 from easytorch.bridge.jobs.sources import ArraySource
 from easytorch.bridge.names.unwrap import unwrapped
 

@@ -17,7 +17,7 @@ from easytorch.bridge.core.casting import CastOverflow, cast
 from easytorch.bridge.core.printable import printable
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.gguf_blocks import packed
+from easytorch.bridge.formats.gguf_files.blocks import packed
 from easytorch.bridge.inspect import inspect
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from easytorch.bridge.dtypes import SAFETENSORS_CODES, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, TorchSafetensors
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile, TorchSafetensors
 from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.save_tree import save_tree
 

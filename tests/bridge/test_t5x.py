@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from easytorch.bridge import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.t5x_folder import T5xFolder
+from easytorch.bridge.formats.zarr_folders.t5x_folder import T5xFolder
 from easytorch.bridge.jobs.sources import ArraySource
 
 SIZES = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_heads": 3, "vocab_size": 23, "num_layers": 2, "dropout_rate": 0.0}

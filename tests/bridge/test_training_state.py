@@ -8,7 +8,7 @@ import torch
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.training_state import training_path
+from easytorch.bridge.formats.torch_files.training_state import training_path
 
 WEIGHTS = {"encoder.weight": torch.ones(2, 3), "encoder.bias": torch.zeros(2, dtype=torch.bfloat16)}
 OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2), "step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easytorch.bridge.formats.gguf_blocks import stored_bytes
+from easytorch.bridge.formats.gguf_files.blocks import stored_bytes
 from easytorch.bridge.names.native_rules import Config
 
 Entry = tuple[str, tuple[int, ...], str]
@@ -30,7 +30,7 @@ def write_header(
     import gguf
     import numpy as np
 
-    from easytorch.bridge.formats.gguf_vocabulary import add_fields
+    from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
     from easytorch.bridge.schemes.gguf_config import arch_of, fields_of
     from easytorch.bridge.schemes.gguf_tokenizer import add_tokenizer
 

@@ -18,16 +18,16 @@ from easytorch.bridge.core.mapped import check_announced
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.formats.orbax_store import (
+from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,
     load_tensorstore,
     new_context,
     store_spec,
     tensorstore_errors,
 )
-from easytorch.bridge.formats.orbax_tree import windows
-from easytorch.bridge.formats.orbax_write import chunk_shape
-from easytorch.bridge.formats.zarr_metadata import DESCRIPTIONS, ZarrArray, parse
+from easytorch.bridge.formats.orbax_trees.tree import windows
+from easytorch.bridge.formats.orbax_trees.write import chunk_shape
+from easytorch.bridge.formats.zarr_folders.metadata import DESCRIPTIONS, ZarrArray, parse
 
 _DESCRIPTION_LIMIT = 1 << 20
 # What zstd makes of zeros: four bytes for 128 KiB.

@@ -18,7 +18,7 @@ from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
 from easytorch.bridge.formats.sharding import read_json
-from easytorch.bridge.formats.zarr_folders import ZarrFolders, check_names, write_folder
+from easytorch.bridge.formats.zarr_folders.arrays import ZarrFolders, check_names, write_folder
 
 INDEX = "tensorstore_index.json"
 _INDEX_LIMIT = 256 << 20

@@ -16,8 +16,13 @@ import numpy as np
 from easytorch.bridge.core.renamed_reader import by_paths
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import (
+    SafetensorsFile,
+    states_flax,
+    storage_order,
+    write_file,
+)
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
-from easytorch.bridge.formats.torch_safetensors import SafetensorsFile, states_flax, storage_order, write_file
 
 
 class _Dotted:

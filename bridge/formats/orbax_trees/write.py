@@ -23,8 +23,8 @@ from easytorch.bridge.core.nested import nested
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Source, TensorInfo
-from easytorch.bridge.formats.orbax_index import CHECKPOINT_METADATA, MANIFEST, METADATA
-from easytorch.bridge.formats.orbax_store import (
+from easytorch.bridge.formats.orbax_trees.index import CHECKPOINT_METADATA, MANIFEST, METADATA
+from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,
     load_tensorstore,
     new_context,

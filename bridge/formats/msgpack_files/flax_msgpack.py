@@ -17,8 +17,8 @@ from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.msgpack_stream import CHUNK_MARK, tree_parts
-from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
+from easytorch.bridge.formats.msgpack_files.stream import CHUNK_MARK, tree_parts
+from easytorch.bridge.formats.msgpack_files.walk import Located, Tree, Walk
 from easytorch.bridge.formats.parallel_write import write_parts
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 

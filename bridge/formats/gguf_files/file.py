@@ -21,7 +21,7 @@ from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.gguf_blocks import (
+from easytorch.bridge.formats.gguf_files.blocks import (
     PLAIN,
     UNPACKED,
     block_length,
@@ -32,8 +32,8 @@ from easytorch.bridge.formats.gguf_blocks import (
     stored_bytes,
     unpack,
 )
-from easytorch.bridge.formats.gguf_vocabulary import tokenizer_fields, write_tokenizer
-from easytorch.bridge.formats.gguf_walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
+from easytorch.bridge.formats.gguf_files.vocabulary import tokenizer_fields, write_tokenizer
+from easytorch.bridge.formats.gguf_files.walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
 from easytorch.bridge.formats.sharding import shard_names, split
 from easytorch.bridge.names.native_rules import Config
 
@@ -202,7 +202,7 @@ class Gguf:
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
         """One file; the first of several has the metadata and the rotary factors."""
-        from easytorch.bridge.formats.gguf_header import write_header
+        from easytorch.bridge.formats.gguf_files.header import write_header
         from easytorch.bridge.schemes.gguf_config import derived_tensors
 
         number, _ = _place(file)
@@ -234,7 +234,7 @@ class Gguf:
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
         """How many tensors there are in all, which every part states."""
         if len(layout) > 1:
-            from easytorch.bridge.formats.gguf_header import state_total
+            from easytorch.bridge.formats.gguf_files.header import state_total
             from easytorch.bridge.schemes.gguf_config import derived_tensors
 
             total = sum(len(infos) for infos in layout.values()) + len(derived_tensors(_config(source)))

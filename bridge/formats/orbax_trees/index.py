@@ -15,7 +15,7 @@ from pathlib import Path
 
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.msgpack_walk import Located, Tree, Walk
+from easytorch.bridge.formats.msgpack_files.walk import Located, Tree, Walk
 from easytorch.bridge.formats.sharding import read_json
 
 METADATA, CHECKPOINT_METADATA, MANIFEST, AGGREGATE = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "checkpoint"

@@ -20,10 +20,10 @@ import numpy as np
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.flax_msgpack import MsgpackFile
-from easytorch.bridge.formats.msgpack_walk import Tree, Walk
-from easytorch.bridge.formats.orbax_write import chunk_shape
-from easytorch.bridge.formats.zarr_folders import ZarrFolders, check_names, write_folder
+from easytorch.bridge.formats.msgpack_files.flax_msgpack import MsgpackFile
+from easytorch.bridge.formats.msgpack_files.walk import Tree, Walk
+from easytorch.bridge.formats.orbax_trees.write import chunk_shape
+from easytorch.bridge.formats.zarr_folders.arrays import ZarrFolders, check_names, write_folder
 
 INDEX = "checkpoint"
 _STEP = re.compile(r"checkpoint_(\d{1,18})")

@@ -21,7 +21,7 @@ from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.npy_header import HEADER_BYTES, NpyHeader, npy_bytes, read_npy_header
+from easytorch.bridge.formats.numpy_files.npy_header import HEADER_BYTES, NpyHeader, npy_bytes, read_npy_header
 
 _STORED, _DEFLATED = 0, 8
 _ENCRYPTED = 1

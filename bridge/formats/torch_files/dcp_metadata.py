@@ -15,8 +15,8 @@ from typing import Any
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import MAX_RANK
-from easytorch.bridge.formats.inert_pickle import Made, Name, read_pickle
 from easytorch.bridge.formats.sharding import is_plain_name
+from easytorch.bridge.formats.torch_files.inert_pickle import Made, Name, read_pickle
 
 # A piece takes about 200 bytes: this is a thousand tensors on a thousand ranks.
 _LIMIT = 256 << 20

@@ -19,17 +19,17 @@ from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import orbax_write
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.orbax_index import AGGREGATE, MANIFEST, find_tree, own_paths, read_index
-from easytorch.bridge.formats.orbax_store import (
+from easytorch.bridge.formats.orbax_trees import write as orbax_write
+from easytorch.bridge.formats.orbax_trees.index import AGGREGATE, MANIFEST, find_tree, own_paths, read_index
+from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,
     load_tensorstore,
     new_context,
     store_spec,
     tensorstore_errors,
 )
-from easytorch.bridge.formats.zarr_metadata import DESCRIPTIONS, ZarrArray, parse
+from easytorch.bridge.formats.zarr_folders.metadata import DESCRIPTIONS, ZarrArray, parse
 
 # No compressor tensorstore has packs better than zstd's runs: four bytes for 128 KiB.
 _MOST_PACKED = 1 << 15

@@ -21,11 +21,11 @@ from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.dtypes import numpy_dtype, to_torch, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.dcp_metadata import Piece, Saved, check_whole, read_metadata
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile
 from easytorch.bridge.formats.sharding import split
-from easytorch.bridge.formats.torch_safetensors import SafetensorsFile
-from easytorch.bridge.formats.torch_saved import Stretch, read_saved
-from easytorch.bridge.formats.training_state import WRAPPERS, own_names, training_path
+from easytorch.bridge.formats.torch_files.dcp_metadata import Piece, Saved, check_whole, read_metadata
+from easytorch.bridge.formats.torch_files.saved_tensor import Stretch, read_saved
+from easytorch.bridge.formats.torch_files.training_state import WRAPPERS, own_names, training_path
 
 _METADATA = ".metadata"
 # As `hf_storage._gen_file_name` calls a rank's file.

@@ -16,9 +16,9 @@ import numpy as np
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.flax_msgpack import MsgpackFile
-from easytorch.bridge.formats.msgpack_stream import pair_parts
-from easytorch.bridge.formats.msgpack_walk import Tree, Walk
+from easytorch.bridge.formats.msgpack_files.flax_msgpack import MsgpackFile
+from easytorch.bridge.formats.msgpack_files.stream import pair_parts
+from easytorch.bridge.formats.msgpack_files.walk import Tree, Walk
 from easytorch.bridge.formats.parallel_write import write_parts
 
 _SUFFIXES = (".easydel", ".easy")

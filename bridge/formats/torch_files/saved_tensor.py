@@ -18,7 +18,7 @@ import numpy as np
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.inert_pickle import Made, Name, read_pickle
+from easytorch.bridge.formats.torch_files.inert_pickle import Made, Name, read_pickle
 
 _PICKLE_LIMIT = 1 << 20
 _ALLOWED = re.compile(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from easytorch.bridge.core.renamed_reader import by_paths
 from easytorch.bridge.formats.base import Reader
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile
 from easytorch.bridge.formats.sharding import open_files
-from easytorch.bridge.formats.torch_safetensors import SafetensorsFile
 
 _FILE = "easydel-model.parameters"
 _INDEX = f"{_FILE}.safetensors.index.json"

@@ -24,9 +24,9 @@ from easytorch.bridge.core.mapped import ReadFile, Unread
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Reader, TensorInfo
-from easytorch.bridge.formats.pickle_check import check_pickle
 from easytorch.bridge.formats.sharding import find, open_files
-from easytorch.bridge.formats.training_state import model_in, own_names
+from easytorch.bridge.formats.torch_files.pickle_check import check_pickle
+from easytorch.bridge.formats.torch_files.training_state import model_in, own_names
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""GGUF, llama.cpp's format: tensors, config and tokenizer in one file."""

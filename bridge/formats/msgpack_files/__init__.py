@@ -1,0 +1,1 @@
+"""msgpack: Flax's trees, and EasyDeL's old single file."""

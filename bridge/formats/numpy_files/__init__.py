@@ -1,0 +1,1 @@
+"""numpy's `.npz` and `.npy`."""

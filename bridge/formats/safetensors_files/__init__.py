@@ -1,0 +1,1 @@
+"""safetensors, with torch's names, Flax's or EasyDeL's."""
