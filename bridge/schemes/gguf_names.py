@@ -17,11 +17,11 @@ import numpy as np
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.gguf_files.blocks import require_gguf
+from easytorch.bridge.formats.gguf_files.config import arch_of, settings_of
 from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import BUFFER, TIED, Rule, Rules
 from easytorch.bridge.rules.transforms import Arrays, Shape, Transform
-from easytorch.bridge.schemes.gguf_config import arch_of, settings_of
 
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 # One of several alike: an expert's weight, or the norm of one head (StableLM).

@@ -18,9 +18,9 @@ from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.gguf_files import blocks
 from easytorch.bridge.formats.gguf_files.blocks import PLAIN, can_unpack, packed, unpack
+from easytorch.bridge.formats.gguf_files.config import OWN_CONFIG, llama3_factors
 from easytorch.bridge.formats.gguf_files.file import Gguf, GgufReader
 from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
-from easytorch.bridge.schemes.gguf_config import OWN_CONFIG, llama3_factors
 
 SMALL = {
     "hidden_size": 64,
@@ -461,7 +461,7 @@ def test_a_tokenizer_transformers_cannot_read_is_reported(saved, tmp_path):
     fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [b"\xe4\xbd".decode("utf-8", "surrogateescape")]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "easytorch.bridge.schemes.gguf_tokenizer.add_tokenizer", lambda writer, _: add_fields(writer, fields)
+            "easytorch.bridge.formats.gguf_files.tokenizer.add_tokenizer", lambda writer, _: add_fields(writer, fields)
         )
         convert(folder, tmp_path / "broken.gguf", to="gguf")
     (tmp_path / "in").mkdir()

@@ -93,7 +93,7 @@ class GgufReader(Closing):
 
     def _take_out_derived(self) -> None:
         """Rotary factors follow from the config: they are read into it and are no weights."""
-        from easytorch.bridge.schemes.gguf_config import DERIVED
+        from easytorch.bridge.formats.gguf_files.config import DERIVED
 
         self._derived = {name: self.read(name) for name in DERIVED if name in self.tensors}
         for name in self._derived:
@@ -101,7 +101,7 @@ class GgufReader(Closing):
 
     def config(self) -> dict[str, Any] | None:
         """What config.json would hold, from the metadata; None for an architecture that is not known here."""
-        from easytorch.bridge.schemes.gguf_config import config_from
+        from easytorch.bridge.formats.gguf_files.config import config_from
 
         try:
             return config_from(self.fields, self.tensors, self._derived)
@@ -202,8 +202,8 @@ class Gguf:
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
         """One file; the first of several has the metadata and the rotary factors."""
+        from easytorch.bridge.formats.gguf_files.config import derived_tensors
         from easytorch.bridge.formats.gguf_files.header import write_header
-        from easytorch.bridge.schemes.gguf_config import derived_tensors
 
         number, _ = _place(file)
         derived = derived_tensors(_config(source)) if number == 0 else {}
@@ -234,8 +234,8 @@ class Gguf:
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
         """How many tensors there are in all, which every part states."""
         if len(layout) > 1:
+            from easytorch.bridge.formats.gguf_files.config import derived_tensors
             from easytorch.bridge.formats.gguf_files.header import state_total
-            from easytorch.bridge.schemes.gguf_config import derived_tensors
 
             total = sum(len(infos) for infos in layout.values()) + len(derived_tensors(_config(source)))
             for file in layout:

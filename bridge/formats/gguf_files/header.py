@@ -30,9 +30,9 @@ def write_header(
     import gguf
     import numpy as np
 
+    from easytorch.bridge.formats.gguf_files.config import arch_of, fields_of
+    from easytorch.bridge.formats.gguf_files.tokenizer import add_tokenizer
     from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
-    from easytorch.bridge.schemes.gguf_config import arch_of, fields_of
-    from easytorch.bridge.schemes.gguf_tokenizer import add_tokenizer
 
     writer = gguf.GGUFWriter(None, arch_of(config))
     if count > 1:

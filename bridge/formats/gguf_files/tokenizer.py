@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.gguf_files.config import settings_of
+from easytorch.bridge.formats.gguf_files.sentencepiece_model import BPE, read_vocabulary
 from easytorch.bridge.formats.sharding import read_json
 from easytorch.bridge.names.native_rules import Config
-from easytorch.bridge.schemes.gguf_config import settings_of
-from easytorch.bridge.schemes.sentencepiece_model import BPE, read_vocabulary
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
