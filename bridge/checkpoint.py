@@ -12,18 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.config import Config, find_config, given_config
 from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.reader import DescribedReader, PartialReader, Reader
 from easytorch.bridge.core.renamed_reader import RenamedReader, without
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_narrow, refuse_quantized
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import DescribedReader, Format, OwnNames, PartialReader, Reader, TensorInfo
+from easytorch.bridge.formats.base import Format, OwnNames
 from easytorch.bridge.jobs.steps import chosen, step_folder, step_read
 from easytorch.bridge.jobs.torch_buffers import SideFile
 from easytorch.bridge.names.architecture import Architecture, architecture_of, check
 from easytorch.bridge.names.flax_convention import flax_rules, outlined_rules
 from easytorch.bridge.names.fused_reader import by_hub_names
-from easytorch.bridge.names.native_rules import Config, find_config, given_config, native_rules
+from easytorch.bridge.names.native_rules import native_rules
 from easytorch.bridge.names.outline import outline_of
 from easytorch.bridge.names.tied_weights import held_apart, untied
 from easytorch.bridge.names.unwrap import UnwrappedReader, in_collections

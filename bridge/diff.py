@@ -12,8 +12,9 @@ import numpy as np
 from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.compare import identical
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_adapter
-from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.jobs.locations import local_source
 from easytorch.bridge.jobs.steps import step_folder
 from easytorch.bridge.schemes.registry import TORCH

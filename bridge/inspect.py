@@ -9,8 +9,8 @@ from typing import Any
 
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_adapter
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.jobs.locations import local_source
 from easytorch.bridge.jobs.steps import step_folder
 

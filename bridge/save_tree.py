@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.core.callable_module import call_as
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.formats import registry
 from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.memory.tree import MemoryTree
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.storage.atomic import new_folder
 
 

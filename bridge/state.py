@@ -11,12 +11,12 @@ import numpy as np
 
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.compare import identical
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.memory.dtensors import dtensors_of
 from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.completeness import refuse_missing
 from easytorch.bridge.rules.plan import Same, Step, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.table import Rules, compile_rules

@@ -36,9 +36,9 @@ import numpy as np  # noqa: E402 - a script of the checkout
 
 from easytorch.bridge.convert import convert  # noqa: E402
 from easytorch.bridge.core.sizes import parse_size  # noqa: E402
+from easytorch.bridge.core.tensor_info import TensorInfo  # noqa: E402
 from easytorch.bridge.dtypes import numpy_dtype  # noqa: E402
 from easytorch.bridge.formats import registry  # noqa: E402
-from easytorch.bridge.formats.base import TensorInfo  # noqa: E402
 
 
 @dataclass(frozen=True)

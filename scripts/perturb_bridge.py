@@ -83,8 +83,8 @@ def model_of(family: str, seed: int) -> Model:
     import torch
     import transformers
 
+    from easytorch.bridge.core.config import Config
     from easytorch.bridge.names.architecture import architecture_of
-    from easytorch.bridge.names.native_rules import Config
 
     name, arguments = _cases().FAMILIES[family]
     model_class = getattr(transformers, name)

@@ -10,8 +10,9 @@ import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
+from easytorch.bridge.core.reader import PartialReader, Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
 
 
 class RenamedReader(Closing):

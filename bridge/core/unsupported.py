@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

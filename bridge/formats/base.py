@@ -3,103 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
-    from easytorch.bridge.names.native_rules import Config
-
-# numpy 1 has no more dimensions; a longer shape is never a weight.
-MAX_RANK = 32
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor as the file declares it; `dtype` is a name of `bridge.dtypes`, `file` is where its data stands.
-
-    `packed` is what its format calls elements that are unpacked to `dtype` when they are read, and `packed_bytes` what
-    they take in the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    file: str = field(default="", compare=False)
-    packed: str = field(default="", compare=False)
-    packed_bytes: int = field(default=0, compare=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements, which every reader has checked against the file."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * numpy_dtype(self.dtype).itemsize
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in the file."""
-        return self.packed_bytes if self.packed else self.nbytes
+    from easytorch.bridge.core.config import Config
 
 
 # File name -> its tensors in the order they are stored.
 Layout = Mapping[str, Sequence[TensorInfo]]
-
-
-class Reader(Protocol):
-    """An open checkpoint. Only `read` touches tensor data; `close` (or leaving the `with` block) releases the files."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name, in the file's order."""
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """Text the format keeps beside the tensors."""
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files, or whole folders, that make up the checkpoint, the one that was opened first, index included."""
-
-    def read(self, name: str) -> np.ndarray:
-        """The data of one tensor, a view of the mapped file where the format allows."""
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Reader: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-@runtime_checkable
-class DescribedReader(Reader, Protocol):
-    """A reader of a format that states the model's config itself."""
-
-    def config(self) -> dict[str, Any] | None:
-        """What config.json would hold; None where it is of a model not known here."""
-
-
-@runtime_checkable
-class PartialReader(Reader, Protocol):
-    """A reader of the model in a checkpoint that holds more; `left_out` are the names of the rest, joined by "/"."""
-
-    left_out: tuple[str, ...]
-
-
-@runtime_checkable
-class TokenizedReader(Reader, Protocol):
-    """A reader of a format that may hold the model's tokenizer too."""
-
-    def write_tokenizer(self, folder: Path) -> str | None:
-        """Writes it into `folder` as transformers reads it; why it could not, None where it could or there is none."""
 
 
 class Source(Protocol):

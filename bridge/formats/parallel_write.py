@@ -21,7 +21,8 @@ from easytorch.bridge.core.blocks import WRITE_BYTES, Copier, pieces
 from easytorch.bridge.core.casting import CastOverflow
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.mapped import Unread, check_announced, give_back
-from easytorch.bridge.formats.base import Source, TensorInfo
+from easytorch.bridge.core.tensor_info import TensorInfo
+from easytorch.bridge.formats.base import Source
 
 # Writes to one file take turns in the kernel; more threads than this only hold memory.
 _MOST_THREADS = 4

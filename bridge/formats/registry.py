@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.unsupported import refuse_adapter
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Format, Reader, WritableFormat
+from easytorch.bridge.formats.base import Format, WritableFormat
 from easytorch.bridge.formats.gguf_files.file import Gguf
 from easytorch.bridge.formats.msgpack_files.easydel_msgpack import EasydelMsgpack
 from easytorch.bridge.formats.msgpack_files.flax_msgpack import FlaxMsgpack

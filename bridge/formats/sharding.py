@@ -18,8 +18,10 @@ import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
+from easytorch.bridge.core.json_files import read_json
+from easytorch.bridge.core.reader import PartialReader, Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.base import PartialReader, Reader, TensorInfo
 
 _INDEX_LIMIT = 256 << 20
 _PART = re.compile(r"(?P<set>.+)-\d+(?P<rest>-of-\d+\..+)")
@@ -52,24 +54,6 @@ def is_plain_name(file: object) -> bool:
         return len(os.fsencode(file)) <= 255
     except UnicodeEncodeError:
         return False
-
-
-def read_json(file: Path, *, limit: int) -> dict:
-    """The JSON object in `file`; `CheckpointError` when it is absent, larger than `limit` bytes, or not one."""
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(limit + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
-    if len(text) > limit:
-        raise CheckpointError(f"is larger than {limit} bytes, too large for what it should be", file=file)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not valid JSON ({error}); restore the file", file=file) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"holds a JSON {type(content).__name__}, not an object; restore the file", file=file)
-    return content
 
 
 class ShardedReader(Closing):

@@ -9,19 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from easytorch.bridge.core.unsupported import ADAPTER_CONFIG, adapter_in
+from easytorch.bridge.core.weight_files import is_weights
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.jobs.steps import step_folder, steps_in
-
-# Weights of any kind, and what belongs to a training run and not to the model.
-_WEIGHTS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".ot", ".onnx", ".onnx_data", ".gguf", ".npz"),
-    *(".tflite", ".mlmodel", ".index.json", ".index", ".data-00000-of-00001", ".partial"),
-)
-
-
-def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights, or tells where they are."""
-    return name.endswith(_WEIGHTS)
 
 
 def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[str]:

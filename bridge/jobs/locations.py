@@ -15,11 +15,11 @@ from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from easytorch.bridge.core.weight_files import is_weights
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import HEADER_LIMIT
 from easytorch.bridge.formats.sharding import read_index
-from easytorch.bridge.jobs.aux_files import is_weights
 
 Location = str | PathLike[str]
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from easytorch import __version__
 from easytorch.bridge.checkpoint import Checkpoint, Renamed
+from easytorch.bridge.core.reader import TokenizedReader
 from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, RoundingFormat, TokenizedReader, WritableFormat
+from easytorch.bridge.formats.base import Layout, RoundingFormat, WritableFormat
 from easytorch.bridge.formats.registry import Target
 from easytorch.bridge.jobs.aux_files import copy_companions, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.jobs.report import ConversionReport

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
-from easytorch.bridge.formats.base import Reader, TensorInfo
-from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 
 # Called with the tensor just written, the bytes written so far and the bytes in all.
 Progress = Callable[[str, int, int], None]

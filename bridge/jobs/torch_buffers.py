@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile, storage_order, write_file
 from easytorch.bridge.jobs.sources import ArraySource
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
 from easytorch.bridge.core.compare import identical
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.nested import nested
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.sizes import human_size
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Reader, WritableFormat
-from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.formats.base import WritableFormat
 from easytorch.bridge.schemes.registry import TORCH
 
 # Of float32 arithmetic in another order, relative to the largest output.

@@ -14,9 +14,9 @@ import numpy as np
 
 from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
 from easytorch.bridge.core.compare import identical
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
-from easytorch.bridge.formats.base import Reader
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.schemes.registry import TORCH
 
 # Of factors and offsets that some layouts compute with, and of formats that round (blocks of eight bits).

@@ -22,9 +22,9 @@ import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.nested import flat, nested
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.memory.jax_arrays import (
     copied,
     empty,

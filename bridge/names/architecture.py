@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.names.hub_names import HubNames
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import TIED_ALWAYS, RuleTable
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture
 from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.names.hub_names import HubNames
-from easytorch.bridge.names.native_rules import Config, native_rules
+from easytorch.bridge.names.native_rules import native_rules
 from easytorch.bridge.names.outline import OutlinedNames
 from easytorch.bridge.names.submodels import Member, members_of, table_of_names
 from easytorch.bridge.rules.table import (

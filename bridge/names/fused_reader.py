@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import to_numpy, to_torch
-from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.names.hub_names import HubNames
 
 if TYPE_CHECKING:

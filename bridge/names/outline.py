@@ -16,9 +16,9 @@ from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.names.architecture import Architecture, refuse_counts
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.outlines.fields import COMMON, KINDS, LABELS, Field, rotary
 from easytorch.bridge.names.outlines.language import Settings, holds, value_of
 from easytorch.bridge.rules.table import BUFFER, TIES

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.rules.plan import Same, Step
 from easytorch.bridge.rules.table import TIED_ENDINGS

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from easytorch.bridge.core.reader import PartialReader, Reader
 from easytorch.bridge.core.renamed_reader import RenamedReader
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import PartialReader, Reader
 from easytorch.bridge.rules.table import RuleTable
 
 _PARAMS, _BATCH_STATS = "params", "batch_stats"

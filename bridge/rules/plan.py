@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.core.in_parts import InParts
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules.patterns import Bindings, Pattern
 from easytorch.bridge.rules.table import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
 from easytorch.bridge.rules.transforms import Transform, transform_called

@@ -11,7 +11,8 @@ from easytorch.bridge.core.casting import CastOverflow
 from easytorch.bridge.core.compare import identical_parts
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
-from easytorch.bridge.formats.base import Reader, TensorInfo
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.rules.plan import Plan, Same, Step
 from easytorch.bridge.storage.temp_arrays import Spool
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.core.tensor_info import TensorInfo
 
 _BLOCK = re.compile(r"encoderblock(?:_(\d+))?/MultiHeadDotProductAttention_\d+/query/kernel")
 _MLP = re.compile(r"encoderblock(?:_0)?/MlpBlock_\d+/Dense_0/kernel")

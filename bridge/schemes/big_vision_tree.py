@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.names.architecture import Architecture
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, joined, stacked, with_batch
 from easytorch.bridge.rules.table import BUFFER, Rule, Rules
 from easytorch.bridge.rules.transforms import Transform

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.names.flax_convention import Row, convention_rules
 from easytorch.bridge.names.hub_names import HubNames
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.tied_weights import declares_ties, untied
 from easytorch.bridge.rules.head_transforms import stacked
 from easytorch.bridge.rules.table import BUFFER, TIED, UNREAD, Rules

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.names.flax_convention import flax_rules
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import Rules
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.names.native_rules import Config
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.schemes.base import Scheme
 from easytorch.bridge.schemes.big_vision_tree import BigVisionTree
 from easytorch.bridge.schemes.easydel_tree import EasydelTree

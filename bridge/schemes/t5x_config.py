@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.core.tensor_info import TensorInfo
 
 _LAYER = re.compile(r"(encoder|decoder)/layers_(\d+)/pre_mlp_layer_norm/scale")
 _EXPERTS = re.compile(r"(encoder|decoder)/layers_(\d+)/mlp/expert/wi/kernel")

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.names.architecture import Architecture
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.head_transforms import heads_in, heads_out, stacked
 from easytorch.bridge.rules.table import TIED, TIED_IN_TORCH, Rule, Rules
 from easytorch.bridge.rules.transforms import Transform

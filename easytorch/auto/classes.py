@@ -17,7 +17,7 @@ from easytorch.auto.bound import Bound
 from easytorch.auto.plugging import Choice, attention_for, native_class, plug_attention, plug_bridge, settled
 from easytorch.auto.report import report_on
 from easytorch.auto.switching import set_attention
-from easytorch.bridge.formats.sharding import read_json
+from easytorch.bridge.core.json_files import read_json
 from easytorch.protocol import conversion
 from easytorch.protocol.checkpoint_files import check_config, inferred_config
 from easytorch.protocol.load_checks import check_loaded_foreign

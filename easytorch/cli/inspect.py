@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from easytorch.bridge.formats.base import TensorInfo
+    from easytorch.bridge.core.tensor_info import TensorInfo
     from easytorch.bridge.inspect import CheckpointInfo
 
 

@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.registry import find, formats, kind_of
-from easytorch.bridge.formats.sharding import read_index, read_json
+from easytorch.bridge.formats.sharding import read_index
 from easytorch.bridge.formats.torch_files.torch_bin import PickleFile
 from easytorch.bridge.jobs.locations import wanted
 

@@ -20,11 +20,11 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import rename_source_key
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree
 from easytorch.bridge.names.architecture import Architecture, architecture_like
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.tied_weights import held_apart
 from easytorch.bridge.rules.table import Rules, compile_rules
 from easytorch.bridge.schemes.registry import recognise, scheme_called

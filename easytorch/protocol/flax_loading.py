@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.state import load_torch_state_dict
 from easytorch.protocol.tied_weights import fill_repeats
 

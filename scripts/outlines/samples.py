@@ -15,10 +15,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture, architecture_of
 from easytorch.bridge.names.flax_convention import model_rows
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.outlines.fields import ACTIVATIONS, LABELS
 from easytorch.bridge.rules.table import BUFFER, TIES
 from easytorch.bridge.rules.transforms import transform_called

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.names.architecture import architecture_like
 from easytorch.bridge.names.flax_convention import convention_rules
 from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.rules.table import compile_rules
 from easytorch.bridge.rules.transforms import transform_called
 

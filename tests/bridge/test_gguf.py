@@ -12,10 +12,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from easytorch.bridge import convert, inspect
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.gguf_files import blocks
 from easytorch.bridge.formats.gguf_files.blocks import PLAIN, can_unpack, packed, unpack
 from easytorch.bridge.formats.gguf_files.config import OWN_CONFIG, llama3_factors

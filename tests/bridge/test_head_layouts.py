@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked, with_batch
 from easytorch.bridge.rules.plan import plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.table import compile_rules

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats import registry
 from easytorch.bridge.names.architecture import architecture_of
-from easytorch.bridge.names.native_rules import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.mapped import Unread
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.msgpack_files.flax_msgpack import FlaxMsgpack
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.rules.computed_transforms import interleaved, scaled, unfolded

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from easytorch.bridge import convert
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.nested import flat, nested
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_trees.tree import OrbaxReader
 from easytorch.bridge.schemes.registry import recognise
 

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.numpy_files.npz import Npz
 from easytorch.bridge.jobs.sources import ArraySource
 

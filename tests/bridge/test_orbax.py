@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from easytorch.bridge import convert
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.nested import flat, nested
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_trees import tree as orbax_tree
 from easytorch.bridge.formats.orbax_trees import write as orbax_write
 from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr

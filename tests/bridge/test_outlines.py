@@ -16,9 +16,9 @@ import pytest
 
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.names.architecture import Architecture
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.outline import Outline, outline_of, read_outline
 from scripts.outlines.family import compared, differences
 from scripts.outlines.samples import Sampler, Settings

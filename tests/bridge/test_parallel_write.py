@@ -10,9 +10,9 @@ import pytest
 
 from easytorch.bridge.core import blocks
 from easytorch.bridge.core.mapped import MappedFile, give_back, map_file
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import parallel_write
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 
 RNG = np.random.default_rng(0)

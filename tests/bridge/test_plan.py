@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules.head_transforms import stacked
 from easytorch.bridge.rules.plan import cast_plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.table import compile_rules

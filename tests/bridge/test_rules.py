@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from easytorch.bridge.core.nested import flat
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.rules.plan import plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.table import compile_rules
 from easytorch.bridge.rules.transforms import Transform, register_transform, transform_called

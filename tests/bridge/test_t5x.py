@@ -15,8 +15,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
 from easytorch.bridge import convert
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.zarr_folders.t5x_folder import T5xFolder
 from easytorch.bridge.jobs.sources import ArraySource
 

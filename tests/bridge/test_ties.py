@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from easytorch.bridge.formats.base import TensorInfo
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.names.architecture import Architecture, architecture_of
-from easytorch.bridge.names.native_rules import Config
 from easytorch.bridge.names.tied_weights import declares_ties, held_apart, untied
 
 T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 20}

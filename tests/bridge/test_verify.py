@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.config import read_config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.forwards import decoder, encoder_decoder, vision
 from easytorch.bridge.jobs import verify
 from easytorch.bridge.load_tree import load_tree
-from easytorch.bridge.names.native_rules import read_config
 from easytorch.bridge.state import load_torch_state_dict
 
 TINY = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 50}

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.base import TensorInfo
-from easytorch.bridge.names.native_rules import Config
 
 # model_type -> llama.cpp's name of the architecture that runs it.
 ARCHITECTURES = {

@@ -15,12 +15,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from easytorch.bridge.core.casting import CastOverflow
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile, check_announced
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import FLOATING, floating_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.gguf_files.blocks import (
     PLAIN,
     UNPACKED,
@@ -35,7 +38,6 @@ from easytorch.bridge.formats.gguf_files.blocks import (
 from easytorch.bridge.formats.gguf_files.vocabulary import tokenizer_fields, write_tokenizer
 from easytorch.bridge.formats.gguf_files.walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
 from easytorch.bridge.formats.sharding import shard_names, split
-from easytorch.bridge.names.native_rules import Config
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_PARTS = 10_000

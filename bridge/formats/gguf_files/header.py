@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.formats.gguf_files.blocks import stored_bytes
-from easytorch.bridge.names.native_rules import Config
 
 Entry = tuple[str, tuple[int, ...], str]
 _TOTAL = "split.tensors.count"

@@ -15,11 +15,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.gguf_files.config import settings_of
 from easytorch.bridge.formats.gguf_files.sentencepiece_model import BPE, read_vocabulary
-from easytorch.bridge.formats.sharding import read_json
-from easytorch.bridge.names.native_rules import Config
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from easytorch.bridge.core.nested import nested
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.msgpack_files.flax_msgpack import MsgpackFile
 from easytorch.bridge.formats.msgpack_files.stream import pair_parts
 from easytorch.bridge.formats.msgpack_files.walk import Tree, Walk

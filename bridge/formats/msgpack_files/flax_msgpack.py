@@ -15,8 +15,10 @@ from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.core.nested import flat, nested
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.msgpack_files.stream import CHUNK_MARK, tree_parts
 from easytorch.bridge.formats.msgpack_files.walk import Located, Tree, Walk
 from easytorch.bridge.formats.parallel_write import write_parts

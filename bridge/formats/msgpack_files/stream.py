@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgpack
 
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.parallel_write import Elements, Part
 
 # Flax cuts larger arrays, because msgpack holds no object of 2**32 bytes and its readers stop at 2**31.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easytorch.bridge.core.tensor_info import MAX_RANK
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import MAX_RANK
 
 if TYPE_CHECKING:
     from easytorch.bridge.core.mapped import ReadFile

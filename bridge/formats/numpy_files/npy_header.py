@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.tensor_info import MAX_RANK, TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import MAX_RANK, TensorInfo
 
 # numpy itself reads no longer header.
 HEADER_BYTES = 10_000 + 12

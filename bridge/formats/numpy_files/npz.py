@@ -19,8 +19,10 @@ import numpy as np
 from easytorch.bridge.core.blocks import byte_blocks
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.mapped import MappedFile, check_announced
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.numpy_files.npy_header import HEADER_BYTES, NpyHeader, npy_bytes, read_npy_header
 
 _STORED, _DEFLATED = 0, 8

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.msgpack_files.walk import Located, Tree, Walk
-from easytorch.bridge.formats.sharding import read_json
 
 METADATA, CHECKPOINT_METADATA, MANIFEST, AGGREGATE = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "checkpoint"
 STRINGS = "_strings.json"

@@ -17,9 +17,11 @@ import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.mapped import MappedFile
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.orbax_trees import write as orbax_write
 from easytorch.bridge.formats.orbax_trees.index import AGGREGATE, MANIFEST, find_tree, own_paths, read_index
 from easytorch.bridge.formats.orbax_trees.store import (

@@ -20,9 +20,10 @@ import numpy as np
 from easytorch.bridge.core.blocks import contiguous
 from easytorch.bridge.core.mapped import check_announced, give_back
 from easytorch.bridge.core.nested import nested
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.orbax_trees.index import CHECKPOINT_METADATA, MANIFEST, METADATA
 from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.renamed_reader import by_paths
-from easytorch.bridge.formats.base import Reader
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile
 from easytorch.bridge.formats.sharding import open_files
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.renamed_reader import by_paths
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import (
     SafetensorsFile,
     states_flax,

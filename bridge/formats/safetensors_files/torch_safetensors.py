@@ -16,9 +16,11 @@ import numpy as np
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import MAX_RANK, TensorInfo
 from easytorch.bridge.dtypes import NAMES_OF_CODES, SAFETENSORS_CODES
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import MAX_RANK, Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.formats.sharding import find, open_files, read_index, shard_names, split, write_index
 

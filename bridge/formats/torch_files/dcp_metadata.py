@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from easytorch.bridge.core.tensor_info import MAX_RANK
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import MAX_RANK
 from easytorch.bridge.formats.sharding import is_plain_name
 from easytorch.bridge.formats.torch_files.inert_pickle import Made, Name, read_pickle
 

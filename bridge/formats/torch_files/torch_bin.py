@@ -21,9 +21,10 @@ import numpy as np
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import ReadFile, Unread
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Reader, TensorInfo
 from easytorch.bridge.formats.sharding import find, open_files
 from easytorch.bridge.formats.torch_files.pickle_check import check_pickle
 from easytorch.bridge.formats.torch_files.training_state import model_in, own_names

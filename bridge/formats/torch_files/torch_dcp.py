@@ -18,9 +18,11 @@ import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.mapped import MappedFile, check_announced
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype, to_torch, torch_stores
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile
 from easytorch.bridge.formats.sharding import split
 from easytorch.bridge.formats.torch_files.dcp_metadata import Piece, Saved, check_whole, read_metadata

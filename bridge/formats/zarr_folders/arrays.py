@@ -15,9 +15,9 @@ import numpy as np
 
 from easytorch.bridge.core.blocks import contiguous
 from easytorch.bridge.core.mapped import check_announced
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import TensorInfo
 from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,
     load_tensorstore,

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.json_files import read_json
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
-from easytorch.bridge.formats.sharding import read_json
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.zarr_folders.arrays import ZarrFolders, check_names, write_folder
 
 INDEX = "tensorstore_index.json"

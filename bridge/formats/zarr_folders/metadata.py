@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from easytorch.bridge.core.tensor_info import MAX_RANK
 from easytorch.bridge.dtypes import numpy_dtype
-from easytorch.bridge.formats.base import MAX_RANK
 
 Driver = Literal["zarr", "zarr3"]
 # The file that describes an array, beside its chunks, and tensorstore's driver for it.

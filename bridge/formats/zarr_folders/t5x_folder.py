@@ -19,7 +19,9 @@ import numpy as np
 
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.nested import nested
-from easytorch.bridge.formats.base import Layout, Reader, Source, TensorInfo
+from easytorch.bridge.core.reader import Reader
+from easytorch.bridge.core.tensor_info import TensorInfo
+from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.msgpack_files.flax_msgpack import MsgpackFile
 from easytorch.bridge.formats.msgpack_files.walk import Tree, Walk
 from easytorch.bridge.formats.orbax_trees.write import chunk_shape
