@@ -1,7 +1,7 @@
 """A small valid checkpoint of every format, written by the format's own library: what the fuzzers damage.
 
 `SEEDS` is keyed by the format's name in `bridge/formats/registry.py`; each maker fills an empty folder.
-Loaded by its path, from tests/bridge/test_fuzz.py and scripts/fuzz_bridge.py.
+Loaded by its path, from tests/bridge/formats/test_fuzz.py and scripts/fuzz_bridge.py.
 """
 
 from __future__ import annotations

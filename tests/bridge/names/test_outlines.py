@@ -23,7 +23,7 @@ from easytorch.bridge.names.outline import Outline, outline_of, read_outline
 from scripts.outlines.family import compared, differences
 from scripts.outlines.samples import Sampler, Settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = sorted(
     file.name.removesuffix(".json")
     for file in files("easytorch.bridge.names.outlines").iterdir()

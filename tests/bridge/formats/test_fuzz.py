@@ -19,7 +19,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.inspect import inspect
 
-_spec = importlib.util.spec_from_file_location("bridge_seeds", Path(__file__).with_name("seeds.py"))
+_spec = importlib.util.spec_from_file_location("bridge_seeds", Path(__file__).parents[1] / "seeds.py")
 seeds = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(seeds)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # 280 MB of float32; the largest tensors, 41 MB, are the table and the output, which Flax keeps transposed.
 _PROGRAM = """

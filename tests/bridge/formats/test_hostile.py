@@ -21,7 +21,7 @@ from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats import registry
 from easytorch.bridge.names.architecture import architecture_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def refused(path, match):

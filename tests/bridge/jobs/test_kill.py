@@ -17,7 +17,7 @@ import pytest
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEED = 20240607
 KILLS = 50
 CONFIG = {

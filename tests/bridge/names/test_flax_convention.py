@@ -27,7 +27,7 @@ from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.rules.table import compile_rules
 from easytorch.bridge.rules.transforms import transform_called
 
-_spec = importlib.util.spec_from_file_location("convention_cases", Path(__file__).with_name("convention_cases.py"))
+_spec = importlib.util.spec_from_file_location("convention_cases", Path(__file__).parents[1] / "convention_cases.py")
 assert _spec is not None and _spec.loader is not None
 cases: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cases)

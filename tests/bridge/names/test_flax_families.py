@@ -25,7 +25,7 @@ from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.load_tree import load_tree
 from easytorch.protocol import conversion
 
-DATA = Path(__file__).parent / "data" / "flax"
+DATA = Path(__file__).parents[1] / "data" / "flax"
 # Of each output's largest number; torch and Flax differ by a few units in the last place.
 TOLERANCE = 1e-5
 

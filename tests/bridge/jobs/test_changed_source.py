@@ -14,7 +14,7 @@ from easytorch.bridge.core.mapped import MappedFile, ReadFile
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEED = 20260716
 CONFIG = {
     "architectures": ["BertModel"],

@@ -20,7 +20,7 @@ from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RULES = (
     ("norm.weight", "norm/scale", "identity"),
     ("dense.weight", "dense/kernel", "linear"),

@@ -16,7 +16,7 @@ from easytorch.bridge.formats import registry
 from easytorch.bridge.storage import exchange
 from easytorch.bridge.storage.atomic import new_file, new_folder, staged
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Rewrites the Flax checkpoint argv[1] in small shards as argv[2] and kills itself when argv[3] tensors are written.
 KILLED = """
 import os, signal, sys
