@@ -13,7 +13,7 @@ The functions take the sizes that names and shapes do not tell. Those called aft
 
 linen and nnx hold the same leaves, but for recurrent cells (`nnx_gru`, `nnx_lstm`). torch's side is `torch.nn.Linear`,
 `MultiheadAttention`, `GRU`, `LSTM`, `ConvTranspose1d/2d/3d`. A layout of your own is a `Transform`
-(`bridge.rules.transforms`), functions for both directions and for both sides' shapes.
+(`bridge.transforms`), functions for both directions and for both sides' shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint's config and the rule table of its family."""
+"""The rule tables of the families in `easytorch.models`."""
 
 from __future__ import annotations
 

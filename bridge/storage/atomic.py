@@ -1,8 +1,8 @@
 """A destination, a folder or a file, that is there whole or not at all, whatever ends its writer.
 
-It is written in a hidden folder beside the destination (`partial.py`), synced to disk and renamed. An error, Ctrl-C
-included, removes that folder; a killed process leaves it, and the next run to the same destination removes it, or goes
-on from it.
+It is written in a hidden folder beside the destination (`staging_folder.py`), synced to disk and renamed. An error,
+Ctrl-C included, removes that folder; a killed process leaves it, and the next run to the same destination removes it,
+or goes on from it.
 """
 
 from __future__ import annotations
