@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,19 @@ import easytorch
 ROOT = Path(__file__).resolve().parents[2]
 # | `room/` | what it holds | the rooms it imports |
 _ROW = re.compile(r"^\| `(?:easytorch/)?(\w+)/` \| .+ \| (.+) \|$", re.MULTILINE)
+_ROW_OF_BRIDGE = re.compile(r"^\| `bridge/(\w+)/` \| .+ \| (.+) \|$", re.MULTILINE)
 
 
-def arrows() -> dict[str, set[str]]:
+def arrows(row: re.Pattern[str]) -> dict[str, set[str]]:
     """Room -> the rooms it imports, as docs/architecture.md has them."""
-    rows = _ROW.findall((ROOT / "docs" / "architecture.md").read_text())
+    rows = row.findall((ROOT / "docs" / "architecture.md").read_text())
     return {room: set(re.findall(r"`(\w+)`", imports)) for room, imports in rows}
 
 
-ARROWS = arrows()
+ARROWS = arrows(_ROW)
+# `errors` and `dtypes` stand at the bridge's top for users, and are what its core is made of.
+IN_BRIDGE = arrows(_ROW_OF_BRIDGE)
+OF_CORE = {"errors", "dtypes"}
 
 
 def room_of(path: Path) -> str | None:
@@ -103,6 +108,44 @@ def test_the_rooms_of_the_page_are_those_there_are() -> None:
 def test_every_arrow_of_the_page_is_an_import() -> None:
     drawn = {(room, other) for room, others in ARROWS.items() for other in others}
     assert drawn == {(room_of(path), other) for path in SOURCES if room_of(path) for _, other in imported_rooms(path)}
+
+
+def room_of_bridge(parts: Sequence[str]) -> str:
+    """The room of the bridge that a module is in, by its name below `bridge`; "public" for those at its top."""
+    if (ROOT / "bridge" / parts[0]).is_dir():
+        return parts[0]
+    return "core" if parts[0] in OF_CORE else "public"
+
+
+def arrows_of_bridge() -> dict[tuple[str, str], str]:
+    """(room, imported room) -> an import of one of the bridge's rooms by another."""
+    found = {}
+    for path in SOURCES:
+        if room_of(path) == "bridge":
+            room = room_of_bridge(path.relative_to(ROOT / "bridge").with_suffix("").parts)
+            for line, module in imported_modules(path):
+                if module.startswith("easytorch.bridge."):
+                    other = room_of_bridge(module.split(".")[2:])
+                    found[room, other] = f"{path.relative_to(ROOT)}:{line}: {module}"
+    return {(room, other): where for (room, other), where in found.items() if room != other}
+
+
+def test_the_rooms_of_the_bridge_import_what_the_page_lists() -> None:
+    listed = {(room, other) for room, others in IN_BRIDGE.items() for other in others}
+    allowed = listed | {("public", room) for room in IN_BRIDGE} | {("jobs", "public")}
+    used = arrows_of_bridge()
+    assert {where for arrow, where in used.items() if arrow not in allowed} == set()
+    assert listed <= set(used), "the page lists imports that there are none of"
+
+
+def test_the_rooms_of_the_bridge_are_those_there_are() -> None:
+    assert set(IN_BRIDGE) == {path.name for path in (ROOT / "bridge").iterdir() if (path / "__init__.py").is_file()}
+
+
+def test_of_formats_schemes_import_the_config_of_gguf_alone() -> None:
+    schemes = [path for path in SOURCES if path.parent == ROOT / "bridge" / "schemes"]
+    found = {module for path in schemes for _, module in imported_modules(path) if ".bridge.formats." in module}
+    assert found and all(module.startswith("easytorch.bridge.formats.gguf_files.") for module in found), found
 
 
 def imports_when_loaded(path: Path) -> set[Path]:
