@@ -296,6 +296,7 @@ def open_checkpoint(
     path: Path,
     *,
     prefer: registry.Kind | None = None,
+    found: registry.Found | None = None,
     scheme: str | None = None,
     config: str | PathLike[str] | Config | None = None,
     writable: bool = False,
@@ -307,36 +308,37 @@ def open_checkpoint(
 
     step: which of a run's, the last one without. params_key: which tree of a training state (`bridge.names.unwrap`).
     scheme: whose names it carries, where they do not say it themselves. config: a config.json, the folder of one, or
-    what it would hold, for a checkpoint that has none. `prefer`, `writable`: as in `formats.registry`. drop: names of
-    tensors that are not read, `*` in them standing for anything.
+    what it would hold, for a checkpoint that has none. `prefer`, `found`, `writable`: as in `formats.registry`. drop:
+    names of tensors that are not read, `*` in them standing for anything.
     """
-    form, file = registry.find(chosen(path, step), prefer=prefer)
+    place, found = (path, found) if found else chosen(path, step)
+    form, file = registry.find(place, prefer=prefer, found=found)
     if isinstance(config, Config):
-        found: Config | None = config
+        known: Config | None = config
     elif config is not None:
-        found = given_config(Path(config))
+        known = given_config(Path(config))
     else:
-        found = find_config(path)
-        if found is None and (folder := step_folder(path, file)) is not None:
-            found = find_config(folder)
+        known = find_config(path)
+        if known is None and (folder := step_folder(path, file)) is not None:
+            known = find_config(folder)
     reader = form.open(file, writable=writable)
     try:
         kept = without(reader, drop) if drop else reader
-        if found is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
-            found = Config(_folder(path) / "config.json", stated)
+        if known is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
+            known = Config(_folder(path) / "config.json", stated)
         said = step_read(path, file)
         if form.scheme is not None:
             if params_key is not None:
                 raise CheckpointError(f"is {form.name}, and `params_key` is for trees of arrays", file=file)
             own = _given(scheme, form, file)
-            return Checkpoint(form, reader, own, found, weights=kept, step=said, dropped=drop)
+            return Checkpoint(form, reader, own, known, weights=kept, step=said, dropped=drop)
         unwrapped = UnwrappedReader(kept, params_key=params_key)
         weights = unwrapped.tensors
         usual = form.usual_scheme if isinstance(form, OwnNames) else None
-        names = recognise(weights, found, usual) if scheme is None else scheme_called(scheme)
-        if found is None and (content := names.infer_config(weights)) is not None:
-            found = Config(_folder(path) / "config.json", content)
-        return Checkpoint(form, reader, names.name, found, weights=unwrapped, step=said, dropped=drop)
+        names = recognise(weights, known, usual) if scheme is None else scheme_called(scheme)
+        if known is None and (content := names.infer_config(weights)) is not None:
+            known = Config(_folder(path) / "config.json", content)
+        return Checkpoint(form, reader, names.name, known, weights=unwrapped, step=said, dropped=drop)
     except BaseException:
         reader.close()
         raise

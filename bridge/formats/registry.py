@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,8 @@ from easytorch.bridge.formats.zarr_folders.t5x_folder import T5xFolder
 
 # Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
 Kind = Literal["torch", "gguf", "tree"]
+# What a path holds of each kind: the format, and the file to open.
+Found = Mapping[Kind, tuple[Format, Path]]
 
 
 @dataclass(frozen=True)
@@ -103,20 +106,30 @@ def kind_of(form: Format) -> Kind:
     return "tree" if form.scheme is None else "gguf" if form.scheme == "gguf" else "torch"
 
 
-def find(path: Path, *, prefer: Kind | None = None) -> tuple[Format, Path]:
+def classify(path: Path) -> Found:
+    """What every format says of `path`, a folder or a file: nothing where no format is found.
+
+    Of the same weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
+    """
+    found: dict[Kind, tuple[Format, Path]] = {}
+    for form in _FORMATS.values():
+        if (file := form.detect(path)) is not None:
+            found.setdefault(kind_of(form), (form, file))
+    return found
+
+
+def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) -> tuple[Format, Path]:
     """The format `path` (a folder or a file) is in, and the file to open.
 
-    Where a folder holds several, that of the kind `prefer` is taken; without it those are an error. Of the same
-    weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
+    Where a folder holds several, that of the kind `prefer` is taken; without it those are an error.
+    found: what `classify` has said of `path` already.
     """
     if not path.exists():
         raise CheckpointError("does not exist; give a checkpoint folder or a weight file", file=path)
     if path.is_file():
         refuse_adapter(path)
-    found: dict[Kind, tuple[Format, Path]] = {}
-    for form in _FORMATS.values():
-        if (file := form.detect(path)) is not None:
-            found.setdefault(kind_of(form), (form, file))
+    if found is None:
+        found = classify(path)
     if not found:
         refuse_adapter(path)
         broken = sorted(file.name for file in path.iterdir() if not file.exists()) if path.is_dir() else []
@@ -125,7 +138,7 @@ def find(path: Path, *, prefer: Kind | None = None) -> tuple[Format, Path]:
                 f"no weights found, and links to nothing: {', '.join(broken)}; fetch it again", file=path
             )
         raise CheckpointError(f"no weights found; read here: {', '.join(_FORMATS)}", file=path)
-    if prefer in found:
+    if prefer is not None and prefer in found:
         return found[prefer]
     if len(found) > 1:
         files = ", ".join(file.name for _, file in found.values())

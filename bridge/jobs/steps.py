@@ -19,40 +19,47 @@ def steps_in(path: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def chosen(path: Path, step: int | None) -> Path:
-    """What to open of `path`: a step's folder, the last one's where it holds nothing but steps, or `path` itself."""
+def chosen(path: Path, step: int | None) -> tuple[Path, registry.Found | None]:
+    """What to open of `path`: a step's folder, the last one's where it holds nothing but steps, or `path` itself.
+
+    Beside it what formats say of it, None where they were not asked.
+    """
     if step is not None:
         return at_step(path, step)
-    found = steps_in(path)
-    if not found or _has_weights(path):
-        return path
-    return next((folder for folder in reversed(found.values()) if _has_weights(folder)), path)
+    steps = steps_in(path)
+    if not steps:
+        return path, None
+    if found := registry.classify(path):
+        return path, found
+    read = ((folder, registry.classify(folder)) for folder in reversed(steps.values()))
+    return next(((folder, held) for folder, held in read if held), (path, found))
 
 
-def _has_weights(path: Path) -> bool:
-    return any(form.detect(path) for form in registry.formats())
-
-
-def at_step(path: Path, step: int) -> Path:
-    """The folder of one step of the run at `path`; `CheckpointError` listing those there are otherwise."""
-    found = steps_in(path)
-    readable = [one for one, folder in found.items() if _has_weights(folder)]
-    if step not in readable:
+def at_step(path: Path, step: int) -> tuple[Path, registry.Found]:
+    """The folder of one step of the run at `path`, and what it holds; `CheckpointError` listing the steps otherwise."""
+    steps = steps_in(path)
+    found = registry.classify(steps[step]) if step in steps else {}
+    if not found:
+        readable = [one for one, folder in steps.items() if registry.classify(folder)]
         listed = f"the steps there are {', '.join(map(str, readable))}" if readable else "there are no steps in it"
         raise CheckpointError(f"has no step {step}; {listed}", file=path)
-    return found[step]
+    return steps[step], found
 
 
 def step_folder(path: Path, file: Path) -> Path | None:
     """The folder of the step that `file`, which was opened for `path`, belongs to; None where `path` is no run."""
-    return next((one for one in steps_in(path).values() if file == one or one in file.parents), None)
+    return next((one for one in steps_in(path).values() if _holds(one, file)), None)
 
 
 def step_read(path: Path, file: Path) -> str | None:
     """What to say of the step that `file`, which was opened for `path`, belongs to; None where it is no run's."""
     found = steps_in(path)
-    read = next((one for one, folder in found.items() if folder == step_folder(path, file)), None)
+    read = next((one for one, folder in found.items() if _holds(folder, file)), None)
     if read is not None:
         return f"step {read} is read, of {', '.join(map(str, found))}"
     own = _STEP.search(path.name) if path.is_dir() else None
     return None if own is None else f"step {own[1]} is read"
+
+
+def _holds(folder: Path, file: Path) -> bool:
+    return file == folder or folder in file.parents

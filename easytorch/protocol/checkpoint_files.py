@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.registry import find, formats, kind_of
+from easytorch.bridge.formats.registry import classify, find, kind_of
 from easytorch.bridge.formats.sharding import read_index
 from easytorch.bridge.formats.torch_files.torch_bin import PickleFile
 from easytorch.bridge.jobs.locations import wanted
@@ -43,21 +43,18 @@ def flax_file(name_or_path: Any, from_flax: bool, kwargs: dict[str, Any]) -> Pat
 
 def _in_folder(folder: Path, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
     if from_flax:
-        if not _bridge_reads(folder) or kind_of((found := find(folder, prefer="tree"))[0]) != "tree":
+        if "tree" not in (found := classify(folder)):
             raise CheckpointError(
                 "from_flax=True needs flax_model.msgpack or another tree of arrays there", file=folder
             )
-        return found[1]
+        return found["tree"][1]
     if not has_torch_weights(folder, kwargs):
-        return find(folder, prefer="tree")[1] if _bridge_reads(folder) else None
+        found = classify(folder)
+        return find(folder, prefer="tree", found=found)[1] if found else None
     # HF's Flax classes wrote safetensors under torch's file name.
     named = kwargs.get("gguf_file") is None and any((folder / name).is_file() for name in TORCH_FILES)
     form, file = find(folder, prefer="torch") if named else (None, None)
     return file if form is not None and kind_of(form) == "tree" else None
-
-
-def _bridge_reads(folder: Path) -> bool:
-    return any(form.detect(folder) is not None for form in formats())
 
 
 def has_torch_weights(folder: Path, kwargs: dict[str, Any]) -> bool:
@@ -132,11 +129,11 @@ def torch_folder(name_or_path: Any, kwargs: dict[str, Any]) -> Path:
 
 def inferred_config(folder: Path) -> PreTrainedConfig | None:
     """The config of a checkpoint that brings none, where its names and shapes tell it (Gemma's, MaxText's, T5X's)."""
-    if (folder / "config.json").is_file() or has_torch_weights(folder, {}) or not _bridge_reads(folder):
+    if (folder / "config.json").is_file() or has_torch_weights(folder, {}) or not (found := classify(folder)):
         return None
-    with open_checkpoint(folder, prefer="tree") as checkpoint:
-        found = checkpoint.config
-    return None if found is None else CONFIG_MAPPING[found.model_type].from_dict(found.content)
+    with open_checkpoint(folder, prefer="tree", found=found) as checkpoint:
+        config = checkpoint.config
+    return None if config is None else CONFIG_MAPPING[config.model_type].from_dict(config.content)
 
 
 def check_config(folder: Path) -> None:
