@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,9 @@ def memory(name: str, size: int, shard: int, scratch: Path) -> Iterator[dict[str
         shutil.rmtree(folder)
 
 
+# The sizes of such models: what is timed is the start of a command, and no data.
+_TINY = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "num_attention_heads": 4}
+_TINY |= {"num_key_value_heads": 2}
 # What a command may take on a model of a few kB, where there is nothing to do but to start, in seconds.
 _COMMAND_BARS = {"inspect": 0.4, "diff": 0.4, "convert to flax": 0.8, "convert to torch": 0.8}
 # What they took, in processor seconds, while conversions built their model on the meta device (commit c2ca62e).
@@ -305,7 +308,9 @@ _HEAVY = ("torch", "transformers", "jax", "tensorstore", "numpy")
 def commands(name: str, size: int, repeats: int, scratch: Path) -> Iterator[dict[str, Any]]:
     """One row for each command, run as a user types it: a process of its own, from its start to its end."""
     torch, flax = scratch / "torch", scratch / "flax"
-    make(torch, MODELS[name], size, _WHOLE)
+    model = MODELS[name]
+    tiny = {key: min(value, _TINY[key]) for key, value in model.config.items() if key in _TINY}
+    make(torch, replace(model, config=model.config | tiny), size, _WHOLE)
     convert(torch, flax, to="flax")
     typed = {
         "inspect": ["inspect", torch],
@@ -343,6 +348,8 @@ def commands(name: str, size: int, repeats: int, scratch: Path) -> Iterator[dict
             "before": _COMMAND_BEFORE[command],
             "bar": _COMMAND_BARS[command],
         }
+    shutil.rmtree(torch)
+    shutil.rmtree(flax)
 
 
 def processor_seconds(line: list[str], environment: dict[str, str]) -> float:
