@@ -20,9 +20,9 @@ MASK = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
 DECODERS = {
     "gpt2": t.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
     "mistral": t.MistralConfig(**GQA, sliding_window=3),
-    "gemma2": t.Gemma2Config(**GQA, sliding_window=3, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "vaultgemma": t.VaultGemmaConfig(**GQA, sliding_window=3, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
     "gpt_oss": t.GptOssConfig(**GQA, sliding_window=3, num_local_experts=2, num_experts_per_tok=1, eos_token_id=2),
-    "qwen3": t.Qwen3Config(**GQA),
+    "smollm3": t.SmolLM3Config(**GQA),
     "opt": t.OPTConfig(
         vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
         max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
@@ -78,7 +78,7 @@ def test_decoders_equal_eager(name, attention, tmp_path) -> None:
     assert_plugged(ours, 2)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "vaultgemma", "gpt_oss"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_decoders_generate_what_eager_does(name, cache, tmp_path) -> None:
     ours, theirs = ours_and_theirs(DECODERS[name], tmp_path, "AutoModelForCausalLM")

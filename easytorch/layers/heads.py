@@ -1,4 +1,4 @@
-"""The heads decoder families share: sequence classification, token classification, question answering.
+"""The heads decoder families share: language modeling, sequence and token classification, question answering.
 
 Each is mixed in before the family's `PreTrainedModel`, which names its backbone: `backbone_class = LlamaModel`. The
 attribute that holds it is `base_model_prefix`, as on disk.
@@ -13,11 +13,15 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
 from transformers.utils.generic import can_return_tuple
+
+from easytorch.layers.basics import keep_logits
+from easytorch.layers.linear import linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -25,6 +29,66 @@ else:
     _Base = object  # the family's `PreTrainedModel` stands behind the head in the bases
 
 logger = logging.getLogger(__name__)
+
+
+class CausalLMHead(_Base):
+    """Logits of the next token, at every position that is asked for. `GenerationMixin` stands behind it."""
+
+    backbone_class: ClassVar[type[nn.Module]]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.model = self.backbone_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits (B, T, vocabulary), as the head's matrix gives them, on their way to the loss and the caller."""
+        return logits
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As the backbone's, and logits (B, T, vocabulary) of the positions `logits_to_keep` names.
+
+        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+        logits = self.finish_logits(linear(self.lm_head, kept))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 class SequenceClassificationHead(_Base):

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
+from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
@@ -76,6 +77,12 @@ class NativeModel(BridgeMixin, PreTrainedModel):
     def generate_batch(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate_batch` (continuous batching), whose failures are errors here."""
         return generate_batch(self, super().generate_batch, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """transformers' initial values, which takes every norm for one whose weight starts at one."""
+        super()._init_weights(module)
+        if isinstance(module, ZeroCenteredRMSNorm):
+            initialization.zeros_(module.weight)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""

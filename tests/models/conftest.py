@@ -8,35 +8,8 @@ import importlib
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, LlamaConfig
 
-
-def tiny_llama(**changes) -> LlamaConfig:
-    defaults = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return LlamaConfig(**defaults | changes)
-
-
-def tiny_bert(**changes) -> BertConfig:
-    defaults = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 37,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 40,
-    }
-    return BertConfig(**defaults | changes)
+from tests.models.families import FAMILIES
 
 
 def pair(name: str, config, reference: str = "sdpa", **kwargs) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -70,9 +43,9 @@ def make_pair():
 
 @pytest.fixture
 def llama_config():
-    return tiny_llama
+    return FAMILIES["llama"].config
 
 
 @pytest.fixture
 def bert_config():
-    return tiny_bert
+    return FAMILIES["bert"].config

@@ -6,26 +6,9 @@ import pytest
 import torch
 
 from easytorch.models.bert import BertModel
+from tests.models.families import CAUSAL, FAMILIES, HEADS
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-BERT_HEADS = (
-    "BertModel",
-    "BertForPreTraining",
-    "BertLMHeadModel",
-    "BertForMaskedLM",
-    "BertForNextSentencePrediction",
-    "BertForSequenceClassification",
-    "BertForMultipleChoice",
-    "BertForTokenClassification",
-    "BertForQuestionAnswering",
-)
-LLAMA_HEADS = (
-    "LlamaModel",
-    "LlamaForCausalLM",
-    "LlamaForSequenceClassification",
-    "LlamaForTokenClassification",
-    "LlamaForQuestionAnswering",
-)
 
 
 def labels_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
@@ -47,27 +30,38 @@ def inputs_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
     return dict(batch)
 
 
-def assert_same(ours, theirs) -> None:
-    """Every tensor of two outputs, those of padded positions too."""
+def assert_same(ours, theirs, rows: torch.Tensor | None = None) -> None:
+    """Every tensor of two outputs; only at `rows`, a mask of their first dimensions, where one is given."""
     assert set(ours) == set(theirs)
     for key, expected in theirs.items():
         given = ours[key]
         if isinstance(expected, tuple):
-            assert_same(dict(enumerate(given)), dict(enumerate(expected)))
+            assert_same(dict(enumerate(given)), dict(enumerate(expected)), rows)
         elif isinstance(expected, torch.Tensor):
+            if rows is not None and expected.shape[: rows.dim()] == rows.shape:
+                given, expected = given[rows], expected[rows]
             torch.testing.assert_close(given, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", BERT_HEADS + LLAMA_HEADS)
-def test_outputs_loss_and_gradients(name, batch, make_pair, bert_config, llama_config) -> None:
-    config = bert_config() if name.startswith("Bert") else llama_config()
-    ours, theirs = make_pair(name, config)
+def seen(family: str, batch: dict) -> torch.Tensor | None:
+    """The positions that are compared: eager attention gives those of padding the mean of all values, ours zeros."""
+    return batch["attention_mask"].bool() if FAMILIES[family].reference == "eager" else None
+
+
+@pytest.mark.parametrize("family, name", HEADS)
+def test_outputs_loss_and_gradients(family, name, batch, make_pair) -> None:
+    row = FAMILIES[family]
+    ours, theirs = make_pair(name, row.config(), row.reference)
     inputs = inputs_for(name, batch)
     labels = labels_for(name, batch)
+    rows = seen(family, batch)
+    if rows is not None and "CausalLM" in name:
+        labels["labels"][:, 1:][~rows[:, :-1]] = -100  # what a position of padding would predict
     outputs = [model(**inputs, **labels, output_hidden_states=True) for model in (ours, theirs)]
-    assert_same(*outputs)
+    assert_same(*outputs, rows)
     if not labels:
-        outputs = [{"loss": output.last_hidden_state.square().mean()} for output in outputs]
+        real = inputs["attention_mask"].bool()
+        outputs = [{"loss": output.last_hidden_state[real].square().mean()} for output in outputs]
     for output in outputs:
         output["loss"].backward()
     expected = {key: weight.grad for key, weight in theirs.named_parameters() if weight.grad is not None}
@@ -77,11 +71,9 @@ def test_outputs_loss_and_gradients(name, batch, make_pair, bert_config, llama_c
         torch.testing.assert_close(given[key], gradient, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["BertModel", "LlamaModel"])
-def test_attentions_and_hidden_states_have_transformers_names_and_values(
-    name, batch, make_pair, bert_config, llama_config
-):
-    ours, theirs = make_pair(name, bert_config() if name == "BertModel" else llama_config(), "eager")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attentions_and_hidden_states_have_transformers_names_and_values(family, batch, make_pair):
+    ours, theirs = make_pair(FAMILIES[family].heads[0], FAMILIES[family].config(), "eager")
     kwargs = {"output_attentions": True, "output_hidden_states": True}
     unpadded = {"input_ids": batch["input_ids"].clamp(min=3)}
     with torch.no_grad():
@@ -89,6 +81,16 @@ def test_attentions_and_hidden_states_have_transformers_names_and_values(
     assert len(output.attentions) == 2 and len(output.hidden_states) == 3
     assert_same(output, expected)
     assert isinstance(ours(**unpadded, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(
+    "family, changes", [(family, changes) for family in FAMILIES for changes in FAMILIES[family].variants], ids=str
+)
+def test_config_variants(family, changes, batch, make_pair) -> None:
+    row = FAMILIES[family]
+    ours, theirs = make_pair(CAUSAL[family], row.config(**changes), row.reference)
+    with torch.no_grad():
+        assert_same({"": ours(**batch).logits}, {"": theirs(**batch).logits}, seen(family, batch))
 
 
 @pytest.mark.parametrize("problem, labels", [
@@ -137,25 +139,6 @@ def test_rope_types_below_and_above_the_trained_length(rope, make_pair, llama_co
         ids = torch.randint(3, 97, (1, length))
         with torch.no_grad():
             torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, **TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"attention_bias": True, "mlp_bias": True},
-        {"head_dim": 12},
-        {"num_key_value_heads": 1},
-        {"num_key_value_heads": 4},
-        {"tie_word_embeddings": True},
-        {"pretraining_tp": 2},
-        {"hidden_act": "gelu"},
-    ],
-    ids=str,
-)
-def test_llama_config_variants(changes, batch, make_pair, llama_config) -> None:
-    ours, theirs = make_pair("LlamaForCausalLM", llama_config(**changes))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(**batch).logits, theirs(**batch).logits, **TOLERANCE)
 
 
 def test_packed_sequences_by_position_ids_do_not_see_each_other(make_pair, llama_config) -> None:

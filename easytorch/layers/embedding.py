@@ -1,0 +1,28 @@
+"""Token embeddings that are more than a table."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+
+class ScaledEmbedding(nn.Embedding):
+    """weight[ids] * scale: (B, T) -> (B, T, D). The scale is rounded to the dtype of the weight, as Gemma trains it."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.scale = scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # a number and no buffer: nothing is to be filled after a load on the meta device
+        return super().forward(input) * _rounded(self.scale, self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale}"
+
+
+@functools.cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()

@@ -1,0 +1,81 @@
+"""Attention masks by type of layer, as `config.layer_types` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+# transformers' function for each; what it returns depends on `config._attn_implementation`.
+MASKS_OF = {
+    FULL: create_causal_mask,
+    SLIDING: create_sliding_window_causal_mask,
+    CHUNKED: create_chunked_causal_mask,
+}
+
+Masks = Mapping[str, torch.Tensor | None]
+
+
+def check_layer_types(config: PreTrainedConfig, layer_types: Collection[str]) -> None:
+    """`ValueError` for a type of layer that has no mask here, or a list of another length than the layers."""
+    unknown = sorted({str(layer_type) for layer_type in layer_types} - set(MASKS_OF))
+    if unknown:
+        raise ValueError(
+            f"{config.model_type}: config.layer_types names {', '.join(unknown)}; this family has {', '.join(MASKS_OF)}"
+        )
+    if len(layer_types) != config.num_hidden_layers:
+        raise ValueError(
+            f"{config.model_type}: config.layer_types has {len(layer_types)} entries for "
+            f"num_hidden_layers={config.num_hidden_layers}"
+        )
+    for layer_type, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        if layer_type in layer_types and getattr(config, name, None) is None:
+            raise ValueError(f"{config.model_type}: config.layer_types has {layer_type}, and config.{name} is None")
+
+
+def window_of(config: PreTrainedConfig, layer_type: str) -> int | None:
+    """How many keys a query of such a layer sees, itself included; None for all before it."""
+    return config.sliding_window if layer_type == SLIDING else None
+
+
+def masks_by_layer_type(
+    config: PreTrainedConfig,
+    layer_types: Collection[str],
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | Mapping[str, Any] | None,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+) -> Masks:
+    """One mask for each type of layer the model has, made once a forward, for dynamic and static caches alike.
+
+    inputs_embeds (B, T, D). attention_mask: (B, past + T), 1 for tokens and 0 for padding; (B, 1, T, S) of any pattern,
+    which every layer then uses; or masks by layer type, ready made. position_ids (B, T) as the caller gave them: only
+    those can pack sequences, and of others the mask would read the values on the device.
+    """
+    if isinstance(attention_mask, Mapping):
+        missing = sorted(set(layer_types) - set(attention_mask))
+        if missing:
+            raise ValueError(
+                f"attention_mask has masks for {', '.join(attention_mask)} layers; {config.model_type} has "
+                f"{', '.join(missing)} layers too"
+            )
+        return attention_mask
+    return {
+        layer_type: MASKS_OF[layer_type](
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        for layer_type in dict.fromkeys(layer_types)
+    }

@@ -1,0 +1,88 @@
+"""Gemma 2 (arXiv:2408.00118): a norm after each part too, capped scores and logits, windows in every other layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Gemma2Config, GenerationMixin
+
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer, GatedMLP, GroupedAttention
+from easytorch.layers.embedding import ScaledEmbedding
+from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from easytorch.layers.norm import ZeroCenteredRMSNorm
+from easytorch.protocol.native import NativeModel
+
+
+class Gemma2MLP(GatedMLP):
+    def __init__(self, config: Gemma2Config) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size, config.hidden_activation)
+
+
+class Gemma2Attention(GroupedAttention):
+    def __init__(self, config: Gemma2Config, layer_idx: int) -> None:
+        super().__init__(
+            config,
+            layer_idx,
+            layer_type=config.layer_types[layer_idx],
+            scaling=config.query_pre_attn_scalar**-0.5,
+            softcap=config.attn_logit_softcapping,
+        )
+        self.is_causal = not config.use_bidirectional_attention
+
+
+class Gemma2DecoderLayer(DecoderLayer):
+    attention_class = Gemma2Attention
+    mlp_class = Gemma2MLP
+    norm_class = ZeroCenteredRMSNorm
+
+    def __init__(self, config: Gemma2Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        mixed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        return hidden_states + self.post_feedforward_layernorm(mixed)
+
+
+class Gemma2PreTrainedModel(NativeModel):
+    config: Gemma2Config
+    config_class = Gemma2Config
+    base_model_prefix = "model"
+    _no_split_modules = ["Gemma2DecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    head_weights = (r"^(lm_head|score)\.",)
+    _can_record_outputs = {"hidden_states": Gemma2DecoderLayer, "attentions": Gemma2Attention}  # noqa: RUF012
+
+
+class Gemma2Model(DecoderBackbone, Gemma2PreTrainedModel):
+    layer_class = Gemma2DecoderLayer
+    norm_class = ZeroCenteredRMSNorm
+
+    @staticmethod
+    def types_of_layers(config: Gemma2Config) -> list[str]:
+        return config.layer_types
+
+    @staticmethod
+    def embedding(config: Gemma2Config) -> nn.Embedding:
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, config.hidden_size**0.5)
+
+
+class Gemma2ForCausalLM(CausalLMHead, Gemma2PreTrainedModel, GenerationMixin):
+    backbone_class = Gemma2Model
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class Gemma2ForSequenceClassification(SequenceClassificationHead, Gemma2PreTrainedModel):
+    backbone_class = Gemma2Model
+
+
+class Gemma2ForTokenClassification(TokenClassificationHead, Gemma2PreTrainedModel):
+    backbone_class = Gemma2Model

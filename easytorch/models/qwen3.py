@@ -1,0 +1,71 @@
+"""Qwen 3 (arXiv:2505.09388): Llama's decoder with queries and keys normalised by head, and windows in some layers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import GenerationMixin, Qwen3Config
+
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer, GatedMLP, GroupedAttention
+from easytorch.layers.heads import (
+    CausalLMHead,
+    QuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
+from easytorch.layers.norm import RMSNorm
+from easytorch.protocol.native import NativeModel
+
+
+class Qwen3MLP(GatedMLP):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+
+class Qwen3Attention(GroupedAttention):
+    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, layer_type=config.layer_types[layer_idx])
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def before_rotary(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q_norm(query), self.k_norm(key)
+
+
+class Qwen3DecoderLayer(DecoderLayer):
+    attention_class = Qwen3Attention
+    mlp_class = Qwen3MLP
+
+
+class Qwen3PreTrainedModel(NativeModel):
+    config: Qwen3Config
+    config_class = Qwen3Config
+    base_model_prefix = "model"
+    _no_split_modules = ["Qwen3DecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    head_weights = (r"^(lm_head|score|qa_outputs)\.",)
+    _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": Qwen3Attention}  # noqa: RUF012
+
+
+class Qwen3Model(DecoderBackbone, Qwen3PreTrainedModel):
+    layer_class = Qwen3DecoderLayer
+
+    @staticmethod
+    def types_of_layers(config: Qwen3Config) -> list[str]:
+        return config.layer_types
+
+
+class Qwen3ForCausalLM(CausalLMHead, Qwen3PreTrainedModel, GenerationMixin):
+    backbone_class = Qwen3Model
+
+
+class Qwen3ForSequenceClassification(SequenceClassificationHead, Qwen3PreTrainedModel):
+    backbone_class = Qwen3Model
+
+
+class Qwen3ForTokenClassification(TokenClassificationHead, Qwen3PreTrainedModel):
+    backbone_class = Qwen3Model
+
+
+class Qwen3ForQuestionAnswering(QuestionAnsweringHead, Qwen3PreTrainedModel):
+    base_model_prefix = "transformer"  # the name its checkpoints have on disk
+    backbone_class = Qwen3Model
