@@ -39,8 +39,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     moments, groups = state.get("state"), state.get("param_groups")
-    whole = isinstance(moments, dict) and isinstance(groups, list)
-    if not whole or not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+    if not isinstance(moments, dict) or not isinstance(groups, list):
+        raise ValueError("it holds no optimizer state")
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         raise ValueError("it holds no optimizer state")
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         raise ValueError("its optimizer state is of another number of parameters")
