@@ -1,31 +1,31 @@
 """The CPU's order of preference between ATen's fused kernel and `flash`, and the measurements behind it.
 
-`flash` (kernels/attention/aten_flash.py) over `sdpa`, medians of calls in turn on 2 idle cores (EPYC Zen 4, AVX-512),
-torch 2.13, float32 / bfloat16, inference and training (forward and backward); B1 H16 K16 D64 unless it says more:
+`flash` (kernels/attention/aten_flash.py) over `sdpa`, medians of calls in turn (EPYC Zen 4, AVX-512), torch 2.13,
+inference and training (forward and backward); B1 H16 K16 D64 unless it says more. float32 on 2 idle cores, bfloat16 the
+processor time of one thread of a busy machine:
 
-                                         inference       training
-    causal, 256 rows                     1.2  / 0.86     1.2  / 0.71
-    causal, 512 rows                     0.95 / 0.60     0.80 / 0.62
-    causal, 1024 rows                    1.13 / 0.66     1.13 / 0.80 to 0.95
-    causal, 2048 rows, K4 D128                / 0.57          / 0.65
-    causal, 4096 rows, H32 K8 D128       1.2  / 0.56
-    all see all, 512 and 1024 rows       1.3  / 0.65     1.4  / 0.75 to 0.85
-    a dense mask, 512 and 1024 rows      1.3  / 0.84     1.2  / 0.9 to 1.1
-    causal as a mask, 1024 rows          0.83 / 0.61     1.0  / 0.75   its empty tiles are skipped
-    window of half the rows, 1024        0.65 / 0.53     0.79 / 0.56
-    window of a quarter, 1024            0.53 / 0.42     0.58 / 0.45
-    4 documents, 1024 rows               0.43 / 0.38     0.47 / 0.40
-    1 document, 1024 rows                0.81 / 0.56     0.96 / 0.72
-    bias, 1024 rows                      1.3  / 1.3      1.3  / 1.4
-    causal, float16, 512, 1024 rows      0.50, 0.77      0.08, 0.09
+                                        float32          bfloat16
+    causal, 192 rows, B8 H12                             1.15 / 0.95
+    causal, 256 rows                    1.2  / 1.2       1.14 / 0.88
+    causal, 512 rows                    0.95 / 0.80      0.89 / 0.84
+    causal, 1024 rows                   1.13 / 1.13      0.94 / 1.03
+    causal, 2048 rows, K4 D128                           0.82 / 0.82
+    all see all, 512 rows               1.3  / 1.4       1.16 / 1.02
+    all see all, 1024 rows              1.3  / 1.4       1.14 / 1.13
+    a dense mask, 512 rows              1.3  / 1.2       1.23 / 1.02
+    a dense mask, 1024 rows             1.3  / 1.2       1.18 / 1.14
+    causal as a mask, 1024 rows         0.83 / 1.0       0.76 / 0.76   its empty tiles are skipped
+    window of half the rows, 1024       0.65 / 0.79      0.52 / 0.54
+    window of a quarter, 1024           0.53 / 0.58
+    4 documents, 1024 rows              0.43 / 0.47
+    1 document, 1024 rows               0.81 / 0.96      0.67 / 0.73
+    bias, 1024 rows                     1.3  / 1.4       1.3  / 1.4
 
-The bfloat16 figures of calls without softcap, sinks, bias and dropout are of scores rounded to bfloat16. Formed in
-float32, as they now are, against the same and sdpa in one run on one thread of a busy machine, inference / training:
-causal, 512 rows 0.91 / 0.88 (rounded 0.60 / 0.65); causal, 1024 rows 0.95 / 1.01 (0.65 / 0.86); 2048 rows, K4 D128
-0.81 / 0.70 (0.48 / 0.56); all see all, 1024 rows 1.02 / 1.09 (0.70 / 0.93).
+In float16, causal, 512 and 1024 rows: 0.50 and 0.77, training 0.08 and 0.09.
+Models give their causal masks with padding in them, so a mask is taken for one that leaves tiles empty.
 The float32 products are MKL's either way, and ATen's kernel keeps its tiles in the caches; in bfloat16 oneDNN's batched
-products are three times as fast as those of ATen's kernel. Below about 2 million scores (B H T S) the dozen calls of a
-tile cost more than they save: B1 H2 T512 1.4, B1 H8 T192 1.35, B8 H12 T128 1.02 (training 0.60), B8 H12 T192 0.71.
+products are three times as fast as those of ATen's kernel, which pays for scores in float32 where tiles are skipped.
+Below about 2 million scores (B H T S) the dozen calls of a tile cost more than they save.
 
 What ATen's kernel lacks, over the definition, which is all there is besides; 64, 256, 1024 rows:
 
@@ -60,7 +60,8 @@ Preferences = tuple[tuple[str, str], ...]
 HALF = (torch.bfloat16, torch.float16)
 
 # The least query rows and scores (B H T S) that pay: in half precision, and in float32 where tiles are skipped.
-ROWS, SCORES = 192, 1 << 21
+ROWS, SCORES = 512, 1 << 21
+FLOAT16_ROWS = 192
 TRAINING_ROWS, TRAINING_SCORES = 128, 3 << 19
 MOST_MASKED_TRAINING_ROWS = 512
 SKIPPING_SCORES = 1 << 22
@@ -105,10 +106,13 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     if get("bias") is not None or scores < TRAINING_SCORES:
         return ATEN_ONLY
     if query.dtype in HALF:
+        bfloat16 = query.dtype == torch.bfloat16
+        if bfloat16 and not _may_skip(get):
+            return ATEN_ONLY
         if training:
             dense = get("mask") is not None and rows > MOST_MASKED_TRAINING_ROWS
             return ATEN_ONLY if rows < TRAINING_ROWS or dense else FLASH_FIRST
-        return FLASH_FIRST if rows >= ROWS and scores >= SCORES else ATEN_ONLY
+        return FLASH_FIRST if rows >= (ROWS if bfloat16 else FLOAT16_ROWS) and scores >= SCORES else ATEN_ONLY
     if query.dtype == torch.float32 and get("mask") is None and scores >= SKIPPING_SCORES:
         if get("query_segment_ids") is not None:
             return SKIPPING_FIRST if rows >= DOCUMENT_ROWS else ATEN_ONLY
@@ -117,6 +121,11 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
             left = window_of(window)[0]
             return SKIPPING_FIRST if left is not None and 0 <= left <= keys // 2 else ATEN_ONLY
     return ATEN_ONLY
+
+
+def _may_skip(get: Callable[[str], Any]) -> bool:
+    """Whether the call may leave tiles that nothing sees."""
+    return bool(get("causal")) or not (get("mask") is get("sliding_window") is get("query_segment_ids") is None)
 
 
 def _by_blocks(query: Tensor, keys: int, get: Callable[[str], Any]) -> bool:

@@ -392,6 +392,19 @@ def test_the_automatic_choice_on_the_cpu(
         assert chosen(torch.bfloat16, True) == bfloat16
 
 
+@pytest.mark.parametrize(
+    ("features", "bfloat16"),
+    [({}, "sdpa"), ({"causal": False}, "sdpa"), ({"causal": True}, "flash"), (WINDOW, "flash"), (DOCUMENTS, "flash")],
+    ids=["nothing", "not causal", "causal", "window", "documents"],
+)
+def test_flash_is_chosen_where_tiles_are_skipped(features: dict[str, Any], bfloat16: str) -> None:
+    for requires_grad in (False, True):
+        q = torch.empty(1, 1024, 16, 8, dtype=torch.bfloat16, requires_grad=requires_grad)
+        assert attention().choose(q, q, q, **features).implementation == bfloat16
+    q = torch.empty(1, 1024, 16, 8, dtype=torch.float16)
+    assert attention().choose(q, q, q, **features).implementation == "flash"
+
+
 def test_keywords_only_and_any_order() -> None:
     q, k = heads(), heads(count=2)
     expected = native.attention(q, k, k, causal=True)[0]
