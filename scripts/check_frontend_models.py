@@ -150,6 +150,8 @@ def _built(name: str, tokens: Any) -> tuple[Any, str]:
     for attempt in range(len(ATTEMPTS)):
         try:
             config = shrunken(transformers.CONFIG_MAPPING[name](), attempt)
+            if "is_decoder" in vars(config):  # what a causal model's checkpoint says, and some classes insist on
+                config.is_decoder = True
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
                 if torch.isfinite(model(input_ids=tokens, use_cache=False).logits).all():

@@ -122,6 +122,9 @@ def _fill(part: PreTrainedConfig) -> None:
             part.head_dim = width // heads
         if given.get("num_key_value_heads", heads) is None:
             part.num_key_value_heads = heads
+    if "kv_n_heads" in given and "clip_qkv" in given:  # DBRX's attention, whose checkpoints have both
+        part.rope_theta = given.get("rope_theta", 10000.0)
+        part.clip_qkv = given["clip_qkv"] or 8.0
     period, offset = given.get("attn_layer_period"), given.get("attn_layer_offset")
     if _is_int(period) and _is_int(offset):
         part.attn_layer_offset = min(offset, period - 1)

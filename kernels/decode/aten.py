@@ -212,4 +212,4 @@ def _rows(tensor: Tensor | None, kv_heads: int) -> Tensor | None:
     """(Bx, Hx, 1, Sx) -> (Bx, K, H / K, Sx), or (Bx, 1, 1, Sx) where the heads are alike."""
     if tensor is None or tensor.shape[1] == 1:
         return tensor
-    return tensor.reshape(tensor.shape[0], kv_heads, -1, tensor.shape[3])
+    return tensor.reshape(tensor.shape[0], kv_heads, tensor.shape[1] // kv_heads, tensor.shape[3])

@@ -28,5 +28,5 @@ def combine_experts(rows: torch.Tensor, order: torch.Tensor, expert_weights: tor
     """
     tokens, k = expert_weights.shape
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    unsorted = torch.empty_like(rows).index_copy(0, order, rows).reshape(tokens, k, -1)
+    unsorted = torch.empty_like(rows).index_copy(0, order, rows).reshape(tokens, k, rows.shape[-1])
     return (unsorted.to(wide) * expert_weights.to(wide)[..., None]).sum(1).to(rows.dtype)

@@ -143,6 +143,10 @@ def decode(
     if left is not None or (right is not None and right < 0) or any(s.keys < longest * page_size for s in sequences):
         place = torch.arange(longest * page_size, device=query.device)
         seen = place < length
+        # a slot that was never written may hold anything, NaN too
+        unwritten = (~seen).flatten().nonzero()[:, 0]
+        for gathered in (keys, values):
+            gathered.flatten(0, 1).index_fill_(0, unwritten, 0.0)
         if left is not None:
             seen &= place >= length - 1 - left
         if right is not None and right < 0:

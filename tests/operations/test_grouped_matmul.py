@@ -171,6 +171,12 @@ def test_sorting_and_combining_are_a_mixture_of_experts() -> None:
     torch.testing.assert_close(combine_experts(rows, order, shares), expected)
 
 
+def test_no_tokens_are_a_mixture_of_none() -> None:
+    order, sizes = sort_by_expert(torch.zeros(0, 2, dtype=torch.int64), 3)
+    rows = grouped()(torch.ones(0, 4), torch.ones(3, 4, 6), sizes)
+    assert combine_experts(rows, order, torch.ones(0, 2)).shape == (0, 6)
+
+
 def test_an_expert_of_another_device_belongs_to_no_group() -> None:
     order, sizes = sort_by_expert(torch.tensor([[0, 9], [3, 1]]), 3)
     assert order.tolist() == [0, 3, 2, 1] or order.tolist() == [0, 3, 1, 2]

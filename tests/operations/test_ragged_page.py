@@ -36,7 +36,7 @@ def make(
     lengths: list[int], contexts: list[int], *, heads: int = 6, kv_heads: int = 2, dim: int = 60, value_dim: int = 60,
     page_size: int = 7, extra: int = 0, dtype: torch.dtype = torch.float32, index: torch.dtype = torch.int32,
 ) -> Batch:  # fmt: skip
-    """Pages in random order, table entries that are not in use -1, pages that are not in use NaN."""
+    """Pages in random order, table entries that are not in use -1, and NaN in what is not in use of the pages."""
     pages = [-(-context // page_size) for context in contexts]
     count = sum(pages) + 3
     order = torch.randperm(count).tolist()
@@ -46,6 +46,9 @@ def make(
     pools = [torch.randn(count, page_size, kv_heads, width, dtype=dtype) for width in (dim, value_dim)]
     for pool in pools:
         pool[order] = float("nan")
+        for row, context in enumerate(contexts):  # nor are the slots behind the last key
+            if context % page_size:
+                pool[tables[row, pages[row] - 1], context % page_size :] = float("nan")
     starts = torch.tensor([0, *lengths]).cumsum(0)
     query = torch.randn(int(starts[-1]) + extra, heads, dim, dtype=dtype)
     return Batch(query, *pools, torch.tensor(contexts, dtype=index), tables, starts.to(index))

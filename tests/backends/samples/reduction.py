@@ -358,6 +358,54 @@ def _by_any() -> list[Sample]:
     return found
 
 
+def _folded(operand: np.ndarray, source: np.ndarray, better: Any, window: Any, strides: Any, pads: Any) -> np.ndarray:
+    """Sums at the element of each window that is left where the next one is taken unless better(left, next)."""
+    result = np.zeros(operand.shape, operand.dtype)
+    for place in np.ndindex(*source.shape):
+        left: Any = None
+        for offset in np.ndindex(*window):
+            index = tuple(p * s + o - pad[0] for p, s, o, pad in zip(place, strides, offset, pads, strict=True))
+            if all(0 <= i < n for i, n in zip(index, operand.shape, strict=True)) and not (
+                left is not None and better(operand[left], operand[index])
+            ):
+                left = index
+        if left is not None:
+            result[left] += source[place]
+    return result
+
+
+def _sum_of_two(c: Any, p: Any, q: Any) -> Any:
+    return c.add(p, q)
+
+
+def _among_equals() -> list[Sample]:
+    """By closures that are false of equals, or no order at all: which of several is taken."""
+    window, strides, pads = (2, 3), (1, 2), ((1, 1), (0, 3))
+    rng = np.random.default_rng(5)
+    found = []
+    for name in ("greater_than", "less_than", "greater_or_equal", "not_equal", "equal"):
+        for dtype in (DType.FLOAT32, DType.INT8):
+            operand = rng.integers(0, 3, (5, 6)).astype(dtype.numpy)
+            source = rng.integers(1, 4, (6, 4)).astype(dtype.numpy)
+            better = getattr(np, {"greater_or_equal": "greater_equal"}.get(name, name.removesuffix("_than")))
+
+            def by(b: Any, x: Any, y: Any, init: Any, name: str = name) -> Any:
+                settings = (window, strides, pads)
+                return b.select_and_scatter(x, y, init, lambda c, p, q: getattr(c, name)(p, q), _sum_of_two, *settings)
+
+            found.append(
+                Sample(
+                    OpType.SELECT_AND_SCATTER,
+                    f"among equals {name} {dtype}",
+                    (operand, source, np.array(0).astype(dtype.numpy)),
+                    by,
+                    host=lambda x, y, init, better=better: _folded(x, y, better, window, strides, pads),
+                    exact=True,
+                )
+            )
+    return found
+
+
 _EPSILON = 0.125
 
 
@@ -438,6 +486,7 @@ def samples() -> list[Sample]:
         *_arg_min_max(),
         *_reduce_window(),
         *_select_and_scatter(),
+        *_among_equals(),
         *_by_any(),
         *_batch_norms(),
     ]

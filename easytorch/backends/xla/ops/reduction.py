@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from easytorch.backends.dtypes import SIGNED, DType, highest, lowest
@@ -125,15 +126,63 @@ def _select_and_scatter_by(
     window_strides: Ints,
     paddings: tuple[Ints, ...],
 ) -> Value:
+    """Offset by offset of the windows: XLA's own operation selects in an order of its choice, and so the first of
+    several only by a `select` that is true of equals."""
     if not operand.rank:
         return e.inline(scatter, (init_value, source))[0]
-    scalars = [Shape(operand.dtype)] * 2
-    regions = [e.region(scalars, lambda a, b, graph=graph: e.inline(graph, (a, b))) for graph in (select, scatter)]
-    attributes = (
-        f"window_dimensions = {int_array(window_dimensions)}, window_strides = {int_array(window_strides)}, "
-        f"padding = {pairs(paddings)}"
-    )
-    return e.op("select_and_scatter", (operand, source, init_value), operand.shape, attributes, ", ".join(regions))
+    result = e.broadcast(init_value, (operand.shape.size,), ())
+    if source.shape.size and operand.shape.size:
+        chosen = _selected_places(e, operand, source.dimensions, select, window_dimensions, window_strides, paddings)
+        updates = e.reshape(source, source.shape.size)
+        numbers = "inserted_window_dims = [0], scatter_dims_to_operand_dims = [0], index_vector_dim = 1"
+        region = e.region([Shape(operand.dtype)] * 2, lambda a, b: e.inline(scatter, (a, b)))
+        attributes = f"scatter_dimension_numbers = #stablehlo.scatter<{numbers}>"
+        operands = (result, e.reshape(chosen, source.shape.size, 1), updates)
+        result = e.op("scatter", operands, result.shape, attributes, region)
+    return e.reshape(result, *operand.dimensions)
+
+
+def _selected_places(
+    e: Emitter, operand: Value, places: Ints, select: Graph, window: Ints, strides: Ints, paddings: tuple[Ints, ...]
+) -> Value:
+    """Where in the flat operand the selected element of each window is, beyond its end for windows of padding alone."""
+    size = operand.shape.size
+    counter = DType.INT32 if size < 2**31 else DType.INT64
+    config = tuple(PadAxis(*ends) for ends in paddings)
+    padded = pad(e, operand, e.full(0, Shape(operand.dtype)), config)
+    numbers = e.reshape(e.iota(Shape(counter, (size,)), 0), *operand.dimensions)
+    outside = e.scalar(size, counter)
+    numbered = pad(e, numbers, outside, config)
+    spans = tuple((count - 1) * stride + 1 for count, stride in zip(places, strides, strict=True))
+
+    def at_offset(x: Value, number: Value) -> Value:
+        """The element of each window at the offset that stands `number`-th of them."""
+        starts: list[Value] = []
+        for axis in reversed(range(x.rank)):
+            length = e.scalar(window[axis], DType.INT32)
+            starts.insert(0, e.binary("remainder", number, length))
+            number = e.binary("divide", number, length)
+        block = e.op("dynamic_slice", (x, *starts), Shape(x.dtype, spans), f"slice_sizes = {int_array(spans)}")
+        return e.slice(block, (0,) * x.rank, spans, strides)
+
+    def more(number: Value, *_: Value) -> list[Value]:
+        return [e.compare("LT", number, e.scalar(math.prod(window), DType.INT32))]
+
+    def step(number: Value, best: Value, chosen: Value, padded: Value, numbered: Value) -> list[Value]:
+        element, place = at_offset(padded, number), at_offset(numbered, number)
+        region = e.region([Shape(best.dtype)] * 2, lambda a, b: e.inline(select, (a, b)))
+        axes = f"dimensions = {int_array(range(best.rank))}"
+        better = e.op("map", (best, element), best.shape.with_dtype(DType.BOOL), axes, region)
+        nowhere = e.broadcast(outside, places, ())
+        found, inside = (e.compare("NE", x, nowhere) for x in (chosen, place))
+        taken = e.binary("and", inside, e.unary("not", e.binary("and", found, better)))
+        results = [e.select(taken, element, best), e.select(taken, place, chosen)]
+        return [e.binary("add", number, e.scalar(1, DType.INT32)), *results, padded, numbered]
+
+    best = e.full(0, Shape(operand.dtype, places))
+    state = (e.scalar(0, DType.INT32), best, e.broadcast(outside, places, ()), padded, numbered)
+    shapes = [value.shape for value in state]
+    return e.ops("while", state, shapes, "", f"{e.region(shapes, more)}, {e.region(shapes, step)}")[2]
 
 
 def _scatter_windows(
