@@ -61,7 +61,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[T
 
 
 @_forward.register_fake
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     output = torch.empty((batch, length, heads, value.shape[3]), dtype=query.dtype, device=query.device)
     return output, torch.empty((batch, heads, length), dtype=torch.float32, device=query.device)

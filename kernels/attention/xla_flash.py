@@ -109,8 +109,9 @@ def flash_backward(
     n, bias, sinks = sizes_of(query, key), call.bias, call.sinks
     wants_bias = bias is not None and bias_grad
     if query.size == 0 or key.size == 0 or value.size == 0:
-        zeros = [None if x is None else jnp.zeros_like(x) for x in (query, key, value, bias, sinks)]
-        return *zeros[:3], zeros[3] if wants_bias else None, zeros[4]
+        dq, dk, dv = (jnp.zeros_like(x) for x in (query, key, value))
+        dbias, dsinks = (None if x is None else jnp.zeros_like(x) for x in (bias if wants_bias else None, sinks))
+        return dq, dk, dv, dbias, dsinks
     call = padded_to_tiles(n, call)
     precision = _precision(query)
     # sum over the keys of weight * gradient of weight, for each row: dropout leaves it as it is

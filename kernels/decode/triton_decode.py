@@ -84,6 +84,6 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *
 
 
 @_decode.register_fake
-def _decode_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def _decode_fake(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> Tensor:
     batch, length, heads, _ = query.shape
     return torch.empty((batch, length, heads, value.shape[3]), dtype=query.dtype, device=query.device)
