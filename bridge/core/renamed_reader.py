@@ -50,9 +50,13 @@ class _Without(RenamedReader):
 
 def without(reader: Reader, patterns: Iterable[str]) -> Reader:
     """`reader` without the tensors that `patterns` name, with `*` for anything; one that fits none is an error."""
+    if isinstance(patterns, str):
+        raise TypeError(f"drop is a text, {patterns!r}; give a list of names")
     dropped: set[str] = set()
     for pattern in patterns:
-        found = {name for name in reader.tensors if fnmatchcase(name, pattern)}
+        # Names may hold brackets, as those of lists do.
+        own = pattern.replace("[", "[[]").replace("?", "[?]")
+        found = {name for name in reader.tensors if fnmatchcase(name, own)}
         if not found:
             message = f"no tensor to drop is called so{nearest(pattern, reader.tensors)}"
             raise CheckpointError(message, file=reader.files[0], tensor=pattern)

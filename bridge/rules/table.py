@@ -27,10 +27,11 @@ Seven names in the transform's place say what is not a change of layout:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import Any
 
 from easytorch.bridge.core.unsupported import is_adapters, is_quantized
 from easytorch.bridge.errors import CheckpointError, nearest
@@ -236,22 +237,51 @@ class RuleTable:
         known = [pattern.like(path) for rule in self.weights for pattern in rule.leaves]
         return f"no rule of this family names it{nearest(path, known)}; remove it or add a rule"
 
+    def _knows_leaf(self, keys: list[str]) -> bool:
+        return self.leaf_rule("/".join(keys)) is not None
+
     def _trees(self, paths: Iterable[str]) -> set[str]:
         """Where in a tree stand leaves that the table knows by what follows: `net/params`."""
         found = set()
         for path in paths:
             keys = path.split("/")
-            for depth in range(1, min(len(keys), _DEEPEST_TREE)):
-                if self.leaf_rule("/".join(keys[depth:])) is not None:
-                    found.add("/".join(keys[:depth]))
-                    break
+            # A leaf of the tree at the root is of no other: `bert/...` is known without its prefix too.
+            known = (depth for depth in range(min(len(keys), _DEEPEST_TREE)) if self._knows_leaf(keys[depth:]))
+            if depth := next(known, 0):
+                found.add("/".join(keys[:depth]))
         return found
 
 
-@lru_cache(maxsize=64)
-def compile_rules(rules: Rules) -> RuleTable:
+def compile_rules(rules: Sequence[Any]) -> RuleTable:
     """The table ready for use; `ValueError` for a malformed or ambiguous one, or a transform without an inverse."""
+    return _table(as_rules(rules))
+
+
+@lru_cache(maxsize=64)
+def _table(rules: Rules) -> RuleTable:
     return RuleTable(rules)
+
+
+def as_rules(rules: Sequence[Any]) -> Rules:
+    """A table in tuples, which a user may have written in lists; `ValueError` for a row that is none."""
+    return tuple(_row(number, row) for number, row in enumerate(rules))
+
+
+def _row(number: int, given: Any) -> Rule:
+    rule = tuple(tuple(one) if isinstance(one, list) else one for one in given) if _listed(given) else given
+    if not isinstance(rule, tuple) or len(rule) != 3:
+        raise ValueError(f"rule {number} is {rule!r}; a rule is (torch pattern, flax pattern, transform)")
+    torch_side, flax_side, change = rule
+    for names in (torch_side, () if flax_side is None else flax_side):
+        if not isinstance(names, str) and not (_listed(names) and all(isinstance(name, str) for name in names)):
+            raise ValueError(f"rule {number} {rule!r}: {names!r} is neither a name nor a tuple of names")
+    if not isinstance(change, str | Transform):
+        raise ValueError(f"rule {number} {rule!r}: {change!r} is no layout; give the name of one, or a Transform")
+    return torch_side, flax_side, change
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, tuple | list)
 
 
 def _torch_side(rules: Iterable[CompiledRule]) -> Iterator[tuple[CompiledRule, int, Pattern]]:
@@ -260,8 +290,6 @@ def _torch_side(rules: Iterable[CompiledRule]) -> Iterator[tuple[CompiledRule, i
 
 def _compile(number: int, rule: Rule) -> list[CompiledRule]:
     """The one or two readings of a rule: without and with its optional prefix."""
-    if not isinstance(rule, tuple) or len(rule) != 3:
-        raise ValueError(f"rule {number} is {rule!r}; a rule is (torch pattern, flax pattern, transform)")
     torch_side, flax_side, change = rule
     torch_patterns = (torch_side,) if isinstance(torch_side, str) else tuple(torch_side)
     transform: Transform | None = None

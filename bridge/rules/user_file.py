@@ -6,7 +6,7 @@ import runpy
 from os import PathLike
 from pathlib import Path
 
-from easytorch.bridge.rules.table import Rules
+from easytorch.bridge.rules.table import Rules, as_rules
 
 
 def read_rules(path: str | PathLike[str]) -> Rules:
@@ -14,10 +14,13 @@ def read_rules(path: str | PathLike[str]) -> Rules:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file; give a Python file that sets RULES to a table")
-    found = runpy.run_path(str(file)).get("RULES")
+    try:
+        found = runpy.run_path(str(file)).get("RULES")
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}, line {error.lineno}: is no Python ({error.msg}); correct it") from error
     if not isinstance(found, tuple | list) or not found:
         raise ValueError(
             f"{file}: does not set RULES to a table: rows of (torch's name, the leaf's path, the layout), as in "
             "RULES = (('out.weight', 'out/kernel', 'linear'),)"
         )
-    return tuple(tuple(row) if isinstance(row, list) else row for row in found)
+    return as_rules(found)

@@ -1,6 +1,7 @@
 """Layouts of Flax's layers for a table of one's own: torch computes what Flax does, and every bit comes back."""
 
 import json
+import re
 from functools import partial
 
 import flax.linen as nn
@@ -10,12 +11,14 @@ import pytest
 import torch
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
 
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.layouts import attention, dense_general, einsum, gru, lstm, nnx_gru, nnx_lstm, reshaped
 from easytorch.bridge.load_tree import load_tree
+from easytorch.bridge.rules.user_file import read_rules
 from easytorch.bridge.save_tree import save_tree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 
@@ -267,6 +270,48 @@ def test_what_a_table_of_ones_own_lacks_is_said(own_model, tmp_path):
     with pytest.raises(ValueError, match="does not set RULES to a table"):
         convert(folder, tmp_path / "new", to="torch", rules=tmp_path / "empty.py")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_table_in_lists_is_one_in_tuples(own_model, tmp_path):
+    _, table, folder = own_model
+    rows = [[*row] for row in read_rules(table)]
+    lists = [[list(part) if isinstance(part, tuple) else part for part in row] for row in rows]
+    for number, given in enumerate((rows, lists)):
+        convert(folder, tmp_path / f"{number}", to="torch", rules=given, drop=["old/*"])
+        tree = load_tree(folder, framework="numpy")
+        del tree["old"]
+        written = load_file(tmp_path / f"{number}" / "model.safetensors")
+        assert tree_to_state_dict(tree, given).keys() == written.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("(1, 'b', 'linear')", "1 is neither a name nor a tuple of names"),
+        ("('a', {'b'}, 'linear')", "neither a name nor a tuple of names"),
+        ("('a', ('b', 2), 'linear')", "neither a name nor a tuple of names"),
+        ("('a', 'b', None)", "None is no layout"),
+        ("('a', 'b', {})", "is no layout"),
+        ("('a', 'b', lambda array: array.T)", "is no layout; give the name of one, or a Transform"),
+        ("('a', 'b')", "a rule is"),
+        ("7", "rule 0 is 7; a rule is"),
+        ("'abc'", "a rule is"),
+        ("(", "table.py, line 1: is no Python"),
+    ],
+)
+def test_a_row_that_is_none_is_said(own_model, tmp_path, row, said):
+    (tmp_path / "table.py").write_text(f"RULES = ({row},)")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        convert(own_model[2], tmp_path / "new", to="torch", rules=tmp_path / "table.py")
+
+
+def test_what_is_dropped_is_a_list_of_names_as_they_are(tmp_path):
+    folder = tmp_path / "mine"
+    save_tree({"w[0]": np.ones(2, np.float32), "w0": np.ones(2, np.float32)}, folder)
+    rules = (("w", "w0", "identity"),)
+    convert(folder, tmp_path / "torch", to="torch", rules=rules, drop=["w[0]"])
+    with pytest.raises(TypeError, match="drop is a text, 'w0'; give a list of names"):
+        convert(folder, tmp_path / "new", to="torch", rules=rules, drop="w0")
 
 
 def test_a_tensor_nobody_needs_is_dropped(tiny_leaves, save_flax, tmp_path):
