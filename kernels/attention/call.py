@@ -118,4 +118,4 @@ def map_tensors(call: AttentionCall, function: Callable[[str, Array], Any]) -> A
     """The record with `function(name, tensor)` in place of each tensor that is there."""
     names = AttentionCall._fields[:TENSORS]
     tensors = (None if x is None else function(name, x) for name, x in zip(names, call, strict=False))
-    return AttentionCall(*tensors, *call[TENSORS:])
+    return unflatten((*tensors, *call.numbers))
