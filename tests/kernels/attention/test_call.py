@@ -47,6 +47,7 @@ ONE_BY_ONE = {
     "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
     "easytorch/operations/flash.py": "varlen: the signature of flash_attn_varlen_func",
     "easytorch/layers/attention.py": "the signature that transformers calls",
+    "easytorch/layers/decoder.py": "a model's setting, made once with the layer",
 }
 
 
