@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
@@ -153,7 +153,7 @@ class DecoderBackbone(_Base):
         self.post_init()
 
     @staticmethod
-    def types_of_layers(config: PreTrainedConfig) -> list[str]:
+    def types_of_layers(config: Any) -> list[str]:
         """One name of layers/masks.py for each layer: full attention, where a family does not say otherwise."""
         return [FULL] * config.num_hidden_layers
 

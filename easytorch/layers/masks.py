@@ -22,7 +22,8 @@ MASKS_OF = {
     CHUNKED: create_chunked_causal_mask,
 }
 
-Masks = Mapping[str, torch.Tensor | None]
+# A tensor, None where causality alone says it, or what a registered attention takes for a mask (flex attention).
+Masks = Mapping[str, Any]
 
 
 def check_layer_types(config: PreTrainedConfig, layer_types: Collection[str]) -> None:

@@ -21,7 +21,7 @@ class Gemma2MLP(GatedMLP):
 
 
 class Gemma2Attention(GroupedAttention):
-    def __init__(self, config: Gemma2Config, layer_idx: int) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(
             config,
             layer_idx,
@@ -64,7 +64,7 @@ class Gemma2Model(DecoderBackbone, Gemma2PreTrainedModel):
     norm_class = ZeroCenteredRMSNorm
 
     @staticmethod
-    def types_of_layers(config: Gemma2Config) -> list[str]:
+    def types_of_layers(config: Any) -> list[str]:
         return config.layer_types
 
     @staticmethod

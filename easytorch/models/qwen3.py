@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GenerationMixin, Qwen3Config
 
@@ -22,7 +24,7 @@ class Qwen3MLP(GatedMLP):
 
 
 class Qwen3Attention(GroupedAttention):
-    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx, layer_type=config.layer_types[layer_idx])
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -50,7 +52,7 @@ class Qwen3Model(DecoderBackbone, Qwen3PreTrainedModel):
     layer_class = Qwen3DecoderLayer
 
     @staticmethod
-    def types_of_layers(config: Qwen3Config) -> list[str]:
+    def types_of_layers(config: Any) -> list[str]:
         return config.layer_types
 
 
