@@ -195,10 +195,10 @@ def _shrunken_value(name: str, value: Any, heads: int, by: int, ids: dict[int, i
         return 1
     for pattern, divisor in ((_HEADS, heads), (_HEAD_SIZES, by)):
         if pattern.fullmatch(name):
-            return max(1, int(value) // divisor)
+            return max(1, value // divisor)
     if _WIDTHS.fullmatch(name) and value >= LEAST_WIDTH:
-        small = max(1, int(value) // (heads * by))
-        return -(-small // 8) * 8 if "moe" in name else small  # rows that grouped products read start at 16 bytes
+        width = max(1, value // (heads * by))
+        return -(-width // 8) * 8 if "moe" in name else width  # rows that grouped products read start at 16 bytes
     return value
 
 

@@ -70,7 +70,8 @@ def _turn_one_token(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tup
         output = output.to(heads.dtype)
     if rest is not None:
         output = torch.cat((output, rest), -1)
-    return output.split_with_sizes((query.shape[2], key.shape[2]), 2)
+    turned_query, turned_key = output.split_with_sizes((query.shape[2], key.shape[2]), 2)
+    return turned_query, turned_key
 
 
 def _signs(dim: int, dtype: torch.dtype) -> Tensor:
