@@ -370,3 +370,10 @@ def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "float64" in multiply(runtime_dtype=torch.float64).choose_on(platform, *call).reason
     with pytest.raises(UnsupportedOperationError, match="runs on cuda, rocm, the tensors are on cpu"):
         multiply("triton")(torch.ones(2, 60), made("int8"))
+
+
+@pytest.mark.parametrize("forced", FORCED)
+def test_the_gradient_of_a_wide_bias_is_summed_wide(forced: str) -> None:
+    bias = torch.zeros(36, requires_grad=True)
+    multiply(forced)(torch.zeros(257, 60, dtype=torch.bfloat16), made("int8"), bias).sum().backward()
+    assert bias.grad is not None and bias.grad.tolist() == [257.0] * 36  # bfloat16 has 256 and 258

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -94,3 +96,16 @@ def test_errors(forced: str | None) -> None:
         ssm1(forced)(x, x, A, B, torch.ones(2, 5, 4))
     with pytest.raises(ValueError, match=r"D must be \(8,\), got \(3,\)"):
         ssm1(forced)(x, x, A, B, B, torch.ones(3))
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+@pytest.mark.parametrize("forced", ["native", "aten"])
+def test_one_token_by_hand(forced: str, softplus: bool) -> None:
+    x, dt, decay = torch.tensor([[[3.0]]]), torch.tensor([[[0.5]]]), torch.tensor([[-2.0]])
+    write, read, state = torch.tensor([[[5.0]]]), torch.tensor([[[7.0]]]), torch.tensor([[[11.0]]])
+    run = OperationRegistry.create("ssm1", OperationMetadata(backend=forced))
+    result = run(x, dt, decay, write, read, dt_softplus=softplus, initial_state=state)
+    step = math.log1p(math.exp(0.5)) if softplus else 0.5
+    wanted = math.exp(-2.0 * step) * 11.0 + step * 3.0 * 5.0
+    assert result.final_state.item() == pytest.approx(wanted, rel=1e-6)
+    assert result.outputs.item() == pytest.approx(7.0 * wanted, rel=1e-6)

@@ -157,6 +157,30 @@ def test_documents_do_not_leak(name: str, forced: str) -> None:
 
 
 @pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_documents_shorter_than_a_state_holds(name: str, forced: str) -> None:
+    given, run = arguments(name, 8), operation(name, forced)
+    packed = run(**given, segment_ids=torch.tensor([3] * 6 + [9] * 2).expand(2, 8))
+    alone = run(**{**part(given, 6, 8), "initial_state": None})
+    torch.testing.assert_close(packed.outputs[:, 6:], alone.outputs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed.final_state, alone.final_state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("forced", FORCED)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_initial_state_of_any_strides(name: str, forced: str) -> None:
+    given, run = arguments(name, 5), operation(name, forced)
+    state = given["initial_state"]
+    for strided in (
+        state.transpose(1, 2).contiguous().transpose(1, 2),
+        state.expand(1, *state.shape)[0].flip(1).flip(1),
+    ):
+        result, wanted = run(**{**given, "initial_state": strided}), run(**given)
+        torch.testing.assert_close(result.outputs, wanted.outputs)
+        torch.testing.assert_close(result.final_state, wanted.final_state)
+
+
+@pytest.mark.parametrize("forced", FORCED)
 @pytest.mark.parametrize(("name", "decay"), [("ssm1", "A"), ("ssm2", "A"), ("gated_delta_rule", "g")])
 @pytest.mark.parametrize("strength", [0.0, 40.0, 1e4])
 def test_decays_of_any_strength(name: str, decay: str, forced: str, strength: float) -> None:

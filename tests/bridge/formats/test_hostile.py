@@ -151,6 +151,7 @@ def safetensors(path, header, data=b""):
         ({"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}, "not lists of sizes"),
         ({"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}, "data_offsets give -16"),
         ({"dtype": "F64", "shape": [4], "data_offsets": [0, 16]}, "takes 32 bytes"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 16]}, "takes 8 bytes"),
         ({"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}, "not known here"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}, "starts at 8"),
     ],

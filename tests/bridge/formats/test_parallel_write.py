@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -128,3 +129,13 @@ def test_what_is_no_map_is_left_alone(tmp_path: Path) -> None:
     give_back(own)
     assert (own == 2).all()
     give_back(np.ones(100_000))
+
+
+def test_a_write_that_takes_a_part_is_gone_on_with(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: pwrite(file, data[: max(1, len(data) // 3)], place))
+    source = Arrays(a=RNG.integers(0, 255, 5000).astype(np.uint8))
+    write_parts(tmp_path / "file", [b"head", Elements(source.infos["a"])], source)
+    assert (tmp_path / "file").read_bytes() == b"head" + source.arrays["a"].tobytes()

@@ -219,3 +219,19 @@ def test_a_tile_keeps_its_size_however_many_keys_there_are() -> None:
         tile = n.heads * n.rows * n.group * n.keys * n.dtype.itemsize
         floor = torch.get_num_threads() * aten_flash_tiles.FEWEST_ROWS * n.group * n.keys * n.dtype.itemsize
         assert tile <= max(aten_flash_tiles.TILE_BYTES, floor)
+
+
+@pytest.mark.parametrize("right, left, missed", [
+    (2, None, False),  # the first row, 4, sees up to key 6, where the tile starts
+    (1, None, True),
+    (None, 1, True),  # the last row, 7, sees from key 6 on; with no other side the tile [6, 6 + n) holds it
+    (None, 0, True),
+], ids=str)  # fmt: skip
+def test_a_row_whose_band_ends_beside_the_tile(right: int | None, left: int | None, missed: bool) -> None:
+    q = torch.zeros(1, 8, 1, 4)
+    call = AttentionCall(left=left, right=right)
+    n = aten_flash_tiles.sizes_of(q, q, q, call)
+    block = aten_flash_tiles.Block(4, 8, 6, 8) if right is not None else aten_flash_tiles.Block(4, 8, 2, 6)
+    assert aten_flash_tiles._band_misses(n, call, block) == missed
+    if left is not None:  # one key more and the last row sees it
+        assert not aten_flash_tiles._band_misses(n, call, aten_flash_tiles.Block(4, 8, 2, 8))

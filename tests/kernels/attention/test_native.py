@@ -80,3 +80,12 @@ def test_dropout_keeps_its_share_and_depends_on_the_position() -> None:
 def test_no_keys_give_zeros() -> None:
     q, k = torch.randn(1, 3, 2, 4), torch.randn(1, 0, 2, 4)
     assert torch.equal(native.attention(q, k, k)[0], torch.zeros(1, 3, 2, 4))
+
+
+def test_a_row_that_sees_nothing_is_zero() -> None:
+    q, k, v = torch.randn(1, 3, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
+    mask = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    mask[:, :, 1] = False
+    output, weights = native.attention(q, k, v, mask=mask)
+    assert (output[:, 1] == 0).all() and (weights[:, :, 1] == 0).all()
+    assert output.isfinite().all() and (output[:, [0, 2]] != 0).any()
