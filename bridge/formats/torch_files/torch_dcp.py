@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint: a folder of `.metadata` and `__0_0.distcp`, `__1_0.distcp`, ..., one or more a rank.
 
-Tensors sharded over ranks (FSDP, DTensor) are put together from their pieces. Of a training state only the model is
+Tensors sharded over ranks (FSDP, DTensor) are assembled from their pieces. Of a training state only the model is
 read: what optimizers, schedulers and loops keep is left out, and reported. The safetensors that
 `HuggingFaceStorageWriter` writes a shard a rank are read too; those it writes whole are ordinary ones.
 Source: torch.distributed.checkpoint of torch 2.13: filesystem.py, hf_storage.py, default_planner.py.
@@ -53,7 +53,7 @@ class DcpReader(Closing):
         }
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor put together; where one piece is all of it, a view of the mapped file."""
+        """The assembled tensor; where one piece is all of it, a view of the mapped file."""
         saved = self._saved[name]
         if len(saved.pieces) == 1:
             # Without elements its sizes may be others than the whole's.

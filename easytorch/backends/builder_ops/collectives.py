@@ -19,7 +19,7 @@ class CollectivesOps(Recorder):
     def all_reduce(
         self, x: Op, reduction_type: ReduceOpType, replica_groups: Sequence[Sequence[int]] | None = None
     ) -> Op:
-        """x put together over the devices of each group; every one of them gets it."""
+        """x reduced over the devices of each group; each of them has the result."""
         return self._add_one(
             OpType.ALL_REDUCE,
             x,
@@ -46,7 +46,7 @@ class CollectivesOps(Recorder):
     def all_to_all(
         self, x: Op, split_axis: int, concat_axis: int, replica_groups: Sequence[Sequence[int]] | None = None
     ) -> Op:
-        """x cut along `split_axis`, a part for each device of the group, and the parts got put together along
+        """x split along `split_axis`, a part for each device of the group; the parts received are concatenated along
         `concat_axis`."""
         return self._add_one(
             OpType.ALL_TO_ALL,

@@ -99,7 +99,7 @@ def _reduce_window(
 
 
 def reducible(x: Shape, reduction_type: ReduceOpType) -> None:
-    """`BackendError` unless elements of `x` can be put together so."""
+    """`BackendError` unless elements of `x` can be reduced so."""
     if reduction_type is ReduceOpType.UNDEFINED:
         raise BackendError("the reduction is UNDEFINED; choose SUM, PRODUCT, MAX or MIN")
     ordered = reduction_type in (ReduceOpType.MAX, ReduceOpType.MIN)

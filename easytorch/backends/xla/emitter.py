@@ -222,7 +222,7 @@ class Emitter:
         )
 
     def reduce(self, name: str, x: Value, start: float, axes: Sequence[int]) -> Value:
-        """x put together by the operation `name` over `axes`, which go."""
+        """x reduced by the operation `name` over `axes`, dropping them."""
         kept = tuple(size for axis, size in enumerate(x.dimensions) if axis not in axes)
         region = self.region([Shape(x.dtype)] * 2, lambda a, b: [self.binary(name, a, b)])
         operands = (x, self.scalar(start, x.dtype))

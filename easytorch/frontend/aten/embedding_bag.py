@@ -1,4 +1,4 @@
-"""Rows of a table, put together by bags."""
+"""Rows of a table, reduced by bag (`embedding_bag`)."""
 
 from __future__ import annotations
 

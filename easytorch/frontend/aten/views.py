@@ -1,4 +1,4 @@
-"""Operations that rearrange, cut and put together. A functional graph has no views: each gives a new array."""
+"""Views, slices and concatenation. A functional graph has no views: each operation gives a new array."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _gather(context: NodeContext) -> Kernel:
 
 
 def _scatter(combine: Callable[[Tensor, Tensor, Tensor], Tensor], ordered: bool) -> Binder:
-    """combine: of a matrix, row numbers and rows to be put together with those of these numbers."""
+    """combine: of a matrix, row numbers and rows to be combined with those of these numbers."""
 
     def bind(context: NodeContext) -> Kernel:
         attributes, operand, dtype = context.attributes, context.operand, context.dtype

@@ -43,7 +43,7 @@ def reduced(dtype: DType, kind: ReduceOpType) -> Reduction:
 
 
 def identity_of(dtype: DType, kind: ReduceOpType) -> int | float:
-    """What changes nothing when values are put together so."""
+    """The identity of the reduction."""
     if kind in (ReduceOpType.SUM, ReduceOpType.PRODUCT):
         return int(kind is ReduceOpType.PRODUCT)
     return lowest(dtype) if kind is ReduceOpType.MAX else highest(dtype)
@@ -103,7 +103,7 @@ def _extreme(kind: ReduceOpType) -> Binder:
 
 
 def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int) -> Binder:
-    """Halves put together until one element is left."""
+    """Halves combined until one element is left."""
 
     def bind(context: NodeContext) -> Kernel:
         axes = _over(context)

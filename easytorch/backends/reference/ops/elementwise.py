@@ -244,7 +244,7 @@ def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
 
 
 def _bitcast_nibbles(x: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Four-bit elements stand one to a byte here: they are put together, the lower first, or taken apart."""
+    """Four-bit elements stand one to a byte here: they are packed, the lower first, or unpacked."""
     if source.bits == 4:
         pairs = (wide(x).astype(np.int64) & 15).astype(np.uint8).reshape(-1, 2)
         return (pairs[:, 0] | pairs[:, 1] << 4).view(target.numpy).reshape(x.shape[:-1])

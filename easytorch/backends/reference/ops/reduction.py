@@ -23,7 +23,7 @@ _UFUNCS = {
 
 
 def neutral(reduction: ReduceOpType, dtype: DType) -> bool | float:
-    """What changes no element of `dtype` it is put together with."""
+    """The identity of the reduction in `dtype`."""
     if reduction is ReduceOpType.SUM:
         return 0
     if reduction is ReduceOpType.PRODUCT:
@@ -32,7 +32,7 @@ def neutral(reduction: ReduceOpType, dtype: DType) -> bool | float:
 
 
 def reduced(x: np.ndarray, reduction: ReduceOpType, axes: tuple[int, ...]) -> np.ndarray:
-    """x put together over `axes`: narrow floats in float32, integers modulo 2**bits."""
+    """x reduced over `axes`: narrow floats in float32, integers modulo 2**bits."""
     start = neutral(reduction, dtype_of(x.dtype))
     with np.errstate(all="ignore"):
         result = _UFUNCS[reduction].reduce(wide(x), axis=axes, dtype=wide(x).dtype, initial=start)

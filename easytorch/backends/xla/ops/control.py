@@ -117,7 +117,7 @@ def _ranks(e: Emitter, operands: Sequence[Value], captures: Sequence[Value], com
     return transpose(e, ranks, tuple(order.index(other) for other in range(len(order))))
 
 
-# Powers of integers are a loop, and bits of narrow or complex numbers are put together of pieces.
+# Powers of integers are a loop, and bits of narrow or complex numbers are concatenated from pieces.
 _POINTWISE = {OpType.PARAMETER, OpType.CONSTANT, OpType.CONVERT_DTYPE, *elementwise.EMITTERS} - {OpType.POW}
 
 EMITTERS: dict[OpType, Emit] = {

@@ -110,7 +110,7 @@ def _from_parts(e: Emitter, x: Value, target: DType) -> Value:
 
 
 def _to_complex(e: Emitter, x: Value, target: DType) -> Value:
-    """Floats of the parts, the last axis in twos, put together."""
+    """The bits of x as complex numbers: pairs of floats along the last axis."""
     part = target.real
     count = x.dtype.bits * (x.dimensions[-1] if x.dtype.bits < target.bits else 1) // part.bits
     lead = x.dimensions[:-1] if x.dtype.bits < target.bits else x.dimensions
