@@ -145,7 +145,7 @@ class Checkpoint(Closing):
         """The weights under the names of `scheme`.
 
         strict: where names change, the weights are held against the architecture, and a tied repeat is left out only
-        if its bits are those it repeats. Loading into memory checks the names itself and keeps repeats: it passes False.
+        if its bits are those it repeats. Loading into memory passes False: it checks names itself and keeps repeats.
         """
         if not self._weights.tensors:
             raise CheckpointError("holds no tensors", file=self.reader.files[0])

@@ -12,12 +12,12 @@ from easytorch.kernels.interop.triton_math import LOG2E
 
 @triton.jit
 def _attend(
-    output, total, top, query, row_start, index, first, last, begin, end, key, value, key_strides, value_strides, bias,
+    output, l_i, m_i, query, row_start, index, first, last, begin, end, key, value, key_strides, value_strides, bias,
     bias_strides, mask, mask_strides, query_ids, key_ids, key_id_strides, seed, threshold, head, T, S, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Fold the blocks index[first:last] of keys into the running (output, total, top) of BLOCK_M rows."""
+    """Fold the blocks index[first:last] of keys into the running (output, l_i, m_i) of BLOCK_M rows."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
     local_columns = tl.arange(0, BLOCK_N)[None, :]
     rows = row_start + local_rows
@@ -38,18 +38,18 @@ def _attend(
         scores, _ = seen_scores(
             products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, ids, begin, end, PARTIAL
         )
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
         # a row that has seen nothing yet has no maximum: -inf - -inf is NaN
-        origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(top - origin)
-        total = total * shrink + tl.sum(weights, 1)
+        alpha = tl.exp2(m_i - origin)
+        l_i = l_i * alpha + tl.sum(weights, 1)
         if seed is not None:
             weights = tl.where(keep_tile(seed, head, rows, columns, threshold), weights, 0.0)
         values = load_tile(value, start, S, value_strides[1], value_strides[3], BLOCK_N, DV, BLOCK_DV, PARTIAL)
-        output = tl.dot(weights.to(values.dtype), values, output * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    return output, total, top
+        output = tl.dot(weights.to(values.dtype), values, output * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    return output, l_i, m_i
 
 
 @triton.jit
@@ -90,34 +90,34 @@ def blocksparse_forward(
     row_begin = tl.load(begin + b * interval_stride + rows, mask=rows < T, other=0)[:, None]
     row_end = tl.load(end + b * interval_stride + rows, mask=rows < T, other=0)[:, None]
 
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        top = tl.zeros((BLOCK_M,), tl.float32) + sink
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        m_i = tl.zeros((BLOCK_M,), tl.float32) + sink
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     queries = load_tile(query, row_start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, True)
 
     index += b * index_strides[0] + block.to(tl.int64) * index_strides[1]
     masked = tl.load(partial + b * index_strides[2] + block)
     listed = tl.load(total_blocks + b * index_strides[2] + block)
-    result, total, top = _attend(
-        result, total, top, queries, row_start, index, 0, masked, row_begin, row_end, key, value, key_strides,
+    result, l_i, m_i = _attend(
+        result, l_i, m_i, queries, row_start, index, 0, masked, row_begin, row_end, key, value, key_strides,
         value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed, threshold, head,
         T, S, scale, cap, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
     )  # fmt: skip
-    result, total, top = _attend(
-        result, total, top, queries, row_start, index, masked, listed, row_begin, row_end, key, value, key_strides,
+    result, l_i, m_i = _attend(
+        result, l_i, m_i, queries, row_start, index, masked, listed, row_begin, row_end, key, value, key_strides,
         value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed, threshold, head,
         T, S, scale, cap, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
     )  # fmt: skip
 
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    result = result / total[:, None]
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    result = result / l_i[:, None]
     if seed is not None:
         result = result * keep_scale
     store_tile(output, result, row_start, T, output_strides[1], output_strides[3], BLOCK_M, DV, BLOCK_DV)
     lse_rows = lse + head.to(tl.int64) * T + rows
-    tl.store(lse_rows, tl.where(empty, float("inf"), (top + tl.log2(total)) * LN2), mask=rows < T)
+    tl.store(lse_rows, tl.where(empty, float("inf"), (m_i + tl.log2(l_i)) * LN2), mask=rows < T)

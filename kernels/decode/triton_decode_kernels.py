@@ -15,12 +15,12 @@ from easytorch.kernels.interop.triton_math import LOG2E
 
 @triton.jit
 def _fold(
-    output, total, top, query, begin, end, key, value, key_strides, value_strides, bias, bias_strides, mask,
+    output, l_i, m_i, query, begin, end, key, value, key_strides, value_strides, bias, bias_strides, mask,
     mask_strides, heads, query_id, key_ids, key_id_strides, S, left, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [begin, end) into the running (output, total, top) of the heads; begin is a multiple of BLOCK_N."""
+    """Fold keys [begin, end) into the running (output, l_i, m_i) of the heads; begin is a multiple of BLOCK_N."""
     for start in range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)[None, :]
         bias_pointers = bias
@@ -39,16 +39,16 @@ def _fold(
             products, columns * 0, columns, 1, S, scale, cap, bias_pointers, mask_pointers, query_id, ids, left, None,
             BOUNDARY,
         )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
         # heads that have seen nothing yet have no maximum: -inf - -inf is NaN
-        origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+        origin = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(top - origin)
-        total = total * shrink + tl.sum(weights, 1)
+        alpha = tl.exp2(m_i - origin)
+        l_i = l_i * alpha + tl.sum(weights, 1)
         values = load_tile(value, start, S, value_strides[1], value_strides[3], BLOCK_N, DV, BLOCK_DV, BOUNDARY)
-        output = tl.dot(weights.to(values.dtype), values, output * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    return output, total, top
+        output = tl.dot(weights.to(values.dtype), values, output * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    return output, l_i, m_i
 
 
 @triton.jit
@@ -96,28 +96,28 @@ def decode_split(
     share = tl.cdiv(tl.cdiv(S - limits[0], BLOCK_N), SPLITS) * BLOCK_N
     first = limits[0] + split * share
     last = first + share
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
     if SPLITS == 1 and sinks is not None:
-        top = tl.load(sinks + heads).to(tl.float32) * LOG2E
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        m_i = tl.load(sinks + heads).to(tl.float32) * LOG2E
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for part in tl.static_range(3):
         if part != 0 or left is not None:
-            result, total, top = _fold(
-                result, total, top, queries, tl.maximum(limits[part], first), tl.minimum(limits[part + 1], last), key,
+            result, l_i, m_i = _fold(
+                result, l_i, m_i, queries, tl.maximum(limits[part], first), tl.minimum(limits[part + 1], last), key,
                 value, key_strides, value_strides, bias, bias_strides, mask, mask_strides, heads, query_id, key_ids,
                 key_id_strides, S, left, scale, cap, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
             )  # fmt: skip
 
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    result = result / total[:, None]
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    result = result / l_i[:, None]
     places = (b * H + heads) * SPLITS + split
     columns = tl.arange(0, BLOCK_DV)[None, :]
     inside = (local < GROUP)[:, None] & (columns < DV)
     if lse is not None:
-        tl.store(lse + places, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=local < GROUP)
+        tl.store(lse + places, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=local < GROUP)
         inside = inside & (empty == 0)[:, None]
     tl.store(output + places[:, None] * DV + columns, result.to(output.dtype.element_ty), mask=inside)
 
@@ -129,22 +129,22 @@ def decode_merge(
     """Fills output (B, H, DV) from partial (B, H, SPLITS, DV) and lse (B, H, SPLITS). One program a head."""
     head = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, BLOCK_SPLITS)
-    tops = tl.load(lse + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
-    top = tl.max(tops, 0)
-    sink = top
+    m_parts = tl.load(lse + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    m_i = tl.max(m_parts, 0)
+    sink = m_i
     if sinks is not None:
         sink = tl.load(sinks + head % H).to(tl.float32) * LOG2E
-        top = tl.maximum(top, sink)
-    origin = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(tops - origin)
-    total = tl.sum(weights, 0)
+        m_i = tl.maximum(m_i, sink)
+    origin = tl.where(m_i == float("-inf"), 0.0, m_i)
+    weights = tl.exp2(m_parts - origin)
+    l_i = tl.sum(weights, 0)
     if sinks is not None:
-        total += tl.exp2(sink - origin)
-    weights = weights / tl.where(total == 0.0, 1.0, total)
+        l_i += tl.exp2(sink - origin)
+    weights = weights / tl.where(l_i == 0.0, 1.0, l_i)
     columns = tl.arange(0, BLOCK_DV)
     parts = tl.load(
         partial + (head * SPLITS + splits)[:, None] * DV + columns[None, :],
-        mask=(tops > float("-inf"))[:, None] & (columns < DV)[None, :], other=0.0,
+        mask=(m_parts > float("-inf"))[:, None] & (columns < DV)[None, :], other=0.0,
     )  # fmt: skip
     result = tl.sum(parts * weights[:, None], 0)
     tl.store(output + head * DV + columns, result.to(output.dtype.element_ty), mask=columns < DV)

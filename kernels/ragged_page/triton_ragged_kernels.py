@@ -34,13 +34,13 @@ def _gather(
 
 @triton.jit
 def _fold(
-    output, total, top, query, tail_query, begin, end, key, tail_key, value, key_strides, tail_key_strides,
+    output, l_i, m_i, query, tail_query, begin, end, key, tail_key, value, key_strides, tail_key_strides,
     value_strides, table, rows, T, S, left, right, scale, cap,
     PAGE: tl.constexpr, D: tl.constexpr, DT: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DT: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     BOUNDARY: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [begin, end) of a sequence into the running (output, total, top) of BLOCK_M rows."""
+    """Fold keys [begin, end) of a sequence into the running (output, l_i, m_i) of BLOCK_M rows."""
     for start in range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         inside = columns < S
@@ -58,20 +58,20 @@ def _fold(
         scores, _ = score_tile(
             products, rows[:, None], columns[None, :], T, S, scale, cap, None, None, None, None, left, right, BOUNDARY
         )
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        origin = new_top
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        origin = m_new
         if BOUNDARY:
             # a row that has seen nothing yet has no maximum: -inf - -inf is NaN
-            origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+            origin = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(top - origin)
-        total = total * shrink + tl.sum(weights, 1)
+        alpha = tl.exp2(m_i - origin)
+        l_i = l_i * alpha + tl.sum(weights, 1)
         values = keys  # the values may be the first part of the keys
         if value is not None:
             values = _gather(value, places, value_strides, DV, BLOCK_DV, inside, BOUNDARY)
-        output = tl.dot(weights.to(values.dtype), values, output * shrink[:, None], input_precision=PRECISION)
-        top = new_top
-    return output, total, top
+        output = tl.dot(weights.to(values.dtype), values, output * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    return output, l_i, m_i
 
 
 @triton.jit
@@ -138,12 +138,12 @@ def ragged_forward(
     if value is not None:
         value += kv_head * value_strides[2]
 
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * LOG2E
-        top = tl.where(split == 0, sink, float("-inf"))
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        m_i = tl.where(split == 0, sink, float("-inf"))
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
     first = row_start + (S - T)
@@ -155,22 +155,22 @@ def ragged_forward(
     table = block_tables + low.to(tl.int64) * table_stride
     for part in tl.static_range(3):
         if part != 0 or left is not None:
-            result, total, top = _fold(
-                result, total, top, queries, tail_queries, tl.minimum(tl.maximum(limits[part], begin), end),
+            result, l_i, m_i = _fold(
+                result, l_i, m_i, queries, tail_queries, tl.minimum(tl.maximum(limits[part], begin), end),
                 tl.minimum(tl.maximum(limits[part + 1], begin), end), key, tail_key, value, key_strides,
                 tail_key_strides, value_strides, table, rows, T, S, left, right, scale, cap,
                 PAGE, D, DT, DV, BLOCK_N, BLOCK_D, BLOCK_DT, BLOCK_DV, PRECISION, part != 1,
             )  # fmt: skip
 
-    empty = total == 0.0
-    result = result / tl.where(empty, 1.0, total)[:, None]
+    empty = l_i == 0.0
+    result = result / tl.where(empty, 1.0, l_i)[:, None]
     value_dims = tl.arange(0, BLOCK_DV)[None, :]
     places = tokens * H + heads
     written = inside
     if lse is not None:
         places = places * SPLITS + split
-        tl.store(lse + places, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=inside)
-        written = inside & (total != 0.0)
+        tl.store(lse + places, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=inside)
+        written = inside & (l_i != 0.0)
     tl.store(
         output + places[:, None] * DV + value_dims, result.to(output.dtype.element_ty),
         mask=written[:, None] & (value_dims < DV),
@@ -185,14 +185,14 @@ def merge_splits(
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, BLOCK_DV)[None, :]
-    tops = tl.load(lse + row * SPLITS + splits)
-    top = tl.max(tops, 0)
-    weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+    m_parts = tl.load(lse + row * SPLITS + splits)
+    m_i = tl.max(m_parts, 0)
+    weights = tl.exp2(m_parts - tl.where(m_i == float("-inf"), 0.0, m_i))
     parts = tl.load(
         partial + (row * SPLITS + splits)[:, None] * DV + dims,
-        mask=(tops > float("-inf"))[:, None] & (dims < DV), other=0.0,
+        mask=(m_parts > float("-inf"))[:, None] & (dims < DV), other=0.0,
     )  # fmt: skip
-    total = tl.sum(weights, 0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    l_i = tl.sum(weights, 0)
+    result = tl.sum(parts * weights[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)
     columns = tl.arange(0, BLOCK_DV)
     tl.store(output + row * DV + columns, result.to(output.dtype.element_ty), mask=columns < DV)
