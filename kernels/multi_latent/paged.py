@@ -118,7 +118,7 @@ def in_graph(
     query: torch.Tensor, query_rope: torch.Tensor, latent_pages: Pages, context_lens: torch.Tensor,
     block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: int | torch.Tensor | None = None,
     up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, softmax_scale: float | None = None,
-    **features: Any,
+    softmax_dtype: torch.dtype | None = None, **features: Any,
 ) -> torch.Tensor:  # fmt: skip
     """The same where a graph is traced, which cannot follow lengths: absorbed, by an operator that can."""
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
@@ -128,8 +128,9 @@ def in_graph(
     keys = latent_pages if isinstance(latent_pages, torch.Tensor) else torch.cat(latent_pages, dim=-1)
     scale = default_scale(sizes, softmax_scale)
     output = opaque.ragged_page_attention(
-        queries, keys[:, :, None], latent[:, :, None], *tables, softmax_scale=scale, **features
-    )
+        queries, keys[:, :, None], latent[:, :, None], *tables, softmax_scale=scale, softmax_dtype=softmax_dtype,
+        **features,
+    )  # fmt: skip
     return project(output, up_value)
 
 

@@ -44,7 +44,8 @@ def attention(
     backward; without a seed all ranks drop by the one rank 0 draws. `ValueError` on every rank where they differ.
     """
     try:
-        call = resolve(query, key, value, columns=size * key.shape[1], **features)
+        columns = size * key.shape[1] if key.dim() == 4 else None  # else `resolve` says what does not fit
+        call = resolve(query, key, value, columns=columns, **features)
         _check_layout(query, key, size, layout)
     except ValueError as problem:
         if size > 1:
