@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from easytorch.backends.arguments import integer, integers, ints, member, truth
 from easytorch.backends.builder_ops.recorder import Closure, Ints, Recorder, or_default, pairs_or_none
@@ -13,6 +13,53 @@ from easytorch.backends.types import OpType, ReduceOpType
 
 if TYPE_CHECKING:
     from easytorch.backends.graph import Op
+
+
+_FIRST = "the first of several. Padding is never selected; which element is, where one is NaN, is not defined"
+
+
+class _SelectAndScatterMethod(Protocol):
+    def __call__(
+        self,
+        operand: Op,
+        source: Op,
+        window_dimensions: Ints,
+        window_strides: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+    ) -> Op: ...
+
+
+def _select_and_scatter(op_type: OpType, selected: str) -> _SelectAndScatterMethod:
+    """The method that scatters back from windows; they differ in what a window selects."""
+
+    def select_and_scatter(
+        self: ReductionOps,
+        operand: Op,
+        source: Op,
+        window_dimensions: Ints,
+        window_strides: Ints | None = None,
+        paddings: Sequence[Ints] | None = None,
+    ) -> Op:
+        return self._add_one(op_type, operand, source, **_windows(window_dimensions, window_strides, paddings))
+
+    select_and_scatter.__name__ = op_type.method
+    select_and_scatter.__qualname__ = f"ReductionOps.{op_type.method}"
+    select_and_scatter.__doc__ = f"""Adds each element of `source` at the place that its window over `operand` selects:
+        {selected}.
+
+        See https://openxla.org/stablehlo/spec#select_and_scatter.
+        """
+    return select_and_scatter  # type: ignore[return-value]
+
+
+def _windows(window_dimensions: Ints, window_strides: Ints | None, paddings: Sequence[Ints] | None) -> dict[str, Any]:
+    """The attributes of windows that are scattered from; strides are the window's own size, paddings 0 if None."""
+    window = integers(window_dimensions, "window_dimensions")
+    return {
+        "window_dimensions": window,
+        "window_strides": window if window_strides is None else integers(window_strides, "window_strides"),
+        "paddings": pairs_or_none(paddings, len(window)),
+    }
 
 
 class ReductionOps(Recorder):
@@ -95,52 +142,9 @@ class ReductionOps(Recorder):
             paddings=pairs_or_none(paddings, rank),
         )
 
-    def select_and_scatter_max(
-        self,
-        operand: Op,
-        source: Op,
-        window_dimensions: Ints,
-        window_strides: Ints | None = None,
-        paddings: Sequence[Ints] | None = None,
-    ) -> Op:
-        """Adds each element of `source` at the place that its window over `operand` selects: the greatest element, the
-        first of several. Padding is never selected; which element is, where one is NaN, is not defined.
-
-        See https://openxla.org/stablehlo/spec#select_and_scatter.
-        """
-        operands = (operand, source)
-        return self._select(OpType.SELECT_AND_SCATTER_MAX, operands, window_dimensions, window_strides, paddings)
-
-    def select_and_scatter_min(
-        self,
-        operand: Op,
-        source: Op,
-        window_dimensions: Ints,
-        window_strides: Ints | None = None,
-        paddings: Sequence[Ints] | None = None,
-    ) -> Op:
-        """Adds each element of `source` at the place that its window over `operand` selects: the least element, the
-        first of several. Padding is never selected; which element is, where one is NaN, is not defined.
-
-        See https://openxla.org/stablehlo/spec#select_and_scatter.
-        """
-        operands = (operand, source)
-        return self._select(OpType.SELECT_AND_SCATTER_MIN, operands, window_dimensions, window_strides, paddings)
-
-    def select_and_scatter_sum(
-        self,
-        operand: Op,
-        source: Op,
-        window_dimensions: Ints,
-        window_strides: Ints | None = None,
-        paddings: Sequence[Ints] | None = None,
-    ) -> Op:
-        """Adds each element of `source` at the place that its window over `operand` selects: all of it.
-
-        See https://openxla.org/stablehlo/spec#select_and_scatter.
-        """
-        operands = (operand, source)
-        return self._select(OpType.SELECT_AND_SCATTER_SUM, operands, window_dimensions, window_strides, paddings)
+    select_and_scatter_max = _select_and_scatter(OpType.SELECT_AND_SCATTER_MAX, f"the greatest element, {_FIRST}")
+    select_and_scatter_min = _select_and_scatter(OpType.SELECT_AND_SCATTER_MIN, f"the least element, {_FIRST}")
+    select_and_scatter_sum = _select_and_scatter(OpType.SELECT_AND_SCATTER_SUM, "all of it")
 
     def select_and_scatter(
         self,
@@ -160,7 +164,6 @@ class ReductionOps(Recorder):
         and capture nothing. In which order several go to one place is not defined.
         """
         shape = Shape(self._shapes([operand])[0].dtype)
-        window = integers(window_dimensions, "window_dimensions")
         return self._add_one(
             OpType.SELECT_AND_SCATTER,
             operand,
@@ -168,24 +171,5 @@ class ReductionOps(Recorder):
             init_value,
             select=self._closure(select, (shape, shape), "select"),
             scatter=self._closure(scatter, (shape, shape), "scatter"),
-            window_dimensions=window,
-            window_strides=window if window_strides is None else integers(window_strides, "window_strides"),
-            paddings=pairs_or_none(paddings, len(window)),
-        )
-
-    def _select(
-        self,
-        op_type: OpType,
-        operands: tuple[Op, Op],
-        window_dimensions: Ints,
-        window_strides: Ints | None,
-        paddings: Sequence[Ints] | None,
-    ) -> Op:
-        window = integers(window_dimensions, "window_dimensions")
-        return self._add_one(
-            op_type,
-            *operands,
-            window_dimensions=window,
-            window_strides=window if window_strides is None else integers(window_strides, "window_strides"),
-            paddings=pairs_or_none(paddings, len(window)),
+            **_windows(window_dimensions, window_strides, paddings),
         )
