@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import easytorch
+from tests.processes import leave_group
 
 IDS = torch.arange(5, 15).view(2, 5)
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -36,4 +36,4 @@ for folder in sys.argv[1:]:
     tokens = [model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False) for model in (whole, shard)]
     assert torch.equal(*tokens)
     print("equal", folder, flush=True)
-dist.destroy_process_group()
+leave_group()

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.processes import leave_group
+
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
@@ -31,7 +33,7 @@ def main(folder: Path) -> None:
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         torch.save(whole, folder / "whole.pt")
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

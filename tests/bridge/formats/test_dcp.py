@@ -21,6 +21,7 @@ from easytorch.bridge.formats.torch_files.dcp_metadata import Piece, Saved, chec
 from easytorch.bridge.formats.torch_files.torch_dcp import TorchDcp
 from easytorch.bridge.jobs.sources import ArraySource
 
+ROOT = Path(__file__).resolve().parents[3]
 FORM = TorchDcp()
 ODD = 13
 
@@ -118,7 +119,7 @@ def trained(tmp_path_factory) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = Path(__file__).with_name("dcp_run.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, script, folder], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder

@@ -307,6 +307,7 @@ def test_dtensors_stand_where_jax_had_the_leaves(tmp_path) -> None:
     code = """
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from tests.processes import leave_group
 rank = int(sys.argv[-1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
 torch_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
@@ -322,7 +323,7 @@ for names in (None, ("model", "data")):
         tree_to_dtensors(tree, RULES, init_device_mesh("cpu", (2, 1), mesh_dim_names=names))
     except ValueError as error:
         print(error)
-dist.destroy_process_group()
+leave_group()
 """
     for out in run(code, tmp_path, processes=2):
         placed, unnamed, turned = out.strip().splitlines()
