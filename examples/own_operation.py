@@ -3,7 +3,7 @@
 import torch
 
 from easytorch import OperationImpl, OperationMetadata, OperationRegistry
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 
 
 @OperationRegistry.register

@@ -1,11 +1,11 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
 from easytorch.operations.attention import Attention
-from easytorch.operations.base import BaseOperation, backend
 from easytorch.operations.blocksparse import BlockSparseAttention
 from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
 from easytorch.operations.decode import DecodeAttention
+from easytorch.operations.dispatch.base import BaseOperation, backend
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.causal_conv1d import aten, native
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cross_entropy import aten, fused_linear, native
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.product import ProductImpl
 from easytorch.operations.registry import OperationRegistry

@@ -12,7 +12,7 @@ from easytorch.kernels.attention import aten_flash_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
 

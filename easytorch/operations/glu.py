@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.glu import aten, native
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.registry import OperationRegistry
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from easytorch.kernels.grouped_matmul import aten, native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.product import ProductImpl
 from easytorch.operations.registry import OperationRegistry
 

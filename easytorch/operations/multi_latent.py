@@ -15,7 +15,7 @@ from easytorch.kernels.multi_latent import absorbed, native, plans
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
 from easytorch.operations.attention import Attention
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry

@@ -11,7 +11,7 @@ from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import aten, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.product import ProductImpl
 from easytorch.operations.registry import OperationRegistry
 

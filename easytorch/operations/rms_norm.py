@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.rms_norm import aten, native
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.impl import OperationImpl
 from easytorch.operations.registry import OperationRegistry
 

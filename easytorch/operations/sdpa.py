@@ -8,7 +8,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import aten, blocked
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
-from easytorch.operations.base import backend
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
 

@@ -1,0 +1,1 @@
+"""How a call finds its implementation: the classes of operations, their registry, settings and results."""
