@@ -6,11 +6,11 @@ from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
 from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.dispatch.base import BaseOperation, backend
+from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.grouped_matmul import GroupedMatmul
-from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.linear import Linear
 from easytorch.operations.metadata import OperationMetadata

@@ -12,7 +12,7 @@ from easytorch.kernels.attention.call import COMMON, DIFFERENTIABLE
 from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.arguments import check_flag
-from easytorch.operations.impl import OperationImpl
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.metadata import OperationMetadata
 
 _INFINITY = float("inf")

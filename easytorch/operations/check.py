@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from easytorch.operations.impl import Choice
+    from easytorch.operations.dispatch.impl import Choice
 
 # Relative RMS error allowed between an implementation and the definition in the same dtype (docs/add-an-operation.md).
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.glu import aten, native
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.impl import OperationImpl
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.registry import OperationRegistry
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easytorch.operations.impl import OperationImpl
+from easytorch.operations.dispatch.impl import OperationImpl
 
 
 class ProductImpl(OperationImpl):

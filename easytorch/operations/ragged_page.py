@@ -14,7 +14,7 @@ from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.ragged_page import grouped, native, opaque
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.impl import Choice, OperationImpl, UnsupportedOperationError
+from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry
 

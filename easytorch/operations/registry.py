@@ -6,7 +6,7 @@ import difflib
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from easytorch.operations.impl import OperationImpl
+    from easytorch.operations.dispatch.impl import OperationImpl
     from easytorch.operations.metadata import OperationMetadata
 
 _T = TypeVar("_T", bound="type[OperationImpl]")

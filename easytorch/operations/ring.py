@@ -13,7 +13,7 @@ from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
+from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.registry import OperationRegistry

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from easytorch.kernels.ring.exchange import devices_of
-from easytorch.operations.impl import mesh_axis_sizes
+from easytorch.operations.dispatch.impl import mesh_axis_sizes
 from easytorch.operations.metadata import OperationMetadata
 
 AXES = ("sp", "cp", "sequence", "context", "seq")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from easytorch.operations.impl import OperationImpl
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.output import OperationOutput
 
 

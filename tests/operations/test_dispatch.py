@@ -20,10 +20,10 @@ from easytorch.operations import (
     OperationRegistry,
     UnsupportedOperationError,
     backend,
-    impl,
 )
 from easytorch.operations.attention_impl import AttentionImpl
 from easytorch.operations.check import OperationMismatchError
+from easytorch.operations.dispatch import impl
 from easytorch.operations.platform import PLATFORMS
 
 
