@@ -7,6 +7,7 @@ from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEnt
 from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.dispatch.base import BaseOperation, backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU
@@ -19,7 +20,6 @@ from easytorch.operations.output import AttentionOutput, OperationOutput
 from easytorch.operations.quantized_matmul import QuantizedMatmul
 from easytorch.operations.ragged_page import RaggedPageAttention
 from easytorch.operations.ragged_page_multi_latent import RaggedPageMultiLatentAttention
-from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.ring import RingAttention
 from easytorch.operations.rms_norm import RMSNorm
 from easytorch.operations.rotary import Rotary

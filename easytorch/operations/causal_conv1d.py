@@ -9,7 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.causal_conv1d import aten, native
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from easytorch.kernels.cross_entropy import aten, fused_linear, native
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
-from easytorch.operations.registry import OperationRegistry
 
 
 class LossOptions(TypedDict, total=False):

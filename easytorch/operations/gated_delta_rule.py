@@ -11,7 +11,7 @@ from torch import Tensor
 from easytorch.kernels.gated_delta_rule import aten, native
 from easytorch.kernels.interop.arguments import check_scale
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
 

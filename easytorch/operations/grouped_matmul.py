@@ -11,8 +11,8 @@ from easytorch.kernels.grouped_matmul import aten, native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.operations.dispatch.base import backend
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
-from easytorch.operations.registry import OperationRegistry
 
 
 @OperationRegistry.register

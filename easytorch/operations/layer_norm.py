@@ -10,7 +10,7 @@ from torch import Tensor
 from easytorch.kernels.layer_norm import aten, native
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
-from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 @OperationRegistry.register

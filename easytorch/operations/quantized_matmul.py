@@ -12,8 +12,8 @@ from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import aten, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations.dispatch.base import backend
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
-from easytorch.operations.registry import OperationRegistry
 
 __all__ = ["QuantizedMatmul", "QuantizedWeight", "quantize"]
 

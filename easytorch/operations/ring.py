@@ -14,9 +14,9 @@ from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard,
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
-from easytorch.operations.registry import OperationRegistry
 from easytorch.operations.ring_mesh import Placement, placement_of, refusal
 
 __all__ = ["RingAttention", "RingFeatures", "position_ids", "zigzag_shard", "zigzag_unshard"]

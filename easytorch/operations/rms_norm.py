@@ -9,7 +9,7 @@ import torch
 from easytorch.kernels.rms_norm import aten, native
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
-from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 @OperationRegistry.register

@@ -10,7 +10,7 @@ from torch import Tensor
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
 from easytorch.kernels.ssm1 import aten, native
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.registry import OperationRegistry
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from easytorch.operations.dispatch.impl import UnsupportedOperationError
+from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.platform import PLATFORMS
-from easytorch.operations.registry import OperationRegistry
 
 
 class Row(NamedTuple):
