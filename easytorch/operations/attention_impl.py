@@ -13,7 +13,7 @@ from easytorch.kernels.attention.contract import check_settings
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.arguments import check_flag
 from easytorch.operations.dispatch.impl import OperationImpl
-from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.dispatch.metadata import OperationMetadata
 
 _INFINITY = float("inf")
 _SETTINGS = frozenset(("softmax_scale", "dropout_prob", "seed"))

@@ -13,8 +13,8 @@ from easytorch.kernels.linear import native, onednn
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.metadata import OperationMetadata
 
 
 @OperationRegistry.register

@@ -14,8 +14,8 @@ from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard,
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.ring_mesh import Placement, placement_of, refusal
 

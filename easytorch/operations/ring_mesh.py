@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from easytorch.kernels.ring.exchange import devices_of
 from easytorch.operations.dispatch.impl import mesh_axis_sizes
-from easytorch.operations.metadata import OperationMetadata
+from easytorch.operations.dispatch.metadata import OperationMetadata
 
 AXES = ("sp", "cp", "sequence", "context", "seq")
 

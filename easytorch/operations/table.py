@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from easytorch.operations.dispatch.impl import UnsupportedOperationError
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.platform import PLATFORMS
 
 

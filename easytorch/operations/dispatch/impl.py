@@ -18,8 +18,8 @@ from easytorch.kernels.interop.arguments import check_flag, described
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.check import compare_with_definition
 from easytorch.operations.dispatch.base import BaseOperation
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.environment import checking, forced_by_environment, untouched
-from easytorch.operations.metadata import OperationMetadata
 from easytorch.operations.platform import PLATFORMS, platform_of
 
 logger = logging.getLogger(__name__)

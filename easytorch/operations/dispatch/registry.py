@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from easytorch.operations.dispatch.impl import OperationImpl
-    from easytorch.operations.metadata import OperationMetadata
+    from easytorch.operations.dispatch.metadata import OperationMetadata
 
 _T = TypeVar("_T", bound="type[OperationImpl]")
 
