@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from easytorch.operations.dispatch.impl import UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.platform import PLATFORMS
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.platform import PLATFORMS
 
 
 class Row(NamedTuple):

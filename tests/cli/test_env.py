@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from easytorch.cli.main import main
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 
 
 def output(capsys, *arguments):

@@ -24,7 +24,7 @@ from easytorch.operations import (
 from easytorch.operations.attention_impl import AttentionImpl
 from easytorch.operations.check import OperationMismatchError
 from easytorch.operations.dispatch import impl
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 
 
 def heads(length: int = 8, count: int = 4, dim: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:

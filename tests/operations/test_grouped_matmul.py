@@ -15,7 +15,7 @@ from easytorch.kernels.interop import installed
 from easytorch.kernels.linear import preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import TOLERANCE, relative_rms_error
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FORCED = ["aten", "native"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from easytorch.kernels.linear import onednn, preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.check import TOLERANCE, relative_rms_error
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 
 FORCED = [None, "native", "aten", "onednn"]
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

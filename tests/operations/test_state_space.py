@@ -15,7 +15,7 @@ from easytorch.kernels.ssm1 import native as ssm1_native
 from easytorch.kernels.ssm2 import native as ssm2_native
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, StateSpaceOutput
 from easytorch.operations.check import TOLERANCE, relative_rms_error
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORCED = ["native", "aten"]

@@ -9,7 +9,7 @@ import pytest
 
 from easytorch.kernels.interop import installed
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 from easytorch.operations.table import choices
 
 

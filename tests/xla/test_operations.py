@@ -7,7 +7,7 @@ import torch
 
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.check import relative_rms_error
-from easytorch.operations.platform import platform_of
+from easytorch.operations.dispatch.platform import platform_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from easytorch.cli.demo.stage import Demo
-from easytorch.operations.platform import PLATFORMS
+from easytorch.operations.dispatch.platform import PLATFORMS
 from easytorch.operations.table import Row, choices
 
 

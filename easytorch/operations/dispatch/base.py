@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from easytorch.operations.platform import PLATFORMS, platform_of
+from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
