@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.config import wants_attentions
 from easytorch.operations import Attention, OperationMetadata, UnsupportedOperationError
-from easytorch.operations.environment import forced_by_environment
+from easytorch.operations.dispatch.environment import forced_by_environment
 
 logger = logging.getLogger(__name__)
 

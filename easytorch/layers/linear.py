@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from easytorch.kernels.linear.preference import smallest_weight
 from easytorch.operations import OperationRegistry
-from easytorch.operations.environment import checking, forced_by_environment, untouched
+from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 
 _OPERATION = OperationRegistry.create("linear")
 

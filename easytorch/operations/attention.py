@@ -14,11 +14,11 @@ from easytorch.operations import attention_cpu
 from easytorch.operations.attention_impl import AttentionImpl
 from easytorch.operations.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.decode import ONE_QUERY, DecodeAttention
+from easytorch.operations.dispatch.environment import untouched
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.platform import platform_of_device
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.environment import untouched
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.output import AttentionOutput
 from easytorch.operations.sdpa import SdpaAttention
