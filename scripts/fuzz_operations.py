@@ -33,7 +33,7 @@ from easytorch.operations import (
     OperationRegistry,
     UnsupportedOperationError,
 )
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 Arguments = dict[str, Any]
 # A tensor of another size is wrong beside others: the message may name one of those.

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from easytorch.operations import check
-from easytorch.operations.dispatch import impl
+from easytorch.operations.dispatch import check, impl
 from easytorch.operations.dispatch.impl import Choice
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from easytorch.kernels.attention import native
 from easytorch.kernels.ring.layout import shard
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 from tests.processes import leave_group
 
 B, T, H, K, D = 2, 48, 6, 2, 12

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from easytorch.kernels.attention import native
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 
 class Shape(NamedTuple):

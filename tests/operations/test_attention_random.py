@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from easytorch.kernels.attention import native
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 IMPLEMENTATIONS = ("sdpa", "flash", "flash:native", "blocksparse", "decode", "ring", None)  # None: the automatic choice
 

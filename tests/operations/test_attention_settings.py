@@ -11,7 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import native
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.impl import OperationImpl
 
 # operation -> the backends that run on a CPU; None is the free choice

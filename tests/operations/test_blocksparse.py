@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from easytorch.kernels.blocksparse import aten_op, native
 from easytorch.operations import AttentionOutput, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 
 class Shape(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easytorch.operations import AttentionOutput, OperationMetadata, OperationRegistry
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "rms_norm": ("rms_norm", None, {}),

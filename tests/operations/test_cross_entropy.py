@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from easytorch.kernels.interop import installed
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

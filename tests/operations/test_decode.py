@@ -12,7 +12,7 @@ from easytorch.kernels.decode import aten, aten_products, aten_split
 from easytorch.kernels.decode.native import decode as definition
 from easytorch.kernels.interop import installed
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 B, S, H, K, D, DV = 3, 63, 6, 2, 60, 36
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -22,8 +22,8 @@ from easytorch.operations import (
     backend,
 )
 from easytorch.operations.attention_impl import AttentionImpl
-from easytorch.operations.check import OperationMismatchError
 from easytorch.operations.dispatch import impl
+from easytorch.operations.dispatch.check import OperationMismatchError
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from easytorch.operations import AttentionOutput, OperationRegistry
-from easytorch.operations.check import TOLERANCE, OperationMismatchError, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, OperationMismatchError, relative_rms_error
 
 
 class Sample(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 _spec = importlib.util.spec_from_file_location("samples_everywhere", Path(__file__).parent / "test_everywhere.py")
 assert _spec is not None and _spec.loader is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from easytorch.operations import Attention, OperationImpl, OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 
 class Nothing(OperationImpl):

@@ -8,7 +8,7 @@ import torch
 from easytorch.kernels.interop import installed
 from easytorch.kernels.layer_norm.triton_norm_limits import MAX_WIDTH
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 from easytorch.operations import OperationMetadata, OperationOutput, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 _spec = importlib.util.spec_from_file_location(
     "fuzz_operations", Path(__file__).parents[2] / "scripts/fuzz_operations.py"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from easytorch.kernels.linear import onednn, preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 FORCED = [None, "native", "aten", "onednn"]

@@ -10,7 +10,7 @@ import torch
 from easytorch.kernels.multi_latent import absorbed
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 NAMES = ("query", "query_rope", "latent", "key_rope", "up_key", "up_value")
 # T, S: the expanded plan, the absorbed one, one token, and rows that see nothing

@@ -14,7 +14,7 @@ from easytorch.kernels.interop import installed
 from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS, pack, unpack
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

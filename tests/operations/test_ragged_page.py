@@ -14,7 +14,7 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.write import write_page, write_pages
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 BACKENDS = ["native", "aten"]
 

@@ -9,7 +9,7 @@ import torch
 
 from easytorch.kernels.ragged_page.write import write_page
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 BACKENDS = ["native", "aten"]
 LENGTHS, CONTEXTS = [1, 5, 1, 0, 40], [20, 9, 1, 5, 40]

@@ -17,7 +17,7 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ring import ring_op
 from easytorch.kernels.ring.exchange import agree
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 from easytorch.operations.ring_mesh import Placement
 
 ROOT = Path(__file__).parents[2]

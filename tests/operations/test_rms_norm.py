@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = {name: OperationRegistry.create("rms_norm", OperationMetadata(backend=name)) for name in ("native", "aten")}

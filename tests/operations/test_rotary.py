@@ -8,7 +8,7 @@ from torch import Tensor
 
 from easytorch.kernels.rotary import aten
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PATHS = {name: OperationRegistry.create("rotary", OperationMetadata(backend=name)) for name in ("native", "aten")}

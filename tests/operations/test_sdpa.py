@@ -9,7 +9,7 @@ import torch
 
 from easytorch.kernels.attention import native
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 B, T, S, H, K, D = 2, 9, 14, 6, 2, 20
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}

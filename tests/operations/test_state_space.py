@@ -14,7 +14,7 @@ from easytorch.kernels.gated_delta_rule import native as delta_native
 from easytorch.kernels.ssm1 import native as ssm1_native
 from easytorch.kernels.ssm2 import native as ssm2_native
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, StateSpaceOutput
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ import torch
 from easytorch.kernels.attention import blocked, native, varlen
 from easytorch.kernels.attention.contract import band_of
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 HEADS, KV_HEADS, DIM = 6, 2, 20
 # lengths of queries and keys: equal, longer, shorter and absent ones

@@ -13,7 +13,7 @@ import torch_xla.runtime as xr
 from easytorch.kernels.attention import native
 from easytorch.kernels.ring.layout import shard, unshard
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 B, T, H, K, D = 2, 64, 4, 2, 8
 

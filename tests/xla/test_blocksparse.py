@@ -7,7 +7,7 @@ import torch
 
 from easytorch.kernels.blocksparse import native
 from easytorch.operations import OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 IDS = torch.arange(40)[None] // 15
 CASES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from easytorch.operations import OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

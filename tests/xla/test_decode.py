@@ -7,7 +7,7 @@ import torch
 
 from easytorch.kernels.decode.native import decode as definition
 from easytorch.operations import OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 B, S, H, K, D = 3, 63, 6, 2, 60
 LENGTHS = torch.tensor([0, 17, S])

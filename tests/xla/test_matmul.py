@@ -7,7 +7,7 @@ import torch
 
 from easytorch.kernels.quantized_matmul.weight import quantize
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

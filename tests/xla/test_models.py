@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 # Relative RMS in float32: the two backends sum in different orders. Gradients pass through more sums than logits do.
 FORWARD, GRADIENT = 1e-5, 5e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 from easytorch.operations.dispatch.platform import platform_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}

@@ -7,7 +7,7 @@ import torch
 
 from easytorch.kernels.ragged_page.write import write_page
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 LENS, TABLES, STARTS = (

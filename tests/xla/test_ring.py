@@ -11,7 +11,7 @@ import torch
 
 from easytorch.kernels.attention import native
 from easytorch.operations import OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import torch
 
 from easytorch.kernels.rotary.native import rotary as definition
 from easytorch.operations import OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 rotary = OperationRegistry.create("rotary")
 

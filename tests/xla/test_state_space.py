@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own: scripts/test_xla.sh")
 
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 r = torch.randn
 

@@ -10,7 +10,7 @@ import torch
 
 from easytorch.cli.demo.sentences import Encoded, sentence_embeddings
 from easytorch.cli.demo.stage import Demo
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 TOLERANCE = 1e-5
 

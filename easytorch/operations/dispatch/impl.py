@@ -16,8 +16,8 @@ from torch import Tensor
 
 from easytorch.kernels.interop.arguments import check_flag, described
 from easytorch.kernels.interop.triton_devices import interpreted
-from easytorch.operations.check import compare_with_definition
 from easytorch.operations.dispatch.base import BaseOperation
+from easytorch.operations.dispatch.check import compare_with_definition
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easytorch.kernels.attention import aten, contract, native
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

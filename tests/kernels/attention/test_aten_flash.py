@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from easytorch.kernels.attention import aten_flash, aten_flash_op, aten_flash_tiles, native
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.operations.check import relative_rms_error
+from easytorch.operations.dispatch.check import relative_rms_error
 
 
 def _inputs(length: int = 20, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> list[torch.Tensor]:

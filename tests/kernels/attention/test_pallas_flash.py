@@ -15,7 +15,7 @@ from easytorch.kernels.attention import pallas_flash  # noqa: E402
 from easytorch.kernels.attention.call import AttentionCall, map_tensors  # noqa: E402
 from easytorch.kernels.attention.contract import resolve  # noqa: E402
 from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
-from easytorch.operations.check import relative_rms_error  # noqa: E402
+from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
 
 pytestmark = pytest.mark.jax_cpu
 

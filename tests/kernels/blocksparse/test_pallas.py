@@ -19,7 +19,7 @@ from easytorch.kernels.attention.pallas_flash_inputs import grid_of  # noqa: E40
 from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
 from easytorch.kernels.blocksparse import native, pallas_blocksparse, tpu_blocksparse  # noqa: E402
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks  # noqa: E402
-from easytorch.operations.check import relative_rms_error  # noqa: E402
+from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
 
 B, T, H, K, D, DV = 2, 300, 4, 2, 16, 24
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from easytorch.kernels.grouped_matmul import native
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 pytest.importorskip("jax", reason="jax is not installed: pip install easytorch[jax]")
 

@@ -7,7 +7,7 @@ import torch
 
 from easytorch.kernels.quantized_matmul.formats import FORMATS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
-from easytorch.operations.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
 pytest.importorskip("jax", reason="jax is not installed: pip install easytorch[jax]")
 
