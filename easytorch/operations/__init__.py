@@ -8,6 +8,7 @@ from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.dispatch.base import BaseOperation, backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.output import AttentionOutput, OperationOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.flash import FlashAttention
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
@@ -16,7 +17,6 @@ from easytorch.operations.grouped_matmul import GroupedMatmul
 from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.linear import Linear
 from easytorch.operations.multi_latent import MultiLatentAttention
-from easytorch.operations.output import AttentionOutput, OperationOutput
 from easytorch.operations.quantized_matmul import QuantizedMatmul
 from easytorch.operations.ragged_page import RaggedPageAttention
 from easytorch.operations.ragged_page_multi_latent import RaggedPageMultiLatentAttention

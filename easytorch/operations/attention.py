@@ -17,10 +17,10 @@ from easytorch.operations.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.dispatch.environment import untouched
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.platform import platform_of_device
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.flash import FlashAttention
-from easytorch.operations.output import AttentionOutput
 from easytorch.operations.sdpa import SdpaAttention
 from easytorch.operations.vanilla import VanillaAttention
 

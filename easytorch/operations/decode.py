@@ -12,8 +12,8 @@ from easytorch.kernels.decode.contract import not_one_query
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 
 # (implementation, why it is asked first) where `attention` is given one query
 ONE_QUERY = ("decode", "one query: the heads of a key/value head are rows, and the cache is read once")

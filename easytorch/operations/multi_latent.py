@@ -17,8 +17,8 @@ from easytorch.operations.attention import Attention
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 
 Optional = Tensor | None
 

@@ -15,8 +15,8 @@ from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.ragged_page import grouped, native, opaque
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 
 # part of the attention contract, and why it has no place here
 _REFUSED = {

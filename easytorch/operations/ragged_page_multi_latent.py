@@ -14,8 +14,8 @@ from easytorch.kernels.multi_latent import paged
 from easytorch.kernels.multi_latent.contract import check_widths
 from easytorch.kernels.multi_latent.paged import Pages
 from easytorch.operations.dispatch.base import backend
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 from easytorch.operations.ragged_page import PagedImpl, RaggedPageFeatures
 
 

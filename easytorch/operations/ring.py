@@ -15,8 +15,8 @@ from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 from easytorch.operations.ring_mesh import Placement, placement_of, refusal
 
 __all__ = ["RingAttention", "RingFeatures", "position_ids", "zigzag_shard", "zigzag_unshard"]

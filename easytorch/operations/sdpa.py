@@ -9,8 +9,8 @@ from torch import Tensor
 from easytorch.kernels.attention import aten, blocked
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.dispatch.base import backend
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 
 
 @OperationRegistry.register

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from easytorch.operations.dispatch.impl import OperationImpl
-from easytorch.operations.output import OperationOutput
+from easytorch.operations.dispatch.output import OperationOutput
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from easytorch.kernels.attention import native
 from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.output import AttentionOutput
 
 
 @OperationRegistry.register
