@@ -41,7 +41,7 @@ def command(
 
 def collect() -> dict[str, Any]:
     """Everything the command shows, as plain data that `json` can write."""
-    from easytorch.operations.table import choices
+    from easytorch.operations.dispatch.table import choices
 
     return {
         "easytorch": easytorch.__version__,

@@ -33,7 +33,7 @@ def architecture_of(device: torch.device) -> str | None:
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """None when Triton kernels run on this device with this dtype, else the reason why not.
 
-    The meta device is taken: it stands for a device that is not there (easytorch.operations.table asks).
+    The meta device is taken: it stands for a device that is not there (easytorch.operations.dispatch.table asks).
     """
     absent = missing("triton")
     if absent is not None:

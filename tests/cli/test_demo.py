@@ -143,7 +143,7 @@ def test_the_quick_demo_holds_every_comparison(tmp_path):
 
 def test_the_last_stage_is_a_line_an_operation(tmp_path):
     from easytorch.cli.demo.operations import table
-    from easytorch.operations.table import choices
+    from easytorch.operations.dispatch.table import choices
 
     rows = choices()
     console = Console(width=100, file=(tmp_path / "out").open("w"))

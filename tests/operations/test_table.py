@@ -10,7 +10,7 @@ import pytest
 from easytorch.kernels.interop import installed
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.dispatch.platform import PLATFORMS
-from easytorch.operations.table import choices
+from easytorch.operations.dispatch.table import choices
 
 
 def test_every_operation_on_every_platform() -> None:
@@ -39,7 +39,7 @@ def test_a_refused_force_is_a_row_too() -> None:
 
 def test_nothing_heavy_is_loaded_and_nothing_is_logged() -> None:
     program = (
-        "import sys; from easytorch.operations.table import choices; choices(); "
+        "import sys; from easytorch.operations.dispatch.table import choices; choices(); "
         "print([m for m in ('jax', 'triton', 'torch_xla', 'transformers') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

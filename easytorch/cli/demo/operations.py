@@ -9,7 +9,7 @@ from rich.table import Table
 
 from easytorch.cli.demo.stage import Demo
 from easytorch.operations.dispatch.platform import PLATFORMS
-from easytorch.operations.table import Row, choices
+from easytorch.operations.dispatch.table import Row, choices
 
 
 def run(demo: Demo) -> None:
