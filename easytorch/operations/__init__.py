@@ -1,6 +1,6 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
-from easytorch.operations.attention import Attention
+from easytorch.operations.attention.selection import Attention
 from easytorch.operations.blocksparse import BlockSparseAttention
 from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy

@@ -1,0 +1,1 @@
+"""The attention operations: `attention`, which selects one of the others for each call, and those others."""
