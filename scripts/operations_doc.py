@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from easytorch.kernels.interop import installed  # noqa: E402 - a script of the checkout
 from easytorch.operations import OperationImpl, OperationRegistry, UnsupportedOperationError  # noqa: E402
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl  # noqa: E402
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl  # noqa: E402
 from easytorch.operations.dispatch.platform import PLATFORMS  # noqa: E402
 
 HEAD = """\

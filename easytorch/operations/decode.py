@@ -9,7 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.decode import aten, native, xla_decode_tpu
 from easytorch.kernels.decode.contract import not_one_query
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
 from easytorch.operations.dispatch.output import AttentionOutput

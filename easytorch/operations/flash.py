@@ -11,7 +11,7 @@ from torch import Tensor
 from easytorch.kernels.attention import aten_flash_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry

@@ -13,8 +13,8 @@ from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.multi_latent import absorbed, native, plans
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.attention.selection import Attention
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput

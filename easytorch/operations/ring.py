@@ -11,7 +11,7 @@ from easytorch.kernels.attention import native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
 from easytorch.operations.dispatch.metadata import OperationMetadata

@@ -7,7 +7,7 @@ from typing import Unpack
 from torch import Tensor
 
 from easytorch.kernels.attention import native
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 

@@ -21,7 +21,7 @@ from easytorch.operations import (
     UnsupportedOperationError,
     backend,
 )
-from easytorch.operations.attention_impl import AttentionImpl
+from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.dispatch import impl
 from easytorch.operations.dispatch.check import OperationMismatchError
 from easytorch.operations.dispatch.platform import PLATFORMS

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.decode import aten as aten_decode
 from easytorch.operations import attention_cpu
-from easytorch.operations.attention_impl import AttentionImpl
+from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.dispatch.environment import untouched

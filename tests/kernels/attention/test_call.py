@@ -21,8 +21,9 @@ from easytorch.kernels.attention.call import (
     unflatten,
 )
 from easytorch.kernels.attention.contract import resolve
-from easytorch.operations import OperationRegistry, attention_impl
-from easytorch.operations.attention_impl import AttentionFeatures, AttentionImpl
+from easytorch.operations import OperationRegistry
+from easytorch.operations.attention import impl
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl
 
 ROOT = Path(__file__).parents[3]
 FEATURES = {"softcap", "sinks"}  # two that nothing else is called
@@ -88,7 +89,7 @@ def test_every_operator_of_attention_takes_the_record() -> None:
 
 def test_a_feature_that_a_kernel_does_not_name_is_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a new field does at first: only the definitions take it."""
-    monkeypatch.setattr(attention_impl, "BEYOND_COMMON", ("temperature",))
+    monkeypatch.setattr(impl, "BEYOND_COMMON", ("temperature",))
     asked = 0
     for name in OperationRegistry.names():
         operation = OperationRegistry.create(name)
