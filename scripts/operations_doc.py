@@ -49,7 +49,7 @@ CHOSEN = """
 ## What `attention` chooses
 
 For B1 T1024 H16 D64 on the GPU and the TPU; on the CPU the choice depends on the sizes too
-(`easytorch/operations/attention_cpu.py`).
+(`easytorch/operations/attention/cpu_order.py`).
 """
 
 CHOOSER = "attention"

@@ -147,7 +147,8 @@ def _heads(length: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> lis
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-# implementation -> query rows, features: what `attention` chooses it for in inference (operations/attention_cpu.py)
+# implementation -> query rows, features: what `attention` chooses it for in inference
+# (operations/attention/cpu_order.py)
 CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "sdpa": (40, {"causal": True}),
     "vanilla": (40, {"causal": True, "softcap": 3.0}),

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from easytorch.kernels.decode import aten as aten_decode
-from easytorch.operations import attention_cpu
+from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.decode import ONE_QUERY, DecodeAttention
@@ -50,7 +50,7 @@ class Attention(AttentionImpl):
             for cls in (SdpaAttention, FlashAttention, BlockSparseAttention, VanillaAttention, DecodeAttention)
         }
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
-        orders = {**PREFERENCES, "cpu": attention_cpu.ANY}
+        orders = {**PREFERENCES, "cpu": cpu_order.ANY}
         self._preferred = {  # platform -> preference -> the choice of a call that it carries
             platform: {preference: self._choice(platform, *preference) for preference in (ONE_QUERY, *order)}
             for platform, order in orders.items()
@@ -82,7 +82,7 @@ class Attention(AttentionImpl):
             return choice._replace(reason=f"chunks and prefixes; {choice.reason}")
         preferences = PREFERENCES.get(platform)
         if preferences is None:
-            preferences = attention_cpu.preferences(query, key, value, features)
+            preferences = cpu_order.preferences(query, key, value, features)
         elif preferences and query.dim() == 4 and query.shape[1] == 1:
             preferences = (ONE_QUERY, *preferences)
         refusals: list[str] = []
