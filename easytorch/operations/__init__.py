@@ -1,6 +1,7 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
 from easytorch.operations.attention.selection import Attention
+from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.blocksparse import BlockSparseAttention
 from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
@@ -27,7 +28,6 @@ from easytorch.operations.sdpa import SdpaAttention
 from easytorch.operations.ssm1 import SSM1
 from easytorch.operations.ssm2 import SSM2
 from easytorch.operations.state_space import StateSpaceOutput
-from easytorch.operations.vanilla import VanillaAttention
 
 __all__ = [
     "SSM1",
