@@ -1,5 +1,6 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
+from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.selection import Attention
 from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.blocksparse import BlockSparseAttention
@@ -24,7 +25,6 @@ from easytorch.operations.ragged_page_multi_latent import RaggedPageMultiLatentA
 from easytorch.operations.ring import RingAttention
 from easytorch.operations.rms_norm import RMSNorm
 from easytorch.operations.rotary import Rotary
-from easytorch.operations.sdpa import SdpaAttention
 from easytorch.operations.ssm1 import SSM1
 from easytorch.operations.ssm2 import SSM2
 from easytorch.operations.state_space import StateSpaceOutput
