@@ -1,5 +1,6 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
+from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.selection import Attention
 from easytorch.operations.attention.vanilla import VanillaAttention
@@ -12,7 +13,6 @@ from easytorch.operations.dispatch.impl import Choice, OperationImpl, Unsupporte
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput, OperationOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.flash import FlashAttention
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.grouped_matmul import GroupedMatmul

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.decode import aten as aten_decode
 from easytorch.operations.attention import cpu_order
+from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.vanilla import VanillaAttention
@@ -22,7 +23,6 @@ from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.platform import platform_of_device
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.flash import FlashAttention
 
 # platform -> (implementation, why it stands here): the first that carries the call is taken, `vanilla` if none does.
 # The CPU's order depends on the size of the call: attention_cpu.py. Elsewhere decode stands before them for one query.

@@ -46,7 +46,7 @@ ONE_BY_ONE = {
     "kernels/ragged_page/triton_ragged_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/ragged_page/contract.py": "resolve_features makes the record of them",
     "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
-    "easytorch/operations/flash.py": "varlen: the signature of flash_attn_varlen_func",
+    "easytorch/operations/attention/flash.py": "varlen: the signature of flash_attn_varlen_func",
     "easytorch/layers/attention.py": "the signature that transformers calls",
     "easytorch/layers/decoder.py": "a model's setting, made once with the layer",
 }
