@@ -1,13 +1,13 @@
 """Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
 
 from easytorch.operations.attention.blocksparse import BlockSparseAttention
+from easytorch.operations.attention.decode import DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.selection import Attention
 from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.causal_conv1d import CausalConv1d
 from easytorch.operations.cross_entropy import CrossEntropy, FusedLinearCrossEntropy
-from easytorch.operations.decode import DecodeAttention
 from easytorch.operations.dispatch.base import BaseOperation, backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata

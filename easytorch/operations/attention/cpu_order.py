@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import window_of
-from easytorch.operations.decode import ONE_QUERY
+from easytorch.operations.attention.decode import ONE_QUERY
 
 Preferences = tuple[tuple[str, str], ...]
 

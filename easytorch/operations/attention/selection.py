@@ -12,11 +12,11 @@ from torch import Tensor
 from easytorch.kernels.decode import aten as aten_decode
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
+from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.vanilla import VanillaAttention
-from easytorch.operations.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.dispatch.environment import untouched
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, log_fallback
 from easytorch.operations.dispatch.metadata import OperationMetadata
