@@ -17,8 +17,8 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ring import ring_op
 from easytorch.kernels.ring.exchange import agree
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
+from easytorch.operations.attention.ring_mesh import Placement
 from easytorch.operations.dispatch.check import relative_rms_error
-from easytorch.operations.ring_mesh import Placement
 
 ROOT = Path(__file__).parents[2]
 B, T, S, H, K, D, DV = 2, 63, 81, 6, 2, 60, 36

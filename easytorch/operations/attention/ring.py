@@ -12,12 +12,12 @@ from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.ring_mesh import Placement, placement_of, refusal
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.ring_mesh import Placement, placement_of, refusal
 
 __all__ = ["RingAttention", "RingFeatures", "position_ids", "zigzag_shard", "zigzag_unshard"]
 
