@@ -4,6 +4,7 @@ from easytorch.operations.attention.blocksparse import BlockSparseAttention
 from easytorch.operations.attention.decode import DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.multi_latent import MultiLatentAttention
+from easytorch.operations.attention.ragged_page import RaggedPageAttention
 from easytorch.operations.attention.ring import RingAttention
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.selection import Attention
@@ -21,7 +22,6 @@ from easytorch.operations.grouped_matmul import GroupedMatmul
 from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.linear import Linear
 from easytorch.operations.quantized_matmul import QuantizedMatmul
-from easytorch.operations.ragged_page import RaggedPageAttention
 from easytorch.operations.ragged_page_multi_latent import RaggedPageMultiLatentAttention
 from easytorch.operations.rms_norm import RMSNorm
 from easytorch.operations.rotary import Rotary

@@ -13,10 +13,10 @@ from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.multi_latent import paged
 from easytorch.kernels.multi_latent.contract import check_widths
 from easytorch.kernels.multi_latent.paged import Pages
+from easytorch.operations.attention.ragged_page import PagedImpl, RaggedPageFeatures
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
-from easytorch.operations.ragged_page import PagedImpl, RaggedPageFeatures
 
 
 @OperationRegistry.register
