@@ -5,6 +5,7 @@ from easytorch.operations.attention.decode import DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.multi_latent import MultiLatentAttention
 from easytorch.operations.attention.ragged_page import RaggedPageAttention
+from easytorch.operations.attention.ragged_page_multi_latent import RaggedPageMultiLatentAttention
 from easytorch.operations.attention.ring import RingAttention
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.selection import Attention
@@ -22,7 +23,6 @@ from easytorch.operations.grouped_matmul import GroupedMatmul
 from easytorch.operations.layer_norm import LayerNorm
 from easytorch.operations.linear import Linear
 from easytorch.operations.quantized_matmul import QuantizedMatmul
-from easytorch.operations.ragged_page_multi_latent import RaggedPageMultiLatentAttention
 from easytorch.operations.rms_norm import RMSNorm
 from easytorch.operations.rotary import Rotary
 from easytorch.operations.ssm1 import SSM1
