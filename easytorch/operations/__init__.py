@@ -17,6 +17,7 @@ from easytorch.operations.dispatch.impl import Choice, OperationImpl, Unsupporte
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput, OperationOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
+from easytorch.operations.former_paths import keep_former_paths
 from easytorch.operations.gated_delta_rule import GatedDeltaRule
 from easytorch.operations.glu import GeGLU, SwiGLU
 from easytorch.operations.grouped_matmul import GroupedMatmul
@@ -65,3 +66,5 @@ __all__ = [
     "VanillaAttention",
     "backend",
 ]
+
+keep_former_paths()

@@ -24,7 +24,9 @@ class Nothing(OperationImpl):
 
 
 def test_a_taken_name_is_an_error_and_registers_nothing() -> None:
-    with pytest.raises(ValueError, match=r"'attention' is taken by easytorch\.operations\.attention\.Attention"):
+    with pytest.raises(
+        ValueError, match=r"'attention' is taken by easytorch\.operations\.attention\.selection\.Attention"
+    ):
         OperationRegistry.register(Nothing)
     assert "nothing_for_the_test" not in OperationRegistry.names()
 

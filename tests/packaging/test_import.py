@@ -28,6 +28,25 @@ def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
     assert run(code, cwd=tmp_path, path=(ROOT,)) == "[]"
 
 
+def test_modules_of_operations_import_by_their_former_paths(tmp_path: Path) -> None:
+    """As they did before the folder had `dispatch/` and `attention/`; a pickle names its class by such a path."""
+    former = {
+        "base": "BaseOperation", "impl": "OperationImpl", "metadata": "OperationMetadata", "output": "AttentionOutput",
+        "registry": "OperationRegistry", "check": "relative_rms_error", "attention": "Attention",
+        "attention_impl": "AttentionFeatures", "attention_cpu": "preferences", "flash": "FlashAttention",
+    }  # fmt: skip
+    code = f"""
+import importlib, pickle
+for former, name in {former!r}.items():
+    path = "easytorch.operations." + former
+    exec("import " + path + "; found = " + path + "." + name)
+    assert pickle.loads(f"c{{path}}\\n{{name}}\\n.".encode()) is found
+    print(found.__module__.removeprefix("easytorch.operations."))
+"""
+    modules = run(code, cwd=tmp_path, path=(ROOT,)).split("\n")
+    assert [module.partition(".")[0] for module in modules] == ["dispatch"] * 6 + ["attention"] * 4
+
+
 def newer_names() -> set[str]:
     """Auto classes that came after the lowest transformers we take, where that one is installed."""
     import transformers

@@ -1,0 +1,28 @@
+"""The modules of operations by their paths from before `dispatch/` and `attention/`: `easytorch.operations.base`, ...
+
+Code that names them runs on, and objects pickled under them load. New code says `easytorch.operations.dispatch.base`.
+"""
+
+import importlib
+import sys
+
+_DISPATCH = ("base", "check", "environment", "impl", "metadata", "output", "platform", "registry", "table")
+_ATTENTION = (
+    "blocksparse", "decode", "flash", "multi_latent", "ragged_page", "ragged_page_multi_latent", "ring", "ring_mesh",
+    "sdpa", "vanilla",
+)  # fmt: skip
+_OPERATIONS = "easytorch.operations"
+
+MOVED = {
+    **{name: f"dispatch.{name}" for name in _DISPATCH},
+    **{name: f"attention.{name}" for name in _ATTENTION},
+    "attention_cpu": "attention.cpu_order",
+    "attention_impl": "attention.impl",
+}  # fmt: skip
+
+
+def keep_former_paths() -> None:
+    for former, path in MOVED.items():
+        module = importlib.import_module(f"{_OPERATIONS}.{path}")
+        sys.modules[f"{_OPERATIONS}.{former}"] = module
+        setattr(sys.modules[_OPERATIONS], former, module)
