@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.jax_flash_tiles import pad
 from easytorch.kernels.attention.pallas_flash_tiles import Grid
 from easytorch.kernels.attention.pallas_tuning import Blocks
-from easytorch.kernels.attention.xla_flash_tiles import pad
 
 LANES = 128
 

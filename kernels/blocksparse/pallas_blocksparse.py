@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.jax_flash_tiles import pad
 from easytorch.kernels.attention.pallas_flash_backward import Saved
 from easytorch.kernels.attention.pallas_flash_inputs import (
     grid_of,
@@ -22,7 +23,6 @@ from easytorch.kernels.attention.pallas_flash_inputs import (
 )
 from easytorch.kernels.attention.pallas_flash_tiles import Grid
 from easytorch.kernels.attention.pallas_tuning import backward_blocks, forward_blocks
-from easytorch.kernels.attention.xla_flash_tiles import pad
 from easytorch.kernels.blocksparse.pallas_backward import backward_keys, backward_queries
 from easytorch.kernels.blocksparse.pallas_forward import forward
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks

@@ -1,6 +1,6 @@
 """Block-sparse attention in jax for whichever platform it is lowered for: Pallas on TPU, plain jax elsewhere.
 
-torch_xla's device may be a CPU, where a Pallas kernel for TPU has no lowering: there xla_flash.py runs under the mask
+torch_xla's device may be a CPU, where a Pallas kernel for TPU has no lowering: there jax_flash.py runs under the mask
 that the structure implies.
 """
 
@@ -11,10 +11,10 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
-from easytorch.kernels.attention import xla_flash
+from easytorch.kernels.attention import jax_flash
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.attention.tpu_flash import for_platform
-from easytorch.kernels.attention.xla_flash_tiles import sizes_of
+from easytorch.kernels.attention.jax_flash_tiles import sizes_of
+from easytorch.kernels.attention.pallas_or_jax import for_platform
 from easytorch.kernels.blocksparse import pallas_blocksparse
 from easytorch.kernels.blocksparse.pallas_map import Rule
 
@@ -44,15 +44,15 @@ def blocksparse_backward(
 def definition_forward(
     query: Array, key: Array, value: Array, call: AttentionCall, prefix: Array | None, *, rule: Rule
 ) -> tuple[Array, Array]:
-    """xla_flash.py under the structure's mask, with the arguments of `blocksparse_forward`."""
-    return xla_flash.flash_forward(query, key, value, _masked(query, key, call, prefix, rule))
+    """jax_flash.py under the structure's mask, with the arguments of `blocksparse_forward`."""
+    return jax_flash.flash_forward(query, key, value, _masked(query, key, call, prefix, rule))
 
 
 def definition_backward(
     query: Array, key: Array, value: Array, call: AttentionCall, prefix: Array | None, *results: Array, rule: Rule
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """xla_flash.py under the structure's mask, with the arguments of `blocksparse_backward`."""
-    return xla_flash.flash_backward(query, key, value, _masked(query, key, call, prefix, rule), *results)
+    """jax_flash.py under the structure's mask, with the arguments of `blocksparse_backward`."""
+    return jax_flash.flash_backward(query, key, value, _masked(query, key, call, prefix, rule), *results)
 
 
 def _masked(query: Array, key: Array, call: AttentionCall, prefix: Array | None, rule: Rule) -> AttentionCall:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import resolve, window_of
-from easytorch.kernels.attention.xla_call import call_jax_on_with_gradient
+from easytorch.kernels.attention.torch_xla_call import call_jax_on_with_gradient
 from easytorch.kernels.blocksparse import tpu_blocksparse
 from easytorch.kernels.blocksparse.native import check_structure
 from easytorch.kernels.blocksparse.pallas_map import Rule

@@ -36,7 +36,7 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
 
     A length beyond 0..S counts as the nearest of them. Raises `ValueError` for what `supports` refuses.
     """
-    from easytorch.kernels.attention.xla_call import call_jax_on
+    from easytorch.kernels.attention.torch_xla_call import call_jax_on
     from easytorch.kernels.decode import tpu_decode
 
     call = resolve(query, key, value, lengths, **features)

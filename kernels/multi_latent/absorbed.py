@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from easytorch.kernels.attention import aten_flash_op, blocked
+from easytorch.kernels.attention import aten_op, blocked
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, project
@@ -55,7 +55,7 @@ def attention_of(query: torch.Tensor, keys: int) -> Callable[..., torch.Tensor]:
     if query.device.type != "cpu" or torch.compiler.is_exporting():
         return blocked.attention
     narrow = query.dtype == torch.bfloat16 and query.shape[:3].numel() * keys >= FLASH_SCORES
-    return aten_flash_op.attention if narrow or query.shape[1] >= FLASH_ROWS else blocked.attention
+    return aten_op.attention if narrow or query.shape[1] >= FLASH_ROWS else blocked.attention
 
 
 def _one_token(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.attention import aten, aten_flash_op, blocked
+from easytorch.kernels.attention import aten, aten_op, blocked
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
@@ -95,7 +95,7 @@ def _prefill(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, call: Att
     # in float32 folding the heads is what is gained
     gains = query.dtype.itemsize == 2 or heads > kv_heads or not call.plain
     if heads * pairs >= FLASH_SCORES and gains:
-        return aten_flash_op.by_operator
+        return aten_op.by_operator
     return _fused if call.plain else blocked.blockwise
 
 

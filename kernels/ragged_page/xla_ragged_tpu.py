@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.xla_call import call_jax_on
+from easytorch.kernels.attention.torch_xla_call import call_jax_on
 from easytorch.kernels.ragged_page import tpu_ragged
 from easytorch.kernels.ragged_page.contract import resolve
 

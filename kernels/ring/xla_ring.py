@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from easytorch.kernels.attention.call import map_tensors
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.attention.tpu_flash import flash_backward, flash_forward
+from easytorch.kernels.attention.pallas_or_jax import flash_backward, flash_forward
 from easytorch.kernels.ring.plan import Tile, steps_of, tiles_of
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import resolve
-from easytorch.kernels.attention.xla_call import call_jax_on_with_gradient
+from easytorch.kernels.attention.torch_xla_call import call_jax_on_with_gradient
 from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
 
 _config: Any = jax.config

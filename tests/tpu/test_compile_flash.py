@@ -20,7 +20,7 @@ def programs():
     import jax.numpy as jnp
 
     from easytorch.kernels.attention.jax_call import AttentionCall
-    from easytorch.kernels.attention.tpu_flash import flash_backward, flash_forward
+    from easytorch.kernels.attention.pallas_or_jax import flash_backward, flash_forward
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
 
     def struct(*shape, dtype):

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import aten_flash_op, blocked, varlen
+from easytorch.kernels.attention import aten_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
@@ -66,7 +66,7 @@ class FlashAttention(AttentionImpl):
     def forward_cpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
-        return self._attend(aten_flash_op.attention, query, key, value, features)
+        return self._attend(aten_op.attention, query, key, value, features)
 
     @backend("triton")
     def forward_gpu(
@@ -82,12 +82,12 @@ class FlashAttention(AttentionImpl):
     ) -> AttentionOutput:
         features = without_float64(features)
         if query.device.type == "cpu":
-            from easytorch.kernels.attention import xla_flash_op
+            from easytorch.kernels.attention import jax_op
 
-            return self._attend(xla_flash_op.attention, query, key, value, features)
-        from easytorch.kernels.attention import xla_flash_tpu
+            return self._attend(jax_op.attention, query, key, value, features)
+        from easytorch.kernels.attention import torch_xla_op
 
-        return self._attend(xla_flash_tpu.attention, query, key, value, features)
+        return self._attend(torch_xla_op.attention, query, key, value, features)
 
     def varlen(
         self,

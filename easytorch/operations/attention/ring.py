@@ -139,9 +139,9 @@ class RingAttention(AttentionImpl):
         layout = self._layout(features)
         query, key, value, settled = self.prepare(query, key, value, without_float64(_plain(features)))
         if placement.axis is None:
-            from easytorch.kernels.attention import xla_flash_tpu
+            from easytorch.kernels.attention import torch_xla_op
 
-            return AttentionOutput(attention_outputs=xla_flash_tpu.attention(query, key, value, **settled))
+            return AttentionOutput(attention_outputs=torch_xla_op.attention(query, key, value, **settled))
         from easytorch.kernels.ring import xla_ring_spmd
 
         given: Any = {name: x for name, x in settled.items() if name not in _NOT_IN_XLA}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from easytorch.kernels.attention import aten_flash, aten_flash_op, aten_flash_tiles, native
+from easytorch.kernels.attention import aten_flash, aten_flash_tiles, aten_op, native
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.operations.dispatch.check import relative_rms_error
 
@@ -74,7 +74,7 @@ FEATURES: dict[str, Any] = {
 def test_every_cut_into_tiles_is_exact(length: int, features: str, dtype: torch.dtype) -> None:
     tensors, given = _inputs(length, dtype, requires_grad=True), FEATURES[features](length)
     wide = [x.detach().double().requires_grad_() for x in tensors]
-    got, expected = aten_flash_op.attention(*tensors, **given), native.attention(*wide, **given)[0]
+    got, expected = aten_op.attention(*tensors, **given), native.attention(*wide, **given)[0]
     grad = torch.randn_like(expected).to(dtype)
     pairs = [(got, expected)]
     pairs += zip(
@@ -90,7 +90,7 @@ def test_dropout_drops_the_same_weights_bit_for_bit(seed: Any, small_tiles: None
     length = 70
     q, k = torch.zeros(2, length, 4, 8), torch.zeros(2, length, 2, 8)
     v = torch.eye(length).reshape(1, length, 1, length).repeat(2, 1, 2, 1)  # the output is the weights
-    got = aten_flash_op.attention(q, k, v, dropout_prob=0.4, seed=seed)
+    got = aten_op.attention(q, k, v, dropout_prob=0.4, seed=seed)
     expected = native.attention(q, k, v, dropout_prob=0.4, seed=seed)[0]
     assert torch.equal(got == 0, expected == 0)
     torch.testing.assert_close(got, expected)
@@ -104,7 +104,7 @@ def test_bfloat16_scores_of_any_size(spread: float, causal: bool) -> None:
     q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16) for _ in range(3))
     tensors = [x.requires_grad_() for x in (q * spread, k, v)]
     wide = [x.detach().double().requires_grad_() for x in tensors]
-    got, expected = aten_flash_op.attention(*tensors, causal=causal), native.attention(*wide, causal=causal)[0]
+    got, expected = aten_op.attention(*tensors, causal=causal), native.attention(*wide, causal=causal)[0]
     grad = torch.randn(got.shape).bfloat16()
     assert relative_rms_error(got, expected) <= 3e-3
     gradients = torch.autograd.grad(got, tensors, grad), torch.autograd.grad(expected, wide, grad.double())
@@ -118,10 +118,10 @@ def test_layouts_and_expanded_tensors() -> None:
     strided = [torch.empty(*x.shape, 2).select(-1, 0).copy_(x) for x in (q, k, v)]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for variant in (strided, transposed):
-        torch.testing.assert_close(aten_flash_op.attention(*variant, bias=torch.ones(1).expand(20, 20)), expected)
+        torch.testing.assert_close(aten_op.attention(*variant, bias=torch.ones(1).expand(20, 20)), expected)
     grad = torch.ones(1).expand(2, 20, 4, 6)  # as `.sum()` gives it
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    got = torch.autograd.grad(aten_flash_op.attention(*leaves), leaves, grad)
+    got = torch.autograd.grad(aten_op.attention(*leaves), leaves, grad)
     want = torch.autograd.grad(native.attention(*leaves)[0], leaves, grad)
     torch.testing.assert_close(got, want)
 
@@ -132,7 +132,7 @@ def test_empty_sequences(lengths: tuple[int, int]) -> None:
     q = torch.randn(1, queries, 2, 4, requires_grad=True)
     k = torch.randn(1, keys, 2, 4, requires_grad=True)
     sinks = torch.zeros(2, requires_grad=True)
-    output = aten_flash_op.attention(q, k, k, sinks=sinks)
+    output = aten_op.attention(q, k, k, sinks=sinks)
     assert torch.equal(output, torch.zeros(1, queries, 2, 4))
     assert all((g == 0).all() for g in torch.autograd.grad(output.sum(), (q, k, sinks)))
 
@@ -146,11 +146,11 @@ def test_functional_transforms() -> None:
     q, k, v = (torch.randn(3, 1, 20, 2, 8) for _ in range(3))
     fast, slow = (
         torch.func.grad(lambda *x, attend=attend: _loss(attend, *x), argnums=(0, 1, 2))
-        for attend in (aten_flash_op.attention, native.attention)
+        for attend in (aten_op.attention, native.attention)
     )
     want = [torch.stack(x) for x in zip(*(slow(q[i], k[0], v[i]) for i in range(3)), strict=True)]
     torch.testing.assert_close(list(torch.func.vmap(fast, in_dims=(0, None, 0))(q, k[0], v)), want)
-    mapped = torch.func.vmap(lambda q, v: _loss(aten_flash_op.attention, q, k[0], v))
+    mapped = torch.func.vmap(lambda q, v: _loss(aten_op.attention, q, k[0], v))
     torch.testing.assert_close(torch.func.grad(lambda q: mapped(q, v).sum())(q), want[0])
 
 

@@ -70,13 +70,14 @@ def test_a_feature_is_a_field_of_the_record_and_not_a_parameter_of_everything() 
 
 
 def test_every_operator_of_attention_takes_the_record() -> None:
-    from easytorch.kernels.attention import aten_flash_op, triton_flash, xla_flash_op
+    from easytorch.kernels.attention import aten_op as aten_flash_op
+    from easytorch.kernels.attention import jax_op, triton_flash
     from easytorch.kernels.blocksparse import aten_op, triton_blocksparse
     from easytorch.kernels.decode import triton_decode
     from easytorch.kernels.ragged_page import opaque, triton_ragged
     from easytorch.kernels.ring import ring_op
 
-    modules = (aten_flash_op, xla_flash_op, triton_flash, aten_op, triton_blocksparse, triton_decode, opaque,
+    modules = (aten_flash_op, jax_op, triton_flash, aten_op, triton_blocksparse, triton_decode, opaque,
                triton_ragged, ring_op)  # fmt: skip
     for module in modules:
         operators = [x for x in vars(module).values() if isinstance(x, torch.library.CustomOpDef)]

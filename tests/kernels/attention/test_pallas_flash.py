@@ -92,10 +92,10 @@ def test_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_only_a_tpu_is_given_the_kernel() -> None:
-    from easytorch.kernels.attention import tpu_flash
+    from easytorch.kernels.attention import pallas_or_jax
     from easytorch.kernels.interop.lowering import lower_for_export
 
     heads = jax.ShapeDtypeStruct((1, 128, 2, 32), jax.numpy.float32)
-    traced = jax.jit(tpu_flash.flash_forward).trace(heads, heads, heads, AttentionCall())
+    traced = jax.jit(pallas_or_jax.flash_forward).trace(heads, heads, heads, AttentionCall())
     assert "tpu_custom_call" in lower_for_export(traced, "tpu").as_text()
     assert "tpu_custom_call" not in lower_for_export(traced, "cpu").as_text()

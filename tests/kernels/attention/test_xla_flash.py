@@ -10,7 +10,10 @@ import torch
 pytest.importorskip("jax", reason="jax is not installed: pip install 'easytorch[jax]'")
 pytestmark = pytest.mark.jax_cpu
 
-from easytorch.kernels.attention import native, xla_flash_op  # noqa: E402
+from easytorch.kernels.attention import (
+    jax_op,  # noqa: E402
+    native,
+)
 
 
 def _inputs(length: int = 20, requires_grad: bool = False) -> list[torch.Tensor]:
@@ -40,7 +43,7 @@ def test_dropout_drops_the_same_weights_bit_for_bit(seed: Any) -> None:
     length = 70
     q, k = torch.zeros(2, length, 4, 8), torch.zeros(2, length, 2, 8)
     v = torch.eye(length).reshape(1, length, 1, length).repeat(2, 1, 2, 1)  # the output is the weights
-    got = xla_flash_op.attention(q, k, v, dropout_prob=0.4, seed=seed)
+    got = jax_op.attention(q, k, v, dropout_prob=0.4, seed=seed)
     expected = native.attention(q, k, v, dropout_prob=0.4, seed=seed)[0]
     assert torch.equal(got == 0, expected == 0)
     torch.testing.assert_close(got, expected)
@@ -52,18 +55,18 @@ def test_layouts_and_expanded_tensors() -> None:
     strided = [torch.empty(*x.shape, 2).select(-1, 0).copy_(x) for x in (q, k, v)]
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for variant in (strided, transposed):
-        got = xla_flash_op.attention(*variant, bias=torch.ones(1).expand(20, 20))
+        got = jax_op.attention(*variant, bias=torch.ones(1).expand(20, 20))
         torch.testing.assert_close(got, expected)
 
 
 def test_the_result_outlives_and_is_independent_of_the_inputs() -> None:
     q, k, v = _inputs()
     expected = native.attention(q, k, v)[0]
-    got = xla_flash_op.attention(q, k, v)
+    got = jax_op.attention(q, k, v)
     for x in (q, k, v):
         x.zero_()
     del q, k, v, x
-    again = xla_flash_op.attention(*_inputs())
+    again = jax_op.attention(*_inputs())
     again.zero_()
     torch.testing.assert_close(got, expected)
 
@@ -74,7 +77,7 @@ def test_empty_sequences(lengths: tuple[int, int]) -> None:
     q = torch.randn(1, queries, 2, 4, requires_grad=True)
     k = torch.randn(1, keys, 2, 4, requires_grad=True)
     sinks = torch.zeros(2, requires_grad=True)
-    output = xla_flash_op.attention(q, k, k, sinks=sinks)
+    output = jax_op.attention(q, k, k, sinks=sinks)
     assert torch.equal(output, torch.zeros(1, queries, 2, 4))
     assert all((g == 0).all() for g in torch.autograd.grad(output.sum(), (q, k, sinks)))
 
@@ -84,14 +87,14 @@ def test_memory_is_linear_in_the_length() -> None:
     import jax
     import jax.numpy as jnp
 
-    from easytorch.kernels.attention import xla_flash
+    from easytorch.kernels.attention import jax_flash
     from easytorch.kernels.attention.jax_call import AttentionCall
 
     def temporaries(length: int) -> tuple[int, int]:
         x = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.float32)
         rows = jax.ShapeDtypeStruct((1, 4, length), jnp.float32)
         call = AttentionCall(right=0)
-        forward, backward = jax.jit(xla_flash.flash_forward), jax.jit(xla_flash.flash_backward)
+        forward, backward = jax.jit(jax_flash.flash_forward), jax.jit(jax_flash.flash_backward)
         compiled = forward.lower(x, x, x, call).compile(), backward.lower(x, x, x, call, x, rows, x).compile()
         return tuple(c.memory_analysis().temp_size_in_bytes for c in compiled)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.attention.xla_flash_tiles import (
+from easytorch.kernels.attention.jax_flash_tiles import (
     column_range,
     from_key_heads,
     from_query_heads,

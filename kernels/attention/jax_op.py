@@ -1,4 +1,4 @@
-"""xla_flash.py as torch operators: `easytorch::xla_flash_forward` and `_backward`, on the CPU, through DLPack.
+"""jax_flash.py as torch operators: `easytorch::xla_flash_forward` and `_backward`, on the CPU, through DLPack.
 
 They work under autograd, torch.compile (no graph break) and torch.export. jax is imported when one of them first runs.
 """
@@ -100,9 +100,9 @@ def _array(x: Tensor) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _jitted(name: str) -> Callable[..., Any]:
-    """A function of xla_flash.py, compiled once for each signature; its arrays are on the CPU, so it runs there."""
+    """A function of jax_flash.py, compiled once for each signature; its arrays are on the CPU, so it runs there."""
     import jax
 
-    from easytorch.kernels.attention import xla_flash
+    from easytorch.kernels.attention import jax_flash
 
-    return jax.jit(getattr(xla_flash, name), static_argnames=("bias_grad",) if name == "flash_backward" else ())
+    return jax.jit(getattr(jax_flash, name), static_argnames=("bias_grad",) if name == "flash_backward" else ())

@@ -1,4 +1,4 @@
-"""What one tile of scores is, in jax: shared by the forward and backward of xla_flash.py.
+"""What one tile of scores is, in jax: shared by the forward and backward of jax_flash.py.
 
 A tile is (G, R, C): the G query heads of one key/value head, R query rows, C key columns.
 """

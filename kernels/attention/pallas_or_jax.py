@@ -1,6 +1,6 @@
-"""Flash attention in jax for whichever platform it is lowered for: the Pallas kernel on TPU, xla_flash.py elsewhere.
+"""Flash attention in jax for whichever platform it is lowered for: the Pallas kernel on TPU, jax_flash.py elsewhere.
 
-The arguments and results are those of xla_flash.py. torch_xla's device may be a CPU, and a Pallas kernel for TPU has no
+The arguments and results are those of jax_flash.py. torch_xla's device may be a CPU, and a Pallas kernel for TPU has no
 lowering there.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from jax import Array, lax
 
-from easytorch.kernels.attention import pallas_flash, xla_flash
+from easytorch.kernels.attention import jax_flash, pallas_flash
 from easytorch.kernels.attention.jax_call import AttentionCall
 
 
 def flash_forward(query: Array, key: Array, value: Array, call: AttentionCall) -> tuple[Array, Array]:
     """As `xla_flash.flash_forward`."""
-    return for_platform(pallas_flash.flash_forward, xla_flash.flash_forward, query, key, value, call)
+    return for_platform(pallas_flash.flash_forward, jax_flash.flash_forward, query, key, value, call)
 
 
 def flash_backward(
@@ -26,7 +26,7 @@ def flash_backward(
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:  # fmt: skip
     """As `xla_flash.flash_backward`."""
     kernel, definition = (
-        functools.partial(module.flash_backward, bias_grad=bias_grad) for module in (pallas_flash, xla_flash)
+        functools.partial(module.flash_backward, bias_grad=bias_grad) for module in (pallas_flash, jax_flash)
     )
     return for_platform(kernel, definition, query, key, value, call, output, logsumexp, grad)
 
