@@ -25,7 +25,7 @@ def programs():
     import jax.numpy as jnp
 
     from easytorch.kernels.attention.jax_call import AttentionCall
-    from easytorch.kernels.blocksparse.pallas_blocksparse import blocksparse_backward, blocksparse_forward
+    from easytorch.kernels.blocksparse.pallas_attention import blocksparse_backward, blocksparse_forward
     from easytorch.kernels.blocksparse.pallas_map import Rule
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
 

@@ -47,9 +47,9 @@ class BlockSparseAttention(AttentionImpl):
             if query.dtype == torch.float64:
                 return "the Pallas kernels compute in float32, not float64"
             return missing("jax")
-        from easytorch.kernels.blocksparse import triton_blocksparse
+        from easytorch.kernels.blocksparse import triton_op
 
-        return triton_blocksparse.supports(query, key, value)
+        return triton_op.supports(query, key, value)
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
@@ -73,19 +73,19 @@ class BlockSparseAttention(AttentionImpl):
     def forward_gpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
     ) -> AttentionOutput:
-        from easytorch.kernels.blocksparse import triton_blocksparse
+        from easytorch.kernels.blocksparse import triton_op
 
         query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=triton_blocksparse.blocksparse_attention(query, key, value, **settled))
+        return AttentionOutput(attention_outputs=triton_op.blocksparse_attention(query, key, value, **settled))
 
     @backend("pallas")
     def forward_tpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
     ) -> AttentionOutput:
-        from easytorch.kernels.blocksparse import xla_blocksparse
+        from easytorch.kernels.blocksparse import torch_xla_op
 
         query, key, value, settled = self.prepare(query, key, value, without_float64(features))
-        return AttentionOutput(attention_outputs=xla_blocksparse.attention(query, key, value, **settled))
+        return AttentionOutput(attention_outputs=torch_xla_op.attention(query, key, value, **settled))
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:

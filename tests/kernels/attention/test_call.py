@@ -42,7 +42,7 @@ ONE_BY_ONE = {
     "kernels/decode/triton_decode_calls.py": "the launch that merges splits takes the sinks alone",
     "kernels/decode/triton_decode_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/attention/triton_flash_forward.py": "a Triton kernel takes its arguments one by one",
-    "kernels/blocksparse/triton_blocksparse_forward.py": "a Triton kernel takes its arguments one by one",
+    "kernels/blocksparse/triton_forward.py": "a Triton kernel takes its arguments one by one",
     "kernels/ragged_page/triton_ragged_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/ragged_page/contract.py": "resolve_features makes the record of them",
     "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
@@ -72,12 +72,12 @@ def test_a_feature_is_a_field_of_the_record_and_not_a_parameter_of_everything() 
 def test_every_operator_of_attention_takes_the_record() -> None:
     from easytorch.kernels.attention import aten_op as aten_flash_op
     from easytorch.kernels.attention import jax_op, triton_flash
-    from easytorch.kernels.blocksparse import aten_op, triton_blocksparse
+    from easytorch.kernels.blocksparse import aten_op, triton_op
     from easytorch.kernels.decode import triton_decode
     from easytorch.kernels.ragged_page import opaque, triton_ragged
     from easytorch.kernels.ring import ring_op
 
-    modules = (aten_flash_op, jax_op, triton_flash, aten_op, triton_blocksparse, triton_decode, opaque,
+    modules = (aten_flash_op, jax_op, triton_flash, aten_op, triton_op, triton_decode, opaque,
                triton_ragged, ring_op)  # fmt: skip
     for module in modules:
         operators = [x for x in vars(module).values() if isinstance(x, torch.library.CustomOpDef)]

@@ -17,7 +17,11 @@ from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionCall, map_
 from easytorch.kernels.attention.contract import resolve, window_of  # noqa: E402
 from easytorch.kernels.attention.pallas_flash_inputs import grid_of  # noqa: E402
 from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
-from easytorch.kernels.blocksparse import native, pallas_blocksparse, tpu_blocksparse  # noqa: E402
+from easytorch.kernels.blocksparse import (
+    native,
+    pallas_attention,  # noqa: E402
+    pallas_or_jax,
+)
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks  # noqa: E402
 from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
 
@@ -55,8 +59,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, not square, other ones in the backward."""
-    monkeypatch.setattr(pallas_blocksparse, "forward_blocks", lambda *_: Blocks(128, 256))
-    monkeypatch.setattr(pallas_blocksparse, "backward_blocks", lambda *_: Blocks(256, 128))
+    monkeypatch.setattr(pallas_attention, "forward_blocks", lambda *_: Blocks(128, 256))
+    monkeypatch.setattr(pallas_attention, "backward_blocks", lambda *_: Blocks(256, 128))
 
 
 def heads(length: int) -> dict[str, torch.Tensor]:
@@ -92,9 +96,9 @@ def test_equals_the_definition(case: str, kernel: str) -> None:
     features = dict(CASES[case])
     given = heads(features.pop("length", T))
     arguments, settings = arguments_of(given, features), {"rule": rule_of(features)}
-    forward, backward = tpu_blocksparse.definition_forward, tpu_blocksparse.definition_backward
+    forward, backward = pallas_or_jax.definition_forward, pallas_or_jax.definition_backward
     if kernel == "pallas":
-        forward, backward = pallas_blocksparse.blocksparse_forward, pallas_blocksparse.blocksparse_backward
+        forward, backward = pallas_attention.blocksparse_forward, pallas_attention.blocksparse_backward
         settings["interpret"] = True
     output, logsumexp = forward(*arguments, **settings)
     upstream = torch.linspace(-1, 1, output.size).sin().reshape(output.shape)
@@ -115,7 +119,7 @@ def test_half_precision() -> None:
     given = {name: x.bfloat16() for name, x in heads(T).items()}
     arrays = [jnp.asarray(x.float().numpy(), jnp.bfloat16) for x in given.values()]
     call = AttentionCall(scale=D**-0.5)
-    output, _ = pallas_blocksparse.blocksparse_forward(*arrays, call, None, interpret=True, rule=rule_of(features))
+    output, _ = pallas_attention.blocksparse_forward(*arrays, call, None, interpret=True, rule=rule_of(features))
     expected = native.attention(**{n: x.double() for n, x in given.items()}, **features)[0]
     assert relative_rms_error(torch.from_numpy(np.array(output.astype(jnp.float32))), expected) <= 8e-3
 
@@ -123,7 +127,7 @@ def test_half_precision() -> None:
 def _walk(features: dict[str, Any], by_columns: bool, length: int = 1024) -> tuple[Any, np.ndarray]:
     query, key = jnp.zeros((1, length, 1, 8)), jnp.zeros((1, 1024, 1, 8))
     n, rule = grid_of(query, key, Blocks(128, 128)), rule_of(features)
-    begin, end = pallas_blocksparse.intervals_of(n, rule, None)
+    begin, end = pallas_attention.intervals_of(n, rule, None)
     matrix = features.get("mask")
     given = [to_jax(x) for x in (matrix, features.get("query_segment_ids"), features.get("key_segment_ids"))]
     walk = walks(n, rule, begin, end, *given, by_columns=by_columns)
@@ -164,6 +168,6 @@ def test_unseen_keys_are_never_read() -> None:
     for name in ("key", "value"):
         given[name][:, 256:] = torch.nan
     arguments, settings = arguments_of(given, features), {"rule": rule_of(features)}
-    output, logsumexp = pallas_blocksparse.blocksparse_forward(*arguments, **settings, interpret=True)
-    grads = pallas_blocksparse.blocksparse_backward(*arguments, output, logsumexp, output, **settings, interpret=True)
+    output, logsumexp = pallas_attention.blocksparse_forward(*arguments, **settings, interpret=True)
+    grads = pallas_attention.blocksparse_backward(*arguments, output, logsumexp, output, **settings, interpret=True)
     assert all(bool(jnp.isfinite(x).all()) for x in (output, *grads[:3]))

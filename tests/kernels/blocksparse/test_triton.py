@@ -21,7 +21,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 
 def test_compiles_within_the_limits(compile_ahead: Callable[..., Any]) -> None:
-    module = "easytorch.kernels.blocksparse.triton_blocksparse_calls"
+    module = "easytorch.kernels.blocksparse.triton_calls"
     kernels = compile_ahead(module, "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
     assert len(kernels) == 7 * 4
     for kernel in kernels:

@@ -14,7 +14,7 @@ import torch
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.blocksparse import native
-from easytorch.kernels.blocksparse.triton_blocksparse import blocksparse_attention
+from easytorch.kernels.blocksparse.triton_op import blocksparse_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

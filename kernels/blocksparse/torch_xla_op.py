@@ -1,4 +1,4 @@
-"""Block-sparse attention inside a torch_xla graph: one node forward, one backward (tpu_blocksparse.py)."""
+"""Block-sparse attention inside a torch_xla graph: one node forward, one backward (pallas_or_jax.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.contract import resolve, window_of
 from easytorch.kernels.attention.torch_xla_call import call_jax_on_with_gradient
-from easytorch.kernels.blocksparse import tpu_blocksparse
+from easytorch.kernels.blocksparse import pallas_or_jax
 from easytorch.kernels.blocksparse.native import check_structure
 from easytorch.kernels.blocksparse.pallas_map import Rule
 
@@ -32,5 +32,5 @@ def attention(
     causal, window = features.get("causal", False), window_of(features.get("sliding_window"))
     rule = Rule(causal, *window, chunk_size, prefix_length if prefix is None else True)
     call = call._replace(left=None, right=None)  # the rule says it, with chunks and prefix
-    functions = tpu_blocksparse.blocksparse_forward, tpu_blocksparse.blocksparse_backward
+    functions = pallas_or_jax.blocksparse_forward, pallas_or_jax.blocksparse_backward
     return call_jax_on_with_gradient(*functions, call, query, key, value, prefix, rule=rule)

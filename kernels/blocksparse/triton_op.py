@@ -62,7 +62,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor]:
     """output (B, T, H, Dv), lse (B, H, T) float32. begin, end, and the band of the call: structure.py."""
-    from easytorch.kernels.blocksparse import triton_blocksparse_calls as calls
+    from easytorch.kernels.blocksparse import triton_calls as calls
 
     call = unflatten(fields)
     structure = _narrowed(begin, end, call)
@@ -88,7 +88,7 @@ def _backward(
     *rest: Any,
 ) -> Gradients:  # fmt: skip
     """The gradients of query, key, value, bias and sinks; the last two are empty when there is none to give."""
-    from easytorch.kernels.blocksparse import triton_blocksparse_calls as calls
+    from easytorch.kernels.blocksparse import triton_calls as calls
 
     call, wants_bias = unflatten(rest[:-1]), rest[-1]
     structure = _narrowed(begin, end, call)

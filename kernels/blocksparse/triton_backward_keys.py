@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from easytorch.kernels.attention.triton_flash_tiles import keep_tile, load_tile, store_tile, tile_pointers
-from easytorch.kernels.blocksparse.triton_blocksparse_tiles import seen_scores
+from easytorch.kernels.blocksparse.triton_tiles import seen_scores
 from easytorch.kernels.interop.triton_math import LOG2E
 
 

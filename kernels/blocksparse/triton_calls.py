@@ -16,9 +16,9 @@ from easytorch.kernels.attention.triton_flash_calls import delta_call, shared_ar
 from easytorch.kernels.attention.triton_tuning import tiles_of
 from easytorch.kernels.blocksparse.block_map import Lists, lists_of, states, width_of
 from easytorch.kernels.blocksparse.structure import Structure, structure_of
-from easytorch.kernels.blocksparse.triton_blocksparse_backward_keys import blocksparse_key_value_grad
-from easytorch.kernels.blocksparse.triton_blocksparse_backward_queries import blocksparse_query_grad
-from easytorch.kernels.blocksparse.triton_blocksparse_forward import blocksparse_forward
+from easytorch.kernels.blocksparse.triton_backward_keys import blocksparse_key_value_grad
+from easytorch.kernels.blocksparse.triton_backward_queries import blocksparse_query_grad
+from easytorch.kernels.blocksparse.triton_forward import blocksparse_forward
 from easytorch.kernels.interop.triton_call import Call
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

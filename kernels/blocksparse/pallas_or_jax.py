@@ -15,7 +15,7 @@ from easytorch.kernels.attention import jax_flash
 from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.jax_flash_tiles import sizes_of
 from easytorch.kernels.attention.pallas_or_jax import for_platform
-from easytorch.kernels.blocksparse import pallas_blocksparse
+from easytorch.kernels.blocksparse import pallas_attention
 from easytorch.kernels.blocksparse.pallas_map import Rule
 
 
@@ -25,7 +25,7 @@ def blocksparse_forward(
     """As `pallas_blocksparse.blocksparse_forward`, of any sizes."""
     kernel, definition = (
         functools.partial(function, rule=rule)
-        for function in (pallas_blocksparse.blocksparse_forward, definition_forward)
+        for function in (pallas_attention.blocksparse_forward, definition_forward)
     )
     return for_platform(kernel, definition, query, key, value, call, prefix)
 
@@ -36,7 +36,7 @@ def blocksparse_backward(
     """As `pallas_blocksparse.blocksparse_backward`, of any sizes."""
     kernel, definition = (
         functools.partial(function, rule=rule)
-        for function in (pallas_blocksparse.blocksparse_backward, definition_backward)
+        for function in (pallas_attention.blocksparse_backward, definition_backward)
     )
     return for_platform(kernel, definition, query, key, value, call, prefix, *results)
 
@@ -57,7 +57,7 @@ def definition_backward(
 
 def _masked(query: Array, key: Array, call: AttentionCall, prefix: Array | None, rule: Rule) -> AttentionCall:
     """The call with the structure in its mask, instead of in its band."""
-    begin, end = pallas_blocksparse.intervals_of(sizes_of(query, key), rule, prefix)
+    begin, end = pallas_attention.intervals_of(sizes_of(query, key), rule, prefix)
     column = jnp.arange(key.shape[1])
     seen = ((column >= begin[..., None]) & (column < end[..., None]))[:, None]
     return call._replace(mask=seen if call.mask is None else seen & call.mask, left=None, right=None)
