@@ -30,9 +30,9 @@ class CausalConv1d(StateSpaceImpl):
     def supports(self, backend: str, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str | None:
         if backend != "triton":
             return None
-        from easytorch.kernels.causal_conv1d import triton_causal_conv1d
+        from easytorch.kernels.causal_conv1d import triton_op
 
-        return triton_causal_conv1d.supports(x, weight, self.metadata.runtime_dtype)
+        return triton_op.supports(x, weight, self.metadata.runtime_dtype)
 
     def forward_native(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
@@ -46,6 +46,6 @@ class CausalConv1d(StateSpaceImpl):
 
     @backend("triton")
     def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.causal_conv1d import triton_causal_conv1d
+        from easytorch.kernels.causal_conv1d import triton_op
 
-        return self.run(triton_causal_conv1d.causal_conv1d, *args, **kwargs)
+        return self.run(triton_op.causal_conv1d, *args, **kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from easytorch.kernels.causal_conv1d.triton_causal_conv1d_kernels import (
+from easytorch.kernels.causal_conv1d.triton_kernels import (
     conv_backward_sums,
     conv_backward_tokens,
     conv_forward,

@@ -51,7 +51,7 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None,
     number: torch.Tensor | None, silu: bool,
 ) -> torch.Tensor:  # fmt: skip
-    from easytorch.kernels.causal_conv1d.triton_causal_conv1d_calls import forward_call
+    from easytorch.kernels.causal_conv1d.triton_calls import forward_call
 
     output = _forward_fake(x, weight, bias, state, number, silu)
     weight, bias, state, number = _adjacent(weight, bias, state, number)
@@ -73,7 +73,7 @@ def _backward(
     number: torch.Tensor | None, silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of x, weight, bias and state."""
-    from easytorch.kernels.causal_conv1d import triton_causal_conv1d_calls as calls
+    from easytorch.kernels.causal_conv1d import triton_calls as calls
 
     x_grad, weight_grad, bias_grad, state_grad = _backward_fake(grad, x, weight, bias, state, number, silu)
     weight, bias, state, number = _adjacent(weight, bias, state, number)
