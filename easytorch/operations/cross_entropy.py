@@ -46,9 +46,9 @@ class CrossEntropy(OperationImpl):
         if backend == "aten":
             return aten.supports(options.get("softcap"), options.get("z_loss", 0.0))
         if backend == "triton":
-            from easytorch.kernels.cross_entropy import triton_cross_entropy
+            from easytorch.kernels.cross_entropy import triton_op
 
-            return triton_cross_entropy.supports(logits, self.metadata.runtime_dtype)
+            return triton_op.supports(logits, self.metadata.runtime_dtype)
         return None
 
     def forward_native(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
@@ -60,9 +60,9 @@ class CrossEntropy(OperationImpl):
 
     @backend("triton")
     def forward_gpu(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-        from easytorch.kernels.cross_entropy import triton_cross_entropy
+        from easytorch.kernels.cross_entropy import triton_op
 
-        return triton_cross_entropy.cross_entropy(self.cast(logits), labels, **options)
+        return triton_op.cross_entropy(self.cast(logits), labels, **options)
 
 
 @OperationRegistry.register
@@ -85,9 +85,9 @@ class FusedLinearCrossEntropy(ProductImpl):
     ) -> str | None:
         if backend != "triton":
             return None
-        from easytorch.kernels.cross_entropy import triton_cross_entropy
+        from easytorch.kernels.cross_entropy import triton_op
 
-        return triton_cross_entropy.supports(hidden, self.product_dtype(hidden))
+        return triton_op.supports(hidden, self.product_dtype(hidden))
 
     def definition(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,

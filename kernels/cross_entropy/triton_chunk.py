@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from easytorch.kernels.cross_entropy.chunk import Settings
-from easytorch.kernels.cross_entropy.triton_cross_entropy_calls import backward_call, forward_call
+from easytorch.kernels.cross_entropy.triton_calls import backward_call, forward_call
 
 
 def step(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.cross_entropy.triton_cross_entropy import cross_entropy
+from easytorch.kernels.cross_entropy.triton_op import cross_entropy
 
 
 def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
@@ -19,7 +19,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 
 def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    module = "easytorch.kernels.cross_entropy.triton_cross_entropy_calls"
+    module = "easytorch.kernels.cross_entropy.triton_calls"
     kernels = compile_ahead(module, "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
     assert len(kernels) == 4 * 4
     assert [kernel for kernel in kernels if kernel["stack"]] == []
@@ -35,5 +35,5 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_it_loads_no_triton() -> None:
-    modules = "easytorch.kernels.cross_entropy.triton_cross_entropy, easytorch.kernels.cross_entropy.fused_linear"
+    modules = "easytorch.kernels.cross_entropy.triton_op, easytorch.kernels.cross_entropy.fused_linear"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'triton' not in sys.modules"], check=True)

@@ -15,7 +15,7 @@ import torch
 
 from easytorch.kernels.cross_entropy import native
 from easytorch.kernels.cross_entropy.fused_linear import fused_linear_cross_entropy
-from easytorch.kernels.cross_entropy.triton_cross_entropy import cross_entropy
+from easytorch.kernels.cross_entropy.triton_op import cross_entropy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

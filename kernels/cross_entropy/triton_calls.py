@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from easytorch.kernels.cross_entropy.triton_cross_entropy_kernels import cross_entropy_backward, cross_entropy_forward
+from easytorch.kernels.cross_entropy.triton_kernels import cross_entropy_backward, cross_entropy_forward
 from easytorch.kernels.interop.triton_call import Call, block_of, rows_of
 
 

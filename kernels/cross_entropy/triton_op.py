@@ -48,7 +48,7 @@ def _forward(
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The loss and the logsumexp of each row, float32."""
-    from easytorch.kernels.cross_entropy.triton_cross_entropy_calls import forward_call
+    from easytorch.kernels.cross_entropy.triton_calls import forward_call
 
     losses, lse = _forward_fake(logits, labels)
     forward_call(logits, labels, losses, lse, ignore_index, label_smoothing, softcap, z_loss).launch()
@@ -66,7 +66,7 @@ def _backward(
     losses_grad: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, ignore_index: int,
     label_smoothing: float, softcap: float | None, z_loss: float,
 ) -> torch.Tensor:  # fmt: skip
-    from easytorch.kernels.cross_entropy.triton_cross_entropy_calls import backward_call
+    from easytorch.kernels.cross_entropy.triton_calls import backward_call
 
     grad = _backward_fake(losses_grad, logits)
     backward_call(losses_grad, logits, labels, lse, grad, ignore_index, label_smoothing, softcap, z_loss).launch()
