@@ -21,7 +21,7 @@ def programs():
     import jax
 
     from easytorch.kernels.attention.jax_call import AttentionCall
-    from easytorch.kernels.decode.tpu_decode import decode
+    from easytorch.kernels.decode.pallas_or_jax import decode
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
 
     def struct(*shape, dtype):

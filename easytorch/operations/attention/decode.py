@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.decode import aten, native, xla_decode_tpu
+from easytorch.kernels.decode import aten, native, torch_xla_op
 from easytorch.kernels.decode.contract import not_one_query
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
@@ -43,10 +43,10 @@ class DecodeAttention(AttentionImpl):
         if backend == "aten":
             return aten.supports(query, key, value, dropout_prob=features.get("dropout_prob", 0.0))
         if backend == "xla":
-            return xla_decode_tpu.supports(query, key, value, **features)
-        from easytorch.kernels.decode import triton_decode
+            return torch_xla_op.supports(query, key, value, **features)
+        from easytorch.kernels.decode import triton_op
 
-        return triton_decode.supports(query, key, value, **features)
+        return triton_op.supports(query, key, value, **features)
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         query = args[0] if args else kwargs["query"]
@@ -72,17 +72,17 @@ class DecodeAttention(AttentionImpl):
     def forward_gpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
     ) -> AttentionOutput:
-        from easytorch.kernels.decode import triton_decode
+        from easytorch.kernels.decode import triton_op
 
         query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=triton_decode.decode(query, key, value, **settled))
+        return AttentionOutput(attention_outputs=triton_op.decode(query, key, value, **settled))
 
     @backend("xla")
     def forward_tpu(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
     ) -> AttentionOutput:
         query, key, value, settled = self.prepare(query, key, value, without_float64(features))
-        return AttentionOutput(attention_outputs=xla_decode_tpu.decode(query, key, value, **settled))
+        return AttentionOutput(attention_outputs=torch_xla_op.decode(query, key, value, **settled))
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -37,10 +37,10 @@ ONE_BY_ONE = {
     "kernels/decode/aten.py": "most calls of it make no record, which takes as long as a short cache",
     "kernels/blocksparse/aten_tile.py": "arithmetic of a part of a call: the sinks of some heads",
     "kernels/blocksparse/torch_tile.py": "arithmetic of a part of a call: the sinks of some heads",
-    "kernels/decode/triton_decode.py": "supports is asked before there is a record",
-    "kernels/decode/xla_decode_tpu.py": "supports is asked before there is a record",
-    "kernels/decode/triton_decode_calls.py": "the launch that merges splits takes the sinks alone",
-    "kernels/decode/triton_decode_kernels.py": "a Triton kernel takes its arguments one by one",
+    "kernels/decode/triton_op.py": "supports is asked before there is a record",
+    "kernels/decode/torch_xla_op.py": "supports is asked before there is a record",
+    "kernels/decode/triton_calls.py": "the launch that merges splits takes the sinks alone",
+    "kernels/decode/triton_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/attention/triton_flash_forward.py": "a Triton kernel takes its arguments one by one",
     "kernels/blocksparse/triton_forward.py": "a Triton kernel takes its arguments one by one",
     "kernels/ragged_page/triton_ragged_kernels.py": "a Triton kernel takes its arguments one by one",
@@ -73,7 +73,7 @@ def test_every_operator_of_attention_takes_the_record() -> None:
     from easytorch.kernels.attention import aten_op as aten_flash_op
     from easytorch.kernels.attention import jax_op, triton_flash
     from easytorch.kernels.blocksparse import aten_op, triton_op
-    from easytorch.kernels.decode import triton_decode
+    from easytorch.kernels.decode import triton_op as triton_decode
     from easytorch.kernels.ragged_page import opaque, triton_ragged
     from easytorch.kernels.ring import ring_op
 

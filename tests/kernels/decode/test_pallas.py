@@ -64,11 +64,11 @@ def _to_jax(name: str, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("kernel", ["jax", "pallas"])
 def test_equals_the_definition(kernel: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from easytorch.kernels.attention.call import map_tensors
-    from easytorch.kernels.decode import pallas_decode, xla_decode
+    from easytorch.kernels.decode import jax_native, pallas_kernel
     from easytorch.kernels.interop.dlpack import to_torch
 
     torch.manual_seed(0)
-    monkeypatch.setattr(pallas_decode, "BLOCKS", (128,))  # a cache of three blocks, the last cut off
+    monkeypatch.setattr(pallas_kernel, "BLOCKS", (128,))  # a cache of three blocks, the last cut off
     given = CASES[case]()
     floating = {n for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     given = {n: x.to(dtype) if n in floating else x for n, x in given.items()}
@@ -78,7 +78,7 @@ def test_equals_the_definition(kernel: str, case: str, dtype: torch.dtype, monke
             given["key"][b, length:] = float("nan")
             given["value"][b, length:] = float("nan")
     call = resolve(**given)
-    module = pallas_decode if kernel == "pallas" else xla_decode
+    module = pallas_kernel if kernel == "pallas" else jax_native
     settings: dict[str, Any] = {"interpret": True} if kernel == "pallas" else {}
     arrays = [None if x is None else _to_jax("", x) for x in map(given.get, ("query", "key", "value", "lengths"))]
     got = to_torch(module.decode(*arrays, map_tensors(call, _to_jax), **settings))
@@ -91,7 +91,7 @@ def test_equals_the_definition(kernel: str, case: str, dtype: torch.dtype, monke
 def test_blocks_fit_vector_memory() -> None:
     import jax
 
-    from easytorch.kernels.decode.pallas_decode import block_of
+    from easytorch.kernels.decode.pallas_kernel import block_of
 
     def heads(kv_heads: int, dim: int, dtype: str = "bfloat16") -> int | None:
         struct = jax.ShapeDtypeStruct((1, 4096, kv_heads, dim), dtype)
@@ -107,7 +107,7 @@ def test_nothing_to_see() -> None:
     import jax.numpy as jnp
 
     from easytorch.kernels.attention.call import AttentionCall
-    from easytorch.kernels.decode.tpu_decode import decode
+    from easytorch.kernels.decode.pallas_or_jax import decode
 
     query, empty = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 0, 2, 8))
     assert (decode(query, empty, empty, None, AttentionCall()) == 0).all()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.decode.triton_decode import decode, supports
+from easytorch.kernels.decode.triton_op import decode, supports
 from easytorch.kernels.interop import installed
 
 
@@ -26,7 +26,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 def test_compiles_ahead_of_time(
     dtype: str, architectures: tuple[str, ...], compile_ahead: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    kernels = compile_ahead("easytorch.kernels.decode.triton_decode_calls", dtype, *architectures)
+    kernels = compile_ahead("easytorch.kernels.decode.triton_calls", dtype, *architectures)
     assert len(kernels) == 6 * len(architectures)
     # a few registers outside the loop; a loop that spilled would need thousands of bytes
     assert [kernel for kernel in kernels if kernel["stack"] > 128] == []
@@ -53,5 +53,5 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_it_loads_no_triton() -> None:
-    module = "easytorch.kernels.decode.triton_decode"
+    module = "easytorch.kernels.decode.triton_op"
     subprocess.run([sys.executable, "-c", f"import sys, {module}; assert 'triton' not in sys.modules"], check=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.decode import triton_decode, triton_decode_tuning
+from easytorch.kernels.decode import triton_op, triton_tuning
 from easytorch.kernels.decode.native import decode as definition
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -91,7 +91,7 @@ def check(arguments: dict[str, Any], dtype: torch.dtype) -> None:
             given["key"][b, length:] = float("nan")
             given["value"][b, length:] = float("nan")
     with torch.no_grad():
-        got = triton_decode.decode(**given)
+        got = triton_op.decode(**given)
     assert got.dtype == dtype
     assert got.isfinite().all()
     difference, scale = ((t.double()).square().mean().sqrt() for t in (got - expected, expected))
@@ -105,7 +105,7 @@ WHOLE = ["no keys", "lengths", "mask that hides all", "sinks", "everything"] if 
 @pytest.mark.parametrize(("name", "splits"), [*((name, 3) for name in CASES), *((name, 1) for name in WHOLE)])
 def test_float32(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(triton_decode, "splits_of", lambda *_: splits)
+    monkeypatch.setattr(triton_op, "splits_of", lambda *_: splits)
     check(CASES[name](), torch.float32)
 
 
@@ -146,13 +146,13 @@ CHECKS = ("test_schema", "test_faketensor")
 
 def test_compiles_to_one_graph() -> None:
     given = {**heads(s=33), "lengths": lengths(9, 33)}
-    compiled = torch.compile(triton_decode.decode, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(triton_op.decode, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        torch.testing.assert_close(compiled(**given), triton_decode.decode(**given))
+        torch.testing.assert_close(compiled(**given), triton_op.decode(**given))
 
 
 def test_the_tables_split_long_caches() -> None:
-    assert triton_decode_tuning.splits_of(64, 4096, 64, 132) == 5
-    assert triton_decode_tuning.splits_of(8, 131072, 64, 132) == 33
-    assert triton_decode_tuning.splits_of(8, 128, 64, 132) == 1
-    assert triton_decode_tuning.splits_of(1000, 4096, 64, 132) == 1
+    assert triton_tuning.splits_of(64, 4096, 64, 132) == 5
+    assert triton_tuning.splits_of(8, 131072, 64, 132) == 33
+    assert triton_tuning.splits_of(8, 128, 64, 132) == 1
+    assert triton_tuning.splits_of(1000, 4096, 64, 132) == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.call import flatten, schema, unflatten
 from easytorch.kernels.decode.contract import resolve
-from easytorch.kernels.decode.triton_decode_tuning import rows_of_group, splits_of, tiles_of
+from easytorch.kernels.decode.triton_tuning import rows_of_group, splits_of, tiles_of
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
 
@@ -57,7 +57,7 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
     schema=f"(Tensor query, Tensor key, Tensor value, Tensor? lengths, {schema()}) -> Tensor",
 )  # fmt: skip
 def _decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *fields: Any) -> Tensor:
-    from easytorch.kernels.decode import triton_decode_calls as calls
+    from easytorch.kernels.decode import triton_calls as calls
 
     architecture = architecture_of(query.device)
     if architecture is None:

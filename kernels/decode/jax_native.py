@@ -1,4 +1,4 @@
-"""Decoding attention in plain jax, no torch: what pallas_decode.py is compared with, and what runs where it does not.
+"""Decoding attention in plain jax, no torch: what pallas_kernel.py is compared with, and what runs where it does not.
 
 The query heads of one key/value head are rows of a matrix.
 """

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_tiles import numbers_of
-from easytorch.kernels.decode.xla_decode import added_of, capped, precision_of
+from easytorch.kernels.decode.jax_native import added_of, capped, precision_of
 
 # Bytes of the two blocks of keys and values in flight. A kernel has 16 MiB of vector memory by default, and what is
 # computed from a block takes as much again: 8 MiB asked for 16.5.

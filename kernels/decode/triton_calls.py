@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.decode.triton_decode_kernels import decode_merge, decode_split
-from easytorch.kernels.decode.triton_decode_tuning import rows_of_group, tiles_of
+from easytorch.kernels.decode.triton_kernels import decode_merge, decode_split
+from easytorch.kernels.decode.triton_tuning import rows_of_group, tiles_of
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 
 _LOG2E = math.log2(math.e)

@@ -1,4 +1,4 @@
-"""tpu_decode.py inside a torch_xla graph: one node, forward only."""
+"""pallas_or_jax.py inside a torch_xla graph: one node, forward only."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
     A length beyond 0..S counts as the nearest of them. Raises `ValueError` for what `supports` refuses.
     """
     from easytorch.kernels.attention.torch_xla_call import call_jax_on
-    from easytorch.kernels.decode import tpu_decode
+    from easytorch.kernels.decode import pallas_or_jax
 
     call = resolve(query, key, value, lengths, **features)
     if (reason := supports(query, key, value, **features)) is not None:
         raise ValueError(f"xla decode: {reason}")
-    return call_jax_on(tpu_decode.decode, call, query, key, value, None if lengths is None else lengths.to(int32))
+    return call_jax_on(pallas_or_jax.decode, call, query, key, value, None if lengths is None else lengths.to(int32))
