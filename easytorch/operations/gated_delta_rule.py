@@ -40,9 +40,9 @@ class GatedDeltaRule(StateSpaceImpl):
             return "TPUs and jax, as torch_xla calls it, have no float64"
         if backend != "triton":
             return None
-        from easytorch.kernels.gated_delta_rule import triton_gated_delta_rule
+        from easytorch.kernels.gated_delta_rule import triton_op
 
-        return triton_gated_delta_rule.supports(key, value, self.metadata.runtime_dtype)
+        return triton_op.supports(key, value, self.metadata.runtime_dtype)
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, softmax_scale: float | None = None,
@@ -60,15 +60,15 @@ class GatedDeltaRule(StateSpaceImpl):
 
     @backend("triton")
     def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.gated_delta_rule import triton_gated_delta_rule
+        from easytorch.kernels.gated_delta_rule import triton_op
 
-        return self.scaled(triton_gated_delta_rule.gated_delta_rule, *args, **kwargs)
+        return self.scaled(triton_op.gated_delta_rule, *args, **kwargs)
 
     @backend("xla")
     def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.gated_delta_rule import xla_gated_delta_rule_tpu
+        from easytorch.kernels.gated_delta_rule import torch_xla_op
 
-        return self.scaled(xla_gated_delta_rule_tpu.gated_delta_rule, *args, **kwargs)
+        return self.scaled(torch_xla_op.gated_delta_rule, *args, **kwargs)
 
     def scaled(
         self, function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,

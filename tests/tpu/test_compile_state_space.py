@@ -14,7 +14,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
-    from easytorch.kernels.gated_delta_rule import xla_gated_delta_rule
+    from easytorch.kernels.gated_delta_rule import jax_chunks
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
     from easytorch.kernels.ssm1 import xla_ssm1
     from easytorch.kernels.ssm2 import xla_ssm2
@@ -37,7 +37,7 @@ def programs():
             [half(1, T, 80, 64), struct(1, T, 80), struct(80), *groups, struct(1, 80, 64, 128), number],
         ),
         "gated_delta_rule": (
-            xla_gated_delta_rule.gated_delta_rule, xla_gated_delta_rule.gated_delta_rule_backward,
+            jax_chunks.gated_delta_rule, jax_chunks.gated_delta_rule_backward,
             {"precision": "high"}, delta_rule,
         ),
     }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from easytorch.kernels.gated_delta_rule.triton_gated_delta_rule_kernels import delta_forward
+from easytorch.kernels.gated_delta_rule.triton_kernels import delta_forward
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 from easytorch.kernels.recurrence.triton_precision import precision
 

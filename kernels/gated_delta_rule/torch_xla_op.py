@@ -1,10 +1,10 @@
-"""xla_gated_delta_rule.py inside a torch_xla graph: one node forward, one backward."""
+"""jax_chunks.py inside a torch_xla graph: one node forward, one backward."""
 
 from __future__ import annotations
 
 import torch
 
-from easytorch.kernels.gated_delta_rule import aten, xla_gated_delta_rule
+from easytorch.kernels.gated_delta_rule import aten, jax_chunks
 from easytorch.kernels.gated_delta_rule.native import check_arguments, first_state, prepare
 from easytorch.kernels.interop.xla_bridge import call_jax_with_gradient
 from easytorch.kernels.recurrence import documents
@@ -31,7 +31,7 @@ def gated_delta_rule(
     number = None if segment_ids is None else documents.numbers(segment_ids).to(torch.int32)
     state = first_state(value, sizes, initial_state)
     outputs, last = call_jax_with_gradient(
-        xla_gated_delta_rule.gated_delta_rule, xla_gated_delta_rule.gated_delta_rule_backward, query, key, value,
+        jax_chunks.gated_delta_rule, jax_chunks.gated_delta_rule_backward, query, key, value,
         g.float(), beta.float(), state, number, outputs=2,
         precision="highest" if value.dtype == torch.float32 else "high",
     )  # fmt: skip

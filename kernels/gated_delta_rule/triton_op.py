@@ -57,7 +57,7 @@ def _forward(
     state: torch.Tensor, number: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The outputs in value's dtype, and the last state."""
-    from easytorch.kernels.gated_delta_rule.triton_gated_delta_rule_calls import forward_call
+    from easytorch.kernels.gated_delta_rule.triton_calls import forward_call
 
     output, last = _forward_fake(query, key, value, g, beta, state, number)
     g, beta, state = g.contiguous(), beta.contiguous(), state.contiguous()
