@@ -24,9 +24,9 @@ class _GatedLinearUnit(OperationImpl):
     def supports(self, backend: str, gate: Tensor, up: Tensor, *options: Any, **named: Any) -> str | None:
         if backend != "triton":
             return None
-        from easytorch.kernels.glu import triton_glu
+        from easytorch.kernels.glu import triton_op
 
-        return triton_glu.supports(gate, self.metadata.runtime_dtype)
+        return triton_op.supports(gate, self.metadata.runtime_dtype)
 
 
 @OperationRegistry.register
@@ -46,9 +46,9 @@ class SwiGLU(_GatedLinearUnit):
 
     @backend("triton")
     def forward_gpu(self, gate: Tensor, up: Tensor) -> Tensor:
-        from easytorch.kernels.glu import triton_glu
+        from easytorch.kernels.glu import triton_op
 
-        return triton_glu.swiglu(self.cast(gate), self.cast(up))
+        return triton_op.swiglu(self.cast(gate), self.cast(up))
 
 
 @OperationRegistry.register
@@ -68,6 +68,6 @@ class GeGLU(_GatedLinearUnit):
 
     @backend("triton")
     def forward_gpu(self, gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-        from easytorch.kernels.glu import triton_glu
+        from easytorch.kernels.glu import triton_op
 
-        return triton_glu.geglu(self.cast(gate), self.cast(up), approximate)
+        return triton_op.geglu(self.cast(gate), self.cast(up), approximate)

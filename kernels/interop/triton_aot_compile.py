@@ -1,6 +1,6 @@
 """Triton kernels compiled ahead of time for GPUs that are not here, and what they take of them.
 
-    python -m easytorch.kernels.interop.triton_aot_compile easytorch.kernels.glu.triton_glu_calls bfloat16 sm_90 gfx942
+    python -m easytorch.kernels.interop.triton_aot_compile easytorch.kernels.glu.triton_calls bfloat16 sm_90 gfx942
 
 prints one line of JSON for each call that the module's `typical_calls(dtype)` describes, on each architecture. Where
 block sizes depend on it, the function takes the architecture too: `typical_calls(dtype, architecture)`.

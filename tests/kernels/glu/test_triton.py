@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.glu import triton_glu
+from easytorch.kernels.glu import triton_op
 
 
 def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
@@ -19,7 +19,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 
 def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    kernels = compile_ahead("easytorch.kernels.glu.triton_glu_calls", "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
+    kernels = compile_ahead("easytorch.kernels.glu.triton_calls", "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
     assert len(kernels) == 4 * 6
     assert [kernel for kernel in kernels if kernel["stack"]] == []
 
@@ -27,7 +27,7 @@ def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x = torch.empty(2, 8, dtype=torch.float64)
-    for unit in (triton_glu.swiglu, triton_glu.geglu):
+    for unit in (triton_op.swiglu, triton_op.geglu):
         with pytest.raises(ValueError, match=r"triton gated linear unit: .*(float64|not installed)"):
             unit(x, x)
         with pytest.raises(ValueError, match="one shape and dtype"):
@@ -35,5 +35,5 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_them_loads_no_triton() -> None:
-    program = "import sys, easytorch.kernels.glu.triton_glu; assert 'triton' not in sys.modules"
+    program = "import sys, easytorch.kernels.glu.triton_op; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

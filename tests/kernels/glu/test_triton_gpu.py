@@ -12,15 +12,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from easytorch.kernels.glu import native, triton_glu
+from easytorch.kernels.glu import native, triton_op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 UNITS = {
-    "swiglu": (triton_glu.swiglu, native.swiglu),
-    "geglu": (triton_glu.geglu, native.geglu),
-    "geglu_tanh": tuple(functools.partial(geglu, approximate="tanh") for geglu in (triton_glu.geglu, native.geglu)),
+    "swiglu": (triton_op.swiglu, native.swiglu),
+    "geglu": (triton_op.geglu, native.geglu),
+    "geglu_tanh": tuple(functools.partial(geglu, approximate="tanh") for geglu in (triton_op.geglu, native.geglu)),
 }
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_compiles_to_one_graph_and_passes_opcheck() -> None:
     gate, up = rand(5, 24).requires_grad_(), rand(5, 24).requires_grad_()
 
     def step(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return 2 * triton_glu.swiglu(gate, triton_glu.geglu(gate, up, "tanh"))
+        return 2 * triton_op.swiglu(gate, triton_op.geglu(gate, up, "tanh"))
 
     compiled, expected = torch.compile(step, fullgraph=True, backend="aot_eager")(gate, up), step(gate, up)
     torch.testing.assert_close(compiled, expected)

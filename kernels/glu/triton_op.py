@@ -43,7 +43,7 @@ def _run(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
 
 @torch.library.custom_op("easytorch::triton_glu", mutates_args=())
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    from easytorch.kernels.glu.triton_glu_calls import forward_call
+    from easytorch.kernels.glu.triton_calls import forward_call
 
     output = _forward_fake(gate, up, activation)
     forward_call(gate, up, output, activation).launch()
@@ -60,7 +60,7 @@ def _backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up."""
-    from easytorch.kernels.glu.triton_glu_calls import backward_call
+    from easytorch.kernels.glu.triton_calls import backward_call
 
     gate_grad, up_grad = _backward_fake(grad, gate, up, activation)
     backward_call(grad, gate, up, gate_grad, up_grad, activation).launch()

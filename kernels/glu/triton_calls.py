@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from easytorch.kernels.glu.triton_glu_kernels import glu_backward, glu_forward
+from easytorch.kernels.glu.triton_kernels import glu_backward, glu_forward
 from easytorch.kernels.interop.triton_call import Call, block_of, rows_of
 
 
