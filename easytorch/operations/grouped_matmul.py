@@ -39,9 +39,9 @@ class GroupedMatmul(ProductImpl):
         if backend != "native" and transforming():
             return REFUSAL
         if backend == "triton":
-            from easytorch.kernels.grouped_matmul import triton_grouped_matmul
+            from easytorch.kernels.grouped_matmul import triton_op
 
-            return triton_grouped_matmul.supports(x, self.product_dtype(x))
+            return triton_op.supports(x, self.product_dtype(x))
         if backend == "pallas":
             wide = (self.product_dtype(x) or x.dtype) == torch.float64
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
@@ -64,16 +64,16 @@ class GroupedMatmul(ProductImpl):
     def forward_gpu(
         self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        from easytorch.kernels.grouped_matmul import triton_grouped_matmul
+        from easytorch.kernels.grouped_matmul import triton_op
 
         x, weight, bias = self.in_product_dtype(x, weight, bias)
-        return triton_grouped_matmul.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+        return triton_op.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
 
     @backend("pallas")
     def forward_tpu(
         self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        from easytorch.kernels.grouped_matmul import xla_grouped_tpu
+        from easytorch.kernels.grouped_matmul import torch_xla_op
 
         x, weight, bias = self.in_product_dtype(x, weight, bias)
-        return xla_grouped_tpu.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+        return torch_xla_op.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)

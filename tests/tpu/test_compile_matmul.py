@@ -32,7 +32,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
-    from easytorch.kernels.grouped_matmul import xla_grouped
+    from easytorch.kernels.grouped_matmul import pallas_or_jax
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
     from easytorch.kernels.quantized_matmul import xla_quantized
     from easytorch.kernels.quantized_matmul.formats import FORMATS
@@ -43,7 +43,7 @@ def programs():
     def experts(rows, dtype):
         x, weight = struct(rows, 2048, dtype=dtype), struct(64, 2048, 1408, dtype=dtype)
         call = (x, weight, struct(64, dtype=jnp.int32), None)
-        return xla_grouped, call, struct(rows, 1408, dtype=dtype), {"transposed": False}
+        return pallas_or_jax, call, struct(rows, 1408, dtype=dtype), {"transposed": False}
 
     def quantized(rows, dtype, name):
         kind, size = FORMATS[name], 4096

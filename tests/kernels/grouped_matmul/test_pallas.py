@@ -53,19 +53,19 @@ def expected(x, weight, bias, upstream, sizes, transposed: bool) -> tuple[torch.
     ids=[*CASES],
 )
 def test_the_kernels_interpreted(case, transposed: bool, dtype: torch.dtype) -> None:
-    from easytorch.kernels.grouped_matmul import pallas_grouped
+    from easytorch.kernels.grouped_matmul import pallas_kernels
 
     x, weight, bias, upstream, sizes = operands(case, transposed, dtype)
     output, x_grad, weight_grad, _ = expected(x, weight, torch.zeros_like(bias), upstream, sizes, transposed)
     arrays = [jax_array(tensor) for tensor in (x, weight, upstream, sizes)]
     left, right = (arrays[2], arrays[0]) if transposed else (arrays[0], arrays[2])
     for got, want in (
-        (pallas_grouped.grouped_matmul(*arrays[:2], arrays[3], transposed=transposed, interpret=True), output),
+        (pallas_kernels.grouped_matmul(*arrays[:2], arrays[3], transposed=transposed, interpret=True), output),
         (
-            pallas_grouped.grouped_matmul(arrays[2], arrays[1], arrays[3], transposed=not transposed, interpret=True),
+            pallas_kernels.grouped_matmul(arrays[2], arrays[1], arrays[3], transposed=not transposed, interpret=True),
             x_grad,
         ),
-        (pallas_grouped.grouped_weight_grad(left, right, arrays[3], interpret=True), weight_grad),
+        (pallas_kernels.grouped_weight_grad(left, right, arrays[3], interpret=True), weight_grad),
     ):
         assert relative_rms_error(torch_tensor(got), want) <= TOLERANCE[dtype]
 
@@ -73,12 +73,12 @@ def test_the_kernels_interpreted(case, transposed: bool, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_without_a_tpu(case, transposed: bool) -> None:
-    from easytorch.kernels.grouped_matmul import xla_grouped
+    from easytorch.kernels.grouped_matmul import pallas_or_jax
 
     x, weight, bias, upstream, sizes = operands(case, transposed, torch.float32)
     arrays = [jax_array(tensor) for tensor in (x, weight, sizes, bias)]
-    (output,) = xla_grouped.forward(*arrays, transposed=transposed)
-    x_grad, weight_grad, none, bias_grad = xla_grouped.backward(
+    (output,) = pallas_or_jax.forward(*arrays, transposed=transposed)
+    x_grad, weight_grad, none, bias_grad = pallas_or_jax.backward(
         *arrays, output, jax_array(upstream), transposed=transposed
     )
     assert none is None
@@ -89,13 +89,13 @@ def test_without_a_tpu(case, transposed: bool) -> None:
 
 
 def test_no_rows_and_sizes_past_the_rows() -> None:
-    from easytorch.kernels.grouped_matmul import xla_grouped
+    from easytorch.kernels.grouped_matmul import pallas_or_jax
 
     x, weight = torch.randn(0, 8), torch.randn(2, 8, 4)
     sizes = torch.zeros(2, dtype=torch.int32)
-    assert xla_grouped.forward(*map(jax_array, (x, weight, sizes)), transposed=False)[0].shape == (0, 4)
+    assert pallas_or_jax.forward(*map(jax_array, (x, weight, sizes)), transposed=False)[0].shape == (0, 4)
     x, sizes = torch.randn(5, 8), torch.tensor([3, 9], dtype=torch.int32)
-    (got,) = xla_grouped.forward(*map(jax_array, (x, weight, sizes)), transposed=False)
+    (got,) = pallas_or_jax.forward(*map(jax_array, (x, weight, sizes)), transposed=False)
     # refused where sizes can be read; inside a graph the rows there are belong to the groups that come first
     expected = native.grouped_matmul(x, weight, torch.tensor([3, 2], dtype=torch.int32))
     torch.testing.assert_close(torch_tensor(got), expected, rtol=1e-4, atol=1e-5)

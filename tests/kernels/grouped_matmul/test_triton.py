@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.grouped_matmul.triton_grouped_matmul import grouped_matmul, supports
+from easytorch.kernels.grouped_matmul.triton_op import grouped_matmul, supports
 from easytorch.kernels.interop import installed
 
 
@@ -20,7 +20,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 
 def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    module = "easytorch.kernels.grouped_matmul.triton_grouped_calls"
+    module = "easytorch.kernels.grouped_matmul.triton_calls"
     kernels = compile_ahead(module, "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
     assert len(kernels) == 4 * 7
     assert [kernel for kernel in kernels if kernel["stack"]] == []
@@ -41,5 +41,5 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_it_loads_no_triton() -> None:
-    module = "easytorch.kernels.grouped_matmul.triton_grouped_matmul"
+    module = "easytorch.kernels.grouped_matmul.triton_op"
     subprocess.run([sys.executable, "-c", f"import sys, {module}; assert 'triton' not in sys.modules"], check=True)

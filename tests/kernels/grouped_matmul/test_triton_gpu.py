@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from easytorch.kernels.grouped_matmul import native
-from easytorch.kernels.grouped_matmul.triton_grouped_matmul import grouped_matmul
+from easytorch.kernels.grouped_matmul.triton_op import grouped_matmul
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from easytorch.kernels.grouped_matmul.triton_grouped_kernels import grouped_forward, grouped_weight_grad
-from easytorch.kernels.grouped_matmul.triton_grouped_tuning import Tiles, forward_tiles, weight_grad_tiles
+from easytorch.kernels.grouped_matmul.triton_kernels import grouped_forward, grouped_weight_grad
+from easytorch.kernels.grouped_matmul.triton_tuning import Tiles, forward_tiles, weight_grad_tiles
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 
 # Row tiles of a group that share a column of the weight: 8 x 128 rows by 256 columns touch 1.2 MB at K = 512.

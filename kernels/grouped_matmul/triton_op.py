@@ -9,7 +9,7 @@ import torch
 
 from easytorch.kernels.grouped_matmul import operators
 from easytorch.kernels.grouped_matmul.native import check_arguments
-from easytorch.kernels.grouped_matmul.triton_grouped_tuning import forward_tiles, weight_grad_tiles
+from easytorch.kernels.grouped_matmul.triton_tuning import forward_tiles, weight_grad_tiles
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
 
 
@@ -41,7 +41,7 @@ def grouped_matmul(
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
-    from easytorch.kernels.grouped_matmul.triton_grouped_calls import bounds_of, edges_of, forward_call
+    from easytorch.kernels.grouped_matmul.triton_calls import bounds_of, edges_of, forward_call
 
     output = x.new_empty(x.shape[0], weight.shape[1 if transposed else 2])
     tiles = forward_tiles(_architecture(x), x.dtype, x.shape[0], weight.shape[0])
@@ -54,7 +54,7 @@ def _forward(
 
 
 def _weight_grad(left: torch.Tensor, right: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
-    from easytorch.kernels.grouped_matmul.triton_grouped_calls import edges_of, weight_grad_call
+    from easytorch.kernels.grouped_matmul.triton_calls import edges_of, weight_grad_call
 
     output = left.new_empty(group_sizes.shape[0], left.shape[1], right.shape[1])
     tiles = weight_grad_tiles(_architecture(left), left.dtype)

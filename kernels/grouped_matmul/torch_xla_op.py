@@ -1,10 +1,10 @@
-"""xla_grouped.py inside a torch_xla graph: one node forward, one backward, whatever the sizes of the groups."""
+"""pallas_or_jax.py inside a torch_xla graph: one node forward, one backward, whatever the sizes of the groups."""
 
 from __future__ import annotations
 
 import torch
 
-from easytorch.kernels.grouped_matmul import xla_grouped
+from easytorch.kernels.grouped_matmul import pallas_or_jax
 from easytorch.kernels.grouped_matmul.native import check_arguments
 from easytorch.kernels.interop.xla_bridge import call_jax_with_gradient
 
@@ -21,5 +21,5 @@ def grouped_matmul(
     check_arguments(x, weight, group_sizes, bias, transposed)
     sizes = group_sizes.to(torch.int32)
     return call_jax_with_gradient(
-        xla_grouped.forward, xla_grouped.backward, x, weight, sizes, bias, transposed=transposed
+        pallas_or_jax.forward, pallas_or_jax.backward, x, weight, sizes, bias, transposed=transposed
     )  # fmt: skip

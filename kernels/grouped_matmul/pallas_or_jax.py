@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from easytorch.kernels.grouped_matmul import pallas_grouped
+from easytorch.kernels.grouped_matmul import pallas_kernels
 
 
 def forward(
@@ -47,7 +47,7 @@ def _multiply(x: Array, weight: Array, sizes: Array, transposed: bool) -> Array:
         return jnp.zeros((x.shape[0], weight.shape[1 if transposed else 2]), x.dtype)
     return lax.platform_dependent(
         x, weight, sizes,
-        tpu=functools.partial(pallas_grouped.grouped_matmul, transposed=transposed),
+        tpu=functools.partial(pallas_kernels.grouped_matmul, transposed=transposed),
         default=functools.partial(_ragged_dot, transposed=transposed),
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ def _weight_grad(left: Array, right: Array, sizes: Array) -> Array:
     if 0 in (*left.shape, *right.shape, *sizes.shape):
         return jnp.zeros((sizes.shape[0], left.shape[1], right.shape[1]), left.dtype)
     return lax.platform_dependent(
-        left, right, sizes, tpu=pallas_grouped.grouped_weight_grad, default=_ragged_weight_grad
+        left, right, sizes, tpu=pallas_kernels.grouped_weight_grad, default=_ragged_weight_grad
     )
 
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easytorch.kernels.grouped_matmul.pallas_grouped_tuning import LANES, Blocks, forward_blocks, weight_grad_blocks
+from easytorch.kernels.grouped_matmul.pallas_tuning import LANES, Blocks, forward_blocks, weight_grad_blocks
 
 
 class Visits(NamedTuple):
