@@ -31,9 +31,9 @@ class LayerNorm(OperationImpl):
     ) -> str | None:
         if backend != "triton":
             return None
-        from easytorch.kernels.layer_norm import triton_norm_limits
+        from easytorch.kernels.layer_norm import triton_limits
 
-        return triton_norm_limits.supports(x, weight, bias, dtype=self.metadata.runtime_dtype)
+        return triton_limits.supports(x, weight, bias, dtype=self.metadata.runtime_dtype)
 
     def forward_native(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
@@ -50,6 +50,6 @@ class LayerNorm(OperationImpl):
     def forward_gpu(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
-        from easytorch.kernels.layer_norm import triton_layer_norm
+        from easytorch.kernels.layer_norm import triton_op
 
-        return triton_layer_norm.layer_norm(self.cast(x), weight, bias, eps)
+        return triton_op.layer_norm(self.cast(x), weight, bias, eps)

@@ -33,9 +33,9 @@ class RMSNorm(OperationImpl):
     ) -> str | None:
         if backend != "triton":
             return None
-        from easytorch.kernels.layer_norm import triton_norm_limits
+        from easytorch.kernels.layer_norm import triton_limits
 
-        return triton_norm_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
+        return triton_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
         return native.rms_norm(self.cast(x), weight, eps)

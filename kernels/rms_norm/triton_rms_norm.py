@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.interop.triton_devices import processors
-from easytorch.kernels.layer_norm.triton_norm_limits import supports
+from easytorch.kernels.layer_norm.triton_limits import supports
 from easytorch.kernels.rms_norm.native import check_tensors
 
 
@@ -30,7 +30,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1
 @torch.library.custom_op("easytorch::triton_rms_norm", mutates_args=())
 def _forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and 1 / root mean square of each row, float32."""
-    from easytorch.kernels.layer_norm.triton_norm_calls import forward_call
+    from easytorch.kernels.layer_norm.triton_calls import forward_call
 
     output, rstd = _forward_fake(x, weight, eps)
     forward_call(x, weight, None, output, None, rstd, eps).launch()
@@ -49,7 +49,7 @@ def _backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and weight; the second is empty without a weight."""
-    from easytorch.kernels.layer_norm.triton_norm_calls import backward_call, backward_programs
+    from easytorch.kernels.layer_norm.triton_calls import backward_call, backward_programs
 
     x_grad, weight_grad = _backward_fake(grad, x, weight, rstd)
     programs, parts = backward_programs(x, processors(x.device)), None

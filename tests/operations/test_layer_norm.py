@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from easytorch.kernels.interop import installed
-from easytorch.kernels.layer_norm.triton_norm_limits import MAX_WIDTH
+from easytorch.kernels.layer_norm.triton_limits import MAX_WIDTH
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from easytorch.kernels.interop import installed
-from easytorch.kernels.layer_norm.triton_layer_norm import layer_norm
-from easytorch.kernels.layer_norm.triton_norm_limits import MAX_WIDTH, supports
+from easytorch.kernels.layer_norm.triton_limits import MAX_WIDTH, supports
+from easytorch.kernels.layer_norm.triton_op import layer_norm
 from easytorch.kernels.rms_norm.triton_rms_norm import rms_norm
 
 
@@ -23,7 +23,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
     kernels = compile_ahead(
-        "easytorch.kernels.layer_norm.triton_norm_calls", "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942"
+        "easytorch.kernels.layer_norm.triton_calls", "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942"
     )
     assert len(kernels) == 4 * 12
     # rows stay in registers, but for a little of the backward of the widest, where a thread has 128
@@ -61,5 +61,5 @@ def test_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_importing_them_loads_no_triton() -> None:
-    modules = "easytorch.kernels.layer_norm.triton_layer_norm, easytorch.kernels.rms_norm.triton_rms_norm"
+    modules = "easytorch.kernels.layer_norm.triton_op, easytorch.kernels.rms_norm.triton_rms_norm"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'triton' not in sys.modules"], check=True)

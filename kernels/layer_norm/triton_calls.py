@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from easytorch.kernels.interop.triton_call import Block, Call, block_of, power_of_two, rows_of
-from easytorch.kernels.layer_norm.triton_norm_kernels import norm_backward, norm_forward
-from easytorch.kernels.layer_norm.triton_norm_limits import MAX_WIDTH
+from easytorch.kernels.layer_norm.triton_kernels import norm_backward, norm_forward
+from easytorch.kernels.layer_norm.triton_limits import MAX_WIDTH
 
 
 def forward_call(

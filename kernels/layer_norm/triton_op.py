@@ -11,7 +11,7 @@ import torch
 
 from easytorch.kernels.interop.triton_devices import processors
 from easytorch.kernels.layer_norm.native import check_tensors
-from easytorch.kernels.layer_norm.triton_norm_limits import supports
+from easytorch.kernels.layer_norm.triton_limits import supports
 
 
 def layer_norm(
@@ -33,7 +33,7 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, and the mean and 1 / standard deviation of each row, float32."""
-    from easytorch.kernels.layer_norm.triton_norm_calls import forward_call
+    from easytorch.kernels.layer_norm.triton_calls import forward_call
 
     output, mean, rstd = _forward_fake(x, weight, bias, eps)
     forward_call(x, weight, bias, output, mean, rstd, eps).launch()
@@ -54,7 +54,7 @@ def _backward(
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of x, weight and bias; empty for those that are None."""
-    from easytorch.kernels.layer_norm.triton_norm_calls import backward_call, backward_programs
+    from easytorch.kernels.layer_norm.triton_calls import backward_call, backward_programs
 
     x_grad, weight_grad, bias_grad = _backward_fake(grad, x, weight, bias, mean, rstd)
     programs = backward_programs(x, processors(x.device))
