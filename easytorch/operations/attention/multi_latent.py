@@ -137,7 +137,7 @@ class MultiLatentAttention(AttentionImpl):
         up_value: Optional = None,
         **features: Unpack[AttentionFeatures],
     ) -> AttentionOutput:
-        from easytorch.kernels.multi_latent.xla_absorbed_tpu import multi_latent_attention
+        from easytorch.kernels.multi_latent.torch_xla_op import multi_latent_attention
 
         tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
         return self._by_kernel("pallas", multi_latent_attention, tensors, self._settled(features))

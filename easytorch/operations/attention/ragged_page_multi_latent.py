@@ -107,9 +107,9 @@ class RaggedPageMultiLatentAttention(PagedImpl):
 
     @backend("pallas")
     def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.multi_latent import xla_absorbed_tpu
+        from easytorch.kernels.multi_latent import torch_xla_op
 
-        return self._run(xla_absorbed_tpu.ragged_page_multi_latent_attention, *args, **kwargs)
+        return self._run(torch_xla_op.ragged_page_multi_latent_attention, *args, **kwargs)
 
     def _run(
         self,
