@@ -38,9 +38,9 @@ class QuantizedMatmul(ProductImpl):
         if backend != "native" and transforming():
             return REFUSAL
         if backend == "triton":
-            from easytorch.kernels.quantized_matmul import triton_quantized_matmul
+            from easytorch.kernels.quantized_matmul import triton_op
 
-            return triton_quantized_matmul.supports(x, self.product_dtype(x))
+            return triton_op.supports(x, self.product_dtype(x))
         if backend == "pallas":
             wide = (self.product_dtype(x) or x.dtype) == torch.float64
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
@@ -55,15 +55,15 @@ class QuantizedMatmul(ProductImpl):
 
     @backend("triton")
     def forward_gpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        from easytorch.kernels.quantized_matmul import triton_quantized_matmul
+        from easytorch.kernels.quantized_matmul import triton_op
 
-        return triton_quantized_matmul.quantized_matmul(*self._prepare(x, weight, bias))
+        return triton_op.quantized_matmul(*self._prepare(x, weight, bias))
 
     @backend("pallas")
     def forward_tpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        from easytorch.kernels.quantized_matmul import xla_quantized_tpu
+        from easytorch.kernels.quantized_matmul import torch_xla_op
 
-        return xla_quantized_tpu.quantized_matmul(*self._prepare(x, weight, bias))
+        return torch_xla_op.quantized_matmul(*self._prepare(x, weight, bias))
 
     def _prepare(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None

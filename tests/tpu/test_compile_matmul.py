@@ -34,7 +34,7 @@ def programs():
 
     from easytorch.kernels.grouped_matmul import pallas_or_jax
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
-    from easytorch.kernels.quantized_matmul import xla_quantized
+    from easytorch.kernels.quantized_matmul import pallas_or_jax as xla_quantized
     from easytorch.kernels.quantized_matmul.formats import FORMATS
 
     def struct(*shape, dtype):

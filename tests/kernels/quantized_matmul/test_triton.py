@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from easytorch.kernels.interop import installed
-from easytorch.kernels.quantized_matmul.triton_quantized_matmul import quantized_matmul, supports
-from easytorch.kernels.quantized_matmul.triton_quantized_tuning import splits_of, tiles_of
+from easytorch.kernels.quantized_matmul.triton_op import quantized_matmul, supports
+from easytorch.kernels.quantized_matmul.triton_tuning import splits_of, tiles_of
 from easytorch.kernels.quantized_matmul.weight import quantize
 
 
@@ -22,7 +22,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 
 def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    module = "easytorch.kernels.quantized_matmul.triton_quantized_calls"
+    module = "easytorch.kernels.quantized_matmul.triton_calls"
     kernels = compile_ahead(module, "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
     assert len(kernels) == 4 * 10
     assert [kernel for kernel in kernels if kernel["stack"]] == []
@@ -51,5 +51,5 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_it_loads_no_triton() -> None:
-    module = "easytorch.kernels.quantized_matmul.triton_quantized_matmul"
+    module = "easytorch.kernels.quantized_matmul.triton_op"
     subprocess.run([sys.executable, "-c", f"import sys, {module}; assert 'triton' not in sys.modules"], check=True)

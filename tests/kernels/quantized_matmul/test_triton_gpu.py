@@ -13,7 +13,7 @@ import torch
 
 from easytorch.kernels.quantized_matmul import native
 from easytorch.kernels.quantized_matmul.formats import FORMATS
-from easytorch.kernels.quantized_matmul.triton_quantized_matmul import quantized_matmul
+from easytorch.kernels.quantized_matmul.triton_op import quantized_matmul
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from easytorch.kernels.quantized_matmul import pallas_quantized
+from easytorch.kernels.quantized_matmul import pallas_kernels
 from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS
 
 
@@ -20,7 +20,7 @@ def forward(
         output = jnp.zeros((x.shape[0], data.shape[0]), x.dtype)
     else:
         output = _dispatch(
-            pallas_quantized.quantized_matmul, _product, x, data, scale, zero, format=format, group_size=group_size,
+            pallas_kernels.quantized_matmul, _product, x, data, scale, zero, format=format, group_size=group_size,
             columns=x.shape[1],
         )  # fmt: skip
     if bias is not None:
@@ -36,7 +36,7 @@ def backward(
     if x.size == 0:
         x_grad = jnp.zeros_like(x)
     else:
-        input_grad = functools.partial(pallas_quantized.quantized_input_grad, columns=x.shape[1])
+        input_grad = functools.partial(pallas_kernels.quantized_input_grad, columns=x.shape[1])
         x_grad = _dispatch(
             input_grad, _input_product, grad, data, scale, zero, format=format, group_size=group_size,
             columns=x.shape[1],
@@ -68,7 +68,7 @@ def _dispatch(
 ) -> Array:  # fmt: skip
     """`pallas` where it is lowered for a TPU and carries the groups, else `plain`."""
     default = functools.partial(plain, format=format, group_size=group_size, columns=columns)
-    if not pallas_quantized.carries(format, scale.shape[1], group_size):
+    if not pallas_kernels.carries(format, scale.shape[1], group_size):
         return default(rows, data, scale, zero)
     on_tpu = functools.partial(_as_bytes, pallas, format=format, group_size=group_size)
     return lax.platform_dependent(rows, data, scale, zero, tpu=on_tpu, default=default)

@@ -13,7 +13,7 @@ from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, p
 from easytorch.kernels.quantized_matmul import operators
 from easytorch.kernels.quantized_matmul.formats import NF4_LEVELS
 from easytorch.kernels.quantized_matmul.native import check_arguments
-from easytorch.kernels.quantized_matmul.triton_quantized_tuning import splits_of, tiles_of
+from easytorch.kernels.quantized_matmul.triton_tuning import splits_of, tiles_of
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 
@@ -35,7 +35,7 @@ def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 
 
 def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    from easytorch.kernels.quantized_matmul.triton_quantized_calls import forward_call
+    from easytorch.kernels.quantized_matmul.triton_calls import forward_call
 
     rows, outputs = x.shape[0], weight.shape[0]
     tiles = tiles_of("forward", _architecture(x), x.dtype, rows, weight.group_size)
@@ -50,7 +50,7 @@ def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
 
 
 def _input_grad(grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    from easytorch.kernels.quantized_matmul.triton_quantized_calls import input_grad_call
+    from easytorch.kernels.quantized_matmul.triton_calls import input_grad_call
 
     output = grad.new_empty(grad.shape[0], weight.shape[1])
     tiles = tiles_of("input_grad", _architecture(grad), grad.dtype, grad.shape[0], weight.group_size)

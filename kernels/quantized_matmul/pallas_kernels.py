@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS
-from easytorch.kernels.quantized_matmul.pallas_quantized_tuning import LANES, Blocks, blocks_of
+from easytorch.kernels.quantized_matmul.pallas_tuning import LANES, Blocks, blocks_of
 
 
 def carries(format: str, groups: int, group_size: int) -> bool:

@@ -9,8 +9,8 @@ import torch
 
 from easytorch.kernels.interop.triton_call import Call
 from easytorch.kernels.quantized_matmul.formats import FORMATS
-from easytorch.kernels.quantized_matmul.triton_quantized_kernels import quantized_forward, quantized_input_grad
-from easytorch.kernels.quantized_matmul.triton_quantized_tuning import Tiles, tiles_of
+from easytorch.kernels.quantized_matmul.triton_kernels import quantized_forward, quantized_input_grad
+from easytorch.kernels.quantized_matmul.triton_tuning import Tiles, tiles_of
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 
