@@ -11,7 +11,7 @@ from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page.contract import resolve_features
-from easytorch.kernels.ragged_page.xla_ragged_tpu import attend
+from easytorch.kernels.ragged_page.torch_xla_op import attend
 
 PAGE = 128  # keys of a dense cache that are fetched together
 

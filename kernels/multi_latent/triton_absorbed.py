@@ -13,15 +13,15 @@ import torch
 from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
-from easytorch.kernels.ragged_page import triton_ragged
+from easytorch.kernels.ragged_page import triton_op
 from easytorch.kernels.ragged_page.contract import cut_to, resolve_features
 
 
 def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str | None:
     """None when the kernels take tensors of this device, dtype and these widths, else the reason why not."""
-    if sizes.rope_dim > triton_ragged.MAX_HEAD_DIM:
-        return f"the rotated part of a key must be at most {triton_ragged.MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
-    return triton_ragged.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)
+    if sizes.rope_dim > triton_op.MAX_HEAD_DIM:
+        return f"the rotated part of a key must be at most {triton_op.MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
+    return triton_op.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)
 
 
 def multi_latent_attention(
@@ -42,7 +42,7 @@ def multi_latent_attention(
     call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **{"causal": False, **features})
     count = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
     contexts = torch.full((batch,), keys, device=query.device, dtype=torch.int32)
-    output = triton_ragged.over_pages(
+    output = triton_op.over_pages(
         absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), latent[:, :, None], key_rope[:, :, None], None,
         (contexts, count[:batch, None], count * length, None), call,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def ragged_page_multi_latent_attention(
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
     call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
-    output = triton_ragged.over_pages(
+    output = triton_op.over_pages(
         absorb(query, up_key),
         query_rope,
         latent[:, :, None],

@@ -8,7 +8,7 @@ import torch
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.triton_call import Call
-from easytorch.kernels.ragged_page.triton_ragged_calls import Pages, forward_call
+from easytorch.kernels.ragged_page.triton_calls import Pages, forward_call
 
 
 def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, Call]]:

@@ -37,9 +37,9 @@ def write_page(pages: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tens
         raise ValueError(f"write_pages: slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
     if pages.device.type == "xla":
         from easytorch.kernels.interop.xla_bridge import call_jax
-        from easytorch.kernels.ragged_page import xla_write
+        from easytorch.kernels.ragged_page import jax_write
 
-        return pages.copy_(call_jax(xla_write.write_page, pages, rows, slot_mapping.to(torch.int32)))
+        return pages.copy_(call_jax(jax_write.write_page, pages, rows, slot_mapping.to(torch.int32)))
     _write(pages, rows, slot_mapping)
     return pages
 

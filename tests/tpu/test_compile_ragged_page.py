@@ -19,7 +19,7 @@ def programs():
 
     from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
-    from easytorch.kernels.ragged_page.tpu_ragged import ragged_page_attention
+    from easytorch.kernels.ragged_page.pallas_or_jax import ragged_page_attention
 
     def struct(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)

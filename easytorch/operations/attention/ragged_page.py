@@ -125,11 +125,9 @@ class RaggedPageAttention(PagedImpl):
             return "its kernel has no backward, and a gradient is asked for"
         if backend == "pallas":
             return self.jax_refusal(query.dtype)
-        from easytorch.kernels.ragged_page import triton_ragged
+        from easytorch.kernels.ragged_page import triton_op
 
-        return triton_ragged.supports(
-            query.device, self.metadata.runtime_dtype or query.dtype, *_dims(query, value_pages)
-        )
+        return triton_op.supports(query.device, self.metadata.runtime_dtype or query.dtype, *_dims(query, value_pages))
 
     def forward_native(
         self,
@@ -155,15 +153,15 @@ class RaggedPageAttention(PagedImpl):
 
     @backend("triton")
     def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.ragged_page import triton_ragged
+        from easytorch.kernels.ragged_page import triton_op
 
-        return self._run(triton_ragged.ragged_page_attention, *args, **kwargs)
+        return self._run(triton_op.ragged_page_attention, *args, **kwargs)
 
     @backend("pallas")
     def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.ragged_page import xla_ragged_tpu
+        from easytorch.kernels.ragged_page import torch_xla_op
 
-        return self._run(xla_ragged_tpu.ragged_page_attention, *args, **kwargs)
+        return self._run(torch_xla_op.ragged_page_attention, *args, **kwargs)
 
     def _run(
         self, kernel: Callable[..., Tensor], query: Tensor, key_pages: Tensor, value_pages: Tensor, *tables: Any,

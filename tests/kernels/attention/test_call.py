@@ -43,7 +43,7 @@ ONE_BY_ONE = {
     "kernels/decode/triton_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/attention/triton_flash_forward.py": "a Triton kernel takes its arguments one by one",
     "kernels/blocksparse/triton_forward.py": "a Triton kernel takes its arguments one by one",
-    "kernels/ragged_page/triton_ragged_kernels.py": "a Triton kernel takes its arguments one by one",
+    "kernels/ragged_page/triton_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/ragged_page/contract.py": "resolve_features makes the record of them",
     "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
     "easytorch/operations/attention/flash.py": "varlen: the signature of flash_attn_varlen_func",
@@ -74,7 +74,8 @@ def test_every_operator_of_attention_takes_the_record() -> None:
     from easytorch.kernels.attention import jax_op, triton_flash
     from easytorch.kernels.blocksparse import aten_op, triton_op
     from easytorch.kernels.decode import triton_op as triton_decode
-    from easytorch.kernels.ragged_page import opaque, triton_ragged
+    from easytorch.kernels.ragged_page import opaque
+    from easytorch.kernels.ragged_page import triton_op as triton_ragged
     from easytorch.kernels.ring import ring_op
 
     modules = (aten_flash_op, jax_op, triton_flash, aten_op, triton_op, triton_decode, opaque,

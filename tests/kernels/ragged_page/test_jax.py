@@ -88,7 +88,7 @@ def test_values_that_are_part_of_the_keys(module: str) -> None:
 
 
 def test_what_the_kernel_refuses() -> None:
-    from easytorch.kernels.ragged_page.pallas_ragged import supports
+    from easytorch.kernels.ragged_page.pallas_kernel import supports
 
     def struct(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, "float32")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from easytorch.kernels.ragged_page.triton_ragged_tuning import MAX_SPLITS, splits_of
+from easytorch.kernels.ragged_page.triton_tuning import MAX_SPLITS, splits_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -34,5 +34,5 @@ def test_splits() -> None:
 
 
 def test_importing_them_loads_no_triton() -> None:
-    modules = "easytorch.kernels.ragged_page.triton_ragged, easytorch.kernels.ragged_page.write"
+    modules = "easytorch.kernels.ragged_page.triton_op, easytorch.kernels.ragged_page.write"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'triton' not in sys.modules"], check=True)

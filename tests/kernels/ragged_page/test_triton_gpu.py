@@ -14,7 +14,7 @@ import torch
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ragged_page import native
 from easytorch.kernels.ragged_page.contract import resolve
-from easytorch.kernels.ragged_page.triton_ragged import over_pages, ragged_page_attention
+from easytorch.kernels.ragged_page.triton_op import over_pages, ragged_page_attention
 from easytorch.kernels.ragged_page.write import write_pages
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,8 +10,8 @@ import torch
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.triton_call import Call, power_of_two
-from easytorch.kernels.ragged_page.triton_ragged_kernels import merge_splits, ragged_forward
-from easytorch.kernels.ragged_page.triton_ragged_tuning import tiles_of
+from easytorch.kernels.ragged_page.triton_kernels import merge_splits, ragged_forward
+from easytorch.kernels.ragged_page.triton_tuning import tiles_of
 
 _LOG2E = math.log2(math.e)
 

@@ -1,4 +1,4 @@
-"""tpu_ragged.py inside a torch_xla graph: one node. It waits for nothing and has no backward."""
+"""pallas_or_jax.py inside a torch_xla graph: one node. It waits for nothing and has no backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.torch_xla_call import call_jax_on
-from easytorch.kernels.ragged_page import tpu_ragged
+from easytorch.kernels.ragged_page import pallas_or_jax
 from easytorch.kernels.ragged_page.contract import resolve
 
 
@@ -33,10 +33,10 @@ def attend(
     value: torch.Tensor | None, context_lens: torch.Tensor, block_tables: torch.Tensor, query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None, call: AttentionCall, *, value_dim: int,
 ) -> torch.Tensor:  # fmt: skip
-    """tpu_ragged.py on tensors already checked, of the shapes that xla_ragged.py takes."""
+    """pallas_or_jax.py on tensors already checked, of the shapes that jax_pages.py takes."""
     if isinstance(num_seqs, int):
         # as data of the graph, not as a shape or constant: another number must not compile another program
         num_seqs = torch.tensor(num_seqs, dtype=torch.int32).to(query.device)
     tables = [None if x is None else x.to(torch.int32) for x in (context_lens, block_tables, query_start_loc, num_seqs)]
     tensors = (query, tail_query, key, tail_key, value, *tables)
-    return call_jax_on(tpu_ragged.ragged_page_attention, call, *tensors, value_dim=value_dim)
+    return call_jax_on(pallas_or_jax.ragged_page_attention, call, *tensors, value_dim=value_dim)

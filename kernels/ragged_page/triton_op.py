@@ -13,7 +13,7 @@ import torch
 from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
 from easytorch.kernels.ragged_page.contract import cut_to, resolve
-from easytorch.kernels.ragged_page.triton_ragged_tuning import MAX_HEAD_DIM, splits_of, tiles_of
+from easytorch.kernels.ragged_page.triton_tuning import MAX_HEAD_DIM, splits_of, tiles_of
 
 
 def supports(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
@@ -68,7 +68,7 @@ def forward(
     num_seqs: torch.Tensor | None, *rest: Any,
 ) -> torch.Tensor:  # fmt: skip
     """`over_pages` as an operator."""
-    from easytorch.kernels.ragged_page import triton_ragged_calls as calls
+    from easytorch.kernels.ragged_page import triton_calls as calls
 
     architecture = architecture_of(query.device)
     if architecture is None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.ragged_page.xla_ragged_blocks import (
+from easytorch.kernels.ragged_page.jax_blocks import (
     blocks_of,
     capped,
     merge,

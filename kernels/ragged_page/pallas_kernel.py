@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_tiles import numbers_of
-from easytorch.kernels.ragged_page.xla_ragged_blocks import (
+from easytorch.kernels.ragged_page.jax_blocks import (
     blocks_of,
     capped,
     merge,
