@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from easytorch.kernels.recurrence import xla_decay
-from easytorch.kernels.recurrence.xla_gradient import backward_of
+from easytorch.kernels.recurrence import jax_decay
+from easytorch.kernels.recurrence.jax_gradient import backward_of
 
 CHUNK = 64  # the inverse of a chunk's system costs its length cubed
 
@@ -35,7 +35,7 @@ def gated_delta_rule(
         values, log, rate = (grouped(x) for x in rest)
         if numbers is not None:
             numbers, carried = numbers[:, None, None], carried[:, None, None]
-        decay = xla_decay.of_chunk(log, numbers, carried)
+        decay = jax_decay.of_chunk(log, numbers, carried)
         products = einsum("blhk,bshk->bhls", keys, keys)[:, :, None]
         lower = jnp.tril(products * decay.between * rate[..., None], -1)
         read = einsum("blhk,bhrkv->bhrlv", keys, state) * decay.before[..., None]
@@ -49,7 +49,7 @@ def gated_delta_rule(
         return state * decay.whole[..., None, None] + added, outputs.astype(value.dtype)
 
     state = state.reshape(batch, heads, shared, key_width, width)
-    outputs, state = xla_decay.scan_chunks(chunk, state, (query, key, value, g, beta), number, CHUNK)
+    outputs, state = jax_decay.scan_chunks(chunk, state, (query, key, value, g, beta), number, CHUNK)
     return outputs, state.reshape(batch, value_heads, key_width, width)
 
 

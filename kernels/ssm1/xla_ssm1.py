@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from easytorch.kernels.recurrence import xla_decay
-from easytorch.kernels.recurrence.xla_gradient import backward_of
+from easytorch.kernels.recurrence import jax_decay
+from easytorch.kernels.recurrence.jax_gradient import backward_of
 
 CHUNK = 64  # tokens for which the gradient forms the states again
 UNROLL = 8
@@ -37,7 +37,7 @@ def ssm1(
         return state, outputs.swapaxes(0, 1)
 
     tensors = (step, x, B, C) if first is None else (step, x, B, C, first)
-    return xla_decay.scan_chunks(chunk, state, tensors, None, CHUNK)
+    return jax_decay.scan_chunks(chunk, state, tensors, None, CHUNK)
 
 
 ssm1_backward = backward_of(ssm1, 7)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from easytorch.kernels.recurrence import xla_decay
-from easytorch.kernels.recurrence.xla_gradient import backward_of
+from easytorch.kernels.recurrence import jax_decay
+from easytorch.kernels.recurrence.jax_gradient import backward_of
 
 CHUNK = 128  # a side of the matrix unit
 
@@ -31,7 +31,7 @@ def ssm2(
         if numbers is not None:
             numbers, carried = numbers[:, None, None], carried[:, None, None]
         log = (steps * A).reshape(batch, -1, groups, shared).transpose(0, 2, 3, 1)
-        decay = xla_decay.of_chunk(log, numbers, carried)
+        decay = jax_decay.of_chunk(log, numbers, carried)
         given = (tokens * steps[..., None]).reshape(batch, -1, groups, shared, width)
         scores = einsum("blgn,bsgn->bgls", queries, keys)[:, :, None] * decay.between
         outputs = einsum("bgrls,bsgrp->blgrp", scores, given)
@@ -41,7 +41,7 @@ def ssm2(
         return state, outputs.reshape(batch, -1, heads, width)
 
     state = state.reshape(batch, groups, shared, width, size)
-    outputs, state = xla_decay.scan_chunks(chunk, state, (x, step, B, C), number, CHUNK)
+    outputs, state = jax_decay.scan_chunks(chunk, state, (x, step, B, C), number, CHUNK)
     return outputs, state.reshape(batch, heads, width, size)
 
 
