@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from easytorch.kernels.attention import native
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.ring import ring_op
+from easytorch.kernels.ring import operators
 from easytorch.kernels.ring.exchange import agree
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.attention.ring_mesh import Placement
@@ -116,7 +116,7 @@ def test_opcheck(kernel):
     sinks = torch.randn(H, requires_grad=True)
     call = AttentionCall(mask=mask, bias=bias, sinks=sinks, scale=0.3, right=0)
     settings = ("", kernel, "contiguous", False, True)
-    torch.library.opcheck(ring_op.ring_forward, (query, key, value, *call, *settings))
+    torch.library.opcheck(operators.ring_forward, (query, key, value, *call, *settings))
 
 
 def test_the_differential_mode(compared):

@@ -19,7 +19,7 @@ def programs():
     from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.interop.lowering import lower_for_export
     from easytorch.kernels.interop.tpu_compile import CHIPS
-    from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
+    from easytorch.kernels.ring.jax_shard_map import Ring, ring_backward, ring_forward
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS["v5e"]).devices
     mesh = Mesh(np.array(devices).reshape(4), ("sp",))

@@ -142,7 +142,7 @@ class RingAttention(AttentionImpl):
             from easytorch.kernels.attention import torch_xla_op
 
             return AttentionOutput(attention_outputs=torch_xla_op.attention(query, key, value, **settled))
-        from easytorch.kernels.ring import xla_ring_spmd
+        from easytorch.kernels.ring import torch_xla_op as xla_ring_spmd
 
         given: Any = {name: x for name, x in settled.items() if name not in _NOT_IN_XLA}
         output = xla_ring_spmd.attention(
@@ -151,11 +151,11 @@ class RingAttention(AttentionImpl):
         return AttentionOutput(attention_outputs=output)
 
     def _run(self, kernel: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> AttentionOutput:
-        from easytorch.kernels.ring import ring_op
+        from easytorch.kernels.ring import operators
 
         placement, layout = self._ring(), self._layout(features)
         query, key, value, settled = self.prepare(query, key, value, _plain(features))
-        output = ring_op.attention(
+        output = operators.attention(
             query, key, value, group=placement.group, size=placement.size, kernel=kernel, layout=layout, **settled
         )
         return AttentionOutput(attention_outputs=output)

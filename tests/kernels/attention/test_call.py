@@ -76,7 +76,7 @@ def test_every_operator_of_attention_takes_the_record() -> None:
     from easytorch.kernels.decode import triton_op as triton_decode
     from easytorch.kernels.ragged_page import opaque
     from easytorch.kernels.ragged_page import triton_op as triton_ragged
-    from easytorch.kernels.ring import ring_op
+    from easytorch.kernels.ring import operators as ring_op
 
     modules = (aten_flash_op, jax_op, triton_flash, aten_op, triton_op, triton_decode, opaque,
                triton_ragged, ring_op)  # fmt: skip

@@ -19,7 +19,7 @@ import jax, jax.numpy as jnp, numpy as np, torch
 from easytorch.kernels.attention import native
 from easytorch.kernels.ring.layout import shard, unshard
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
+from easytorch.kernels.ring.jax_shard_map import Ring, ring_backward, ring_forward
 
 B, T, H, K, D, DV = 2, 64, 6, 2, 12, 8
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("sp",))

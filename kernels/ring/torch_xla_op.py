@@ -1,4 +1,4 @@
-"""xla_ring.py inside a torch_xla graph under SPMD: one node forward, one backward, partitioned with the rest.
+"""jax_shard_map.py inside a torch_xla graph under SPMD: one node forward, one backward, partitioned with the rest.
 
 The tensors are whole sequences, sharded over an axis of a torch_xla mesh; jax's manual sharding and its sends pass
 through the bridge as they are, as long as they are GSPMD's: torch_xla 2.9 does not read Shardy's.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.torch_xla_call import call_jax_on_with_gradient
-from easytorch.kernels.ring.xla_ring import Ring, ring_backward, ring_forward
+from easytorch.kernels.ring.jax_shard_map import Ring, ring_backward, ring_forward
 
 _config: Any = jax.config
 _config.update("jax_use_shardy_partitioner", False)  # jax only traces in this process
