@@ -46,6 +46,6 @@ class RMSNorm(OperationImpl):
 
     @backend("triton")
     def forward_gpu(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
-        from easytorch.kernels.rms_norm import triton_rms_norm
+        from easytorch.kernels.rms_norm import triton_op
 
-        return triton_rms_norm.rms_norm(self.cast(x), weight, eps)
+        return triton_op.rms_norm(self.cast(x), weight, eps)

@@ -14,7 +14,7 @@ import torch
 from easytorch.kernels.interop import installed
 from easytorch.kernels.layer_norm.triton_limits import MAX_WIDTH, supports
 from easytorch.kernels.layer_norm.triton_op import layer_norm
-from easytorch.kernels.rms_norm.triton_rms_norm import rms_norm
+from easytorch.kernels.rms_norm.triton_op import rms_norm
 
 
 def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
@@ -61,5 +61,5 @@ def test_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_importing_them_loads_no_triton() -> None:
-    modules = "easytorch.kernels.layer_norm.triton_op, easytorch.kernels.rms_norm.triton_rms_norm"
+    modules = "easytorch.kernels.layer_norm.triton_op, easytorch.kernels.rms_norm.triton_op"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'triton' not in sys.modules"], check=True)

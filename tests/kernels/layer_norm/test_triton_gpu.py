@@ -15,7 +15,7 @@ import torch
 import easytorch.kernels.layer_norm.native as layer_native
 import easytorch.kernels.rms_norm.native as rms_native
 from easytorch.kernels.layer_norm.triton_op import layer_norm
-from easytorch.kernels.rms_norm.triton_rms_norm import rms_norm
+from easytorch.kernels.rms_norm.triton_op import rms_norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
