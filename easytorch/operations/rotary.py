@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.rotary import aten, native, xla_rotary_tpu
+from easytorch.kernels.rotary import aten, native, torch_xla_op
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -42,11 +42,11 @@ class Rotary(OperationImpl):
         if backend == "aten":
             return aten.supports(cos, sin)
         if backend == "triton":
-            from easytorch.kernels.rotary import triton_rotary
+            from easytorch.kernels.rotary import triton_op
 
-            return triton_rotary.supports(query, cos, sin, self.metadata.runtime_dtype)
+            return triton_op.supports(query, cos, sin, self.metadata.runtime_dtype)
         if backend == "xla":
-            return xla_rotary_tpu.supports(self.cast(query), cos, sin)
+            return torch_xla_op.supports(self.cast(query), cos, sin)
         return None
 
     def forward_native(
@@ -64,12 +64,12 @@ class Rotary(OperationImpl):
     def forward_gpu(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
     ) -> tuple[Tensor, Tensor]:
-        from easytorch.kernels.rotary import triton_rotary
+        from easytorch.kernels.rotary import triton_op
 
-        return triton_rotary.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+        return triton_op.rotary(self.cast(query), self.cast(key), cos, sin, **options)
 
     @backend("xla")
     def forward_tpu(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
     ) -> tuple[Tensor, Tensor]:
-        return xla_rotary_tpu.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+        return torch_xla_op.rotary(self.cast(query), self.cast(key), cos, sin, **options)

@@ -20,7 +20,7 @@ def programs():
     import jax.numpy as jnp
 
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
-    from easytorch.kernels.rotary.tpu_rotary import rotary
+    from easytorch.kernels.rotary.pallas_or_jax import rotary
 
     def definition(query, key, cos, sin):
         """native.py's steps."""

@@ -44,7 +44,7 @@ def test_several_blocks_of_tokens_and_heads() -> None:
 def _check(size: tuple[int, ...], interleaved: bool, back: bool) -> None:
     import jax.numpy as jnp
 
-    from easytorch.kernels.rotary import pallas_rotary, xla_rotary
+    from easytorch.kernels.rotary import jax_native, pallas_kernel
 
     for dtype in (torch.float32, torch.bfloat16):
         x, cos, sin = _arrays(size, dtype)
@@ -52,8 +52,8 @@ def _check(size: tuple[int, ...], interleaved: bool, back: bool) -> None:
         x, cos, sin = (jnp.asarray(t.float().numpy()) for t in (x, cos, sin))
         given = (x.astype(str(dtype).removeprefix("torch.")), cos, sin)
         for got in (
-            xla_rotary.turn(*given, interleaved=interleaved, back=back),
-            pallas_rotary.turn(*given, interleaved=interleaved, back=back, interpret=True),
+            jax_native.turn(*given, interleaved=interleaved, back=back),
+            pallas_kernel.turn(*given, interleaved=interleaved, back=back, interpret=True),
         ):
             assert got.dtype == given[0].dtype
             got = torch.from_numpy(jnp.asarray(got, "float32").__array__().copy())
@@ -64,16 +64,16 @@ def test_heads_that_do_not_fill_vectors_are_plain_jax() -> None:
     import jax
     import jax.numpy as jnp
 
-    from easytorch.kernels.rotary import pallas_rotary, tpu_rotary
+    from easytorch.kernels.rotary import pallas_kernel, pallas_or_jax
 
     def x(heads: int, dim: int) -> jax.Array:
         return jnp.ones((1, 9, heads, dim))
 
-    assert pallas_rotary.lanes_of(x(2, 64)) == 128
-    assert pallas_rotary.lanes_of(x(4, 96)) == 384
-    assert pallas_rotary.lanes_of(x(1, 64)) is None
-    assert pallas_rotary.lanes_of(x(0, 64)) is None
-    assert pallas_rotary.lanes_of(x(2, 64).astype("float16")) is None
+    assert pallas_kernel.lanes_of(x(2, 64)) == 128
+    assert pallas_kernel.lanes_of(x(4, 96)) == 384
+    assert pallas_kernel.lanes_of(x(1, 64)) is None
+    assert pallas_kernel.lanes_of(x(0, 64)) is None
+    assert pallas_kernel.lanes_of(x(2, 64).astype("float16")) is None
     table = jnp.ones((1, 9, 64))
-    lowered = jax.jit(tpu_rotary.rotary).trace(x(2, 64), x(1, 64), table, table).lower(lowering_platforms=("tpu",))
+    lowered = jax.jit(pallas_or_jax.rotary).trace(x(2, 64), x(1, 64), table, table).lower(lowering_platforms=("tpu",))
     assert lowered.as_text().count("tpu_custom_call") == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.rotary import triton_rotary
+from easytorch.kernels.rotary import triton_op
 
 
 def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
@@ -19,7 +19,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 
 def test_compiles_ahead_of_time(compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    module = "easytorch.kernels.rotary.triton_rotary_calls"
+    module = "easytorch.kernels.rotary.triton_calls"
     kernels = compile_ahead(module, "bfloat16", "sm_80", "sm_90", "sm_100", "gfx942")
     assert len(kernels) == 4 * 6
     assert [kernel for kernel in kernels if kernel["stack"]] == []
@@ -34,9 +34,9 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         "gradients of the tables": (q, q, table.clone().requires_grad_(), table),
     }.items():
         with pytest.raises(ValueError, match=f"triton rotary: .*{reason}"):
-            triton_rotary.rotary(*arguments)
+            triton_op.rotary(*arguments)
 
 
 def test_importing_it_loads_no_triton() -> None:
-    program = "import sys, easytorch.kernels.rotary.triton_rotary; assert 'triton' not in sys.modules"
+    program = "import sys, easytorch.kernels.rotary.triton_op; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

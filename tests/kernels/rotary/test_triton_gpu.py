@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easytorch.kernels.rotary import native, triton_rotary
+from easytorch.kernels.rotary import native, triton_op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -38,7 +38,7 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, **
     """q, k in their own strides, the tables as they are; the definition gets the same numbers in float64."""
     leaves = [t.to(dtype).detach().requires_grad_() for t in (q, k)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    got = triton_rotary.rotary(*leaves, cos, sin, **options)
+    got = triton_op.rotary(*leaves, cos, sin, **options)
     want = native.rotary(*wide, cos.double(), sin.double(), **options)
     upstream = [torch.randn_like(t) for t in got]
     grads = torch.autograd.grad(got, leaves, upstream)
@@ -84,7 +84,7 @@ def test_tables_whose_halves_differ() -> None:
 
 def test_nothing_to_turn() -> None:
     angles = angles_of(1, 0, 16)
-    query, key = triton_rotary.rotary(rand(2, 0, 3, 16), rand(2, 0, 1, 16), angles.cos(), angles.sin())
+    query, key = triton_op.rotary(rand(2, 0, 3, 16), rand(2, 0, 1, 16), angles.cos(), angles.sin())
     assert query.shape == (2, 0, 3, 16) and key.shape == (2, 0, 1, 16)
 
 
@@ -93,7 +93,7 @@ def test_compiles_to_one_graph_and_passes_opcheck() -> None:
     inputs = (rand(1, 2, 4, 16).requires_grad_(), rand(1, 2, 2, 16).requires_grad_(), angles.cos(), angles.sin())
 
     def step(*inputs: Tensor) -> Tensor:
-        return sum(x.square().sum() for x in triton_rotary.rotary(*inputs, interleaved=True))
+        return sum(x.square().sum() for x in triton_op.rotary(*inputs, interleaved=True))
 
     compiled, expected = torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs), step(*inputs)
     torch.testing.assert_close(compiled, expected)

@@ -1,4 +1,4 @@
-"""tpu_rotary.py inside a torch_xla graph, one node for both; the gradient is another, which turns it back."""
+"""pallas_or_jax.py inside a torch_xla graph, one node for both; the gradient is another, which turns it back."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class _Turn(torch.autograd.Function):
 
 def _call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
     from easytorch.kernels.interop.xla_bridge import call_jax
-    from easytorch.kernels.rotary.tpu_rotary import rotary
+    from easytorch.kernels.rotary.pallas_or_jax import rotary
 
     return call_jax(rotary, query, key, cos, sin, interleaved=interleaved, back=back)

@@ -40,7 +40,7 @@ def rotary(
 def _launch(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, back: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from easytorch.kernels.rotary.triton_rotary_calls import turn_call
+    from easytorch.kernels.rotary.triton_calls import turn_call
 
     outputs = _empty(query, key)
     turn_call(query, key, *outputs, cos, sin, interleaved=interleaved, back=back).launch()

@@ -1,4 +1,4 @@
-"""Rotary in jax for the platform it is lowered for: the Pallas kernel on TPU, xla_rotary.py elsewhere.
+"""Rotary in jax for the platform it is lowered for: the Pallas kernel on TPU, jax_native.py elsewhere.
 
 torch_xla's device may be a CPU, and a Pallas kernel for TPU has no lowering there.
 """
@@ -9,7 +9,7 @@ import functools
 
 from jax import Array, lax
 
-from easytorch.kernels.rotary import pallas_rotary, xla_rotary
+from easytorch.kernels.rotary import jax_native, pallas_kernel
 
 
 def rotary(
@@ -23,8 +23,8 @@ def rotary(
 
 
 def _turn(x: Array, cos: Array, sin: Array, **settings: bool) -> Array:
-    elsewhere = functools.partial(xla_rotary.turn, **settings)
-    if pallas_rotary.lanes_of(x) is None or cos.shape[2] == 0:
+    elsewhere = functools.partial(jax_native.turn, **settings)
+    if pallas_kernel.lanes_of(x) is None or cos.shape[2] == 0:
         return elsewhere(x, cos, sin)
-    kernel = functools.partial(pallas_rotary.turn, **settings)
+    kernel = functools.partial(pallas_kernel.turn, **settings)
     return lax.platform_dependent(x, cos, sin, tpu=kernel, default=elsewhere)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from easytorch.kernels.interop.triton_call import Call, power_of_two
-from easytorch.kernels.rotary.triton_rotary_kernels import rotary_turn
+from easytorch.kernels.rotary.triton_kernels import rotary_turn
 
 # features of the heads that a program has in registers at once: 32 a thread of four warps
 TILE = 4096
