@@ -36,9 +36,9 @@ class SSM1(StateSpaceImpl):
             return REFUSAL
         if backend != "triton":
             return None
-        from easytorch.kernels.ssm1 import triton_ssm1
+        from easytorch.kernels.ssm1 import triton_op
 
-        return triton_ssm1.supports(x, A, self.metadata.runtime_dtype)
+        return triton_op.supports(x, A, self.metadata.runtime_dtype)
 
     def forward_native(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
@@ -53,12 +53,12 @@ class SSM1(StateSpaceImpl):
 
     @backend("triton")
     def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm1 import triton_ssm1
+        from easytorch.kernels.ssm1 import triton_op
 
-        return self.run(triton_ssm1.ssm1, *args, **kwargs)
+        return self.run(triton_op.ssm1, *args, **kwargs)
 
     @backend("xla")
     def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm1 import xla_ssm1_tpu
+        from easytorch.kernels.ssm1 import torch_xla_op
 
-        return self.run(xla_ssm1_tpu.ssm1, *args, **kwargs)
+        return self.run(torch_xla_op.ssm1, *args, **kwargs)

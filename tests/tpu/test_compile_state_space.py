@@ -16,7 +16,7 @@ def programs():
 
     from easytorch.kernels.gated_delta_rule import jax_chunks
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
-    from easytorch.kernels.ssm1 import xla_ssm1
+    from easytorch.kernels.ssm1 import jax_scan
     from easytorch.kernels.ssm2 import xla_ssm2
 
     def struct(*shape, dtype=jnp.float32):
@@ -29,7 +29,7 @@ def programs():
     delta_rule = [key, key, value, scalar, scalar, struct(1, 32, 128, 128), number]
     calls = {
         "ssm1": (
-            xla_ssm1.ssm1, xla_ssm1.ssm1_backward, {},
+            jax_scan.ssm1, jax_scan.ssm1_backward, {},
             [tokens, tokens, struct(16, 5120), vectors, vectors, struct(1, 16, 5120), None],
         ),
         "ssm2": (

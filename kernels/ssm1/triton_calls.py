@@ -8,7 +8,7 @@ import torch
 
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 from easytorch.kernels.ssm1.scan import TOKENS
-from easytorch.kernels.ssm1.triton_ssm1_kernels import ssm1_forward
+from easytorch.kernels.ssm1.triton_kernels import ssm1_forward
 
 # One warp a program, one channel a thread: many programs hide the latency of each other's tokens.
 CHANNELS = 32

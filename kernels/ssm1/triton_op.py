@@ -56,7 +56,7 @@ def _forward(
     first: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`scan.scan`, for float32 and one A."""
-    from easytorch.kernels.ssm1.triton_ssm1_calls import forward_call
+    from easytorch.kernels.ssm1.triton_calls import forward_call
 
     output, last, kept = scan.outputs_like(x, A)
     tensors = [tensor.contiguous() for tensor in (step, x, A[0], B, C, state)]

@@ -1,4 +1,4 @@
-"""xla_ssm1.py inside a torch_xla graph: one node forward, one backward."""
+"""jax_scan.py inside a torch_xla graph: one node forward, one backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from easytorch.kernels.interop.xla_bridge import call_jax_with_gradient
 from easytorch.kernels.recurrence import documents
-from easytorch.kernels.ssm1 import aten, xla_ssm1
+from easytorch.kernels.ssm1 import aten, jax_scan
 from easytorch.kernels.ssm1.native import check_arguments, finish, first_state, time_step
 
 
@@ -31,7 +31,7 @@ def ssm1(
     first = None if segment_ids is None else documents.first_tokens(segment_ids)
     state = first_state(x, A, initial_state).transpose(1, 2)
     outputs, last = call_jax_with_gradient(
-        xla_ssm1.ssm1, xla_ssm1.ssm1_backward, step, x.float(), A.float().t(), B.float(), C.float(), state, first,
+        jax_scan.ssm1, jax_scan.ssm1_backward, step, x.float(), A.float().t(), B.float(), C.float(), state, first,
         outputs=2,
     )  # fmt: skip
     return finish(outputs, x, D, z), last.transpose(1, 2)
