@@ -35,9 +35,9 @@ class SSM2(StateSpaceImpl):
             return "TPUs and jax, as torch_xla calls it, have no float64"
         if backend != "triton":
             return None
-        from easytorch.kernels.ssm2 import triton_ssm2
+        from easytorch.kernels.ssm2 import triton_op
 
-        return triton_ssm2.supports(x, B, C, self.metadata.runtime_dtype)
+        return triton_op.supports(x, B, C, self.metadata.runtime_dtype)
 
     def forward_native(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
@@ -52,12 +52,12 @@ class SSM2(StateSpaceImpl):
 
     @backend("triton")
     def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm2 import triton_ssm2
+        from easytorch.kernels.ssm2 import triton_op
 
-        return self.run(triton_ssm2.ssm2, *args, **kwargs)
+        return self.run(triton_op.ssm2, *args, **kwargs)
 
     @backend("xla")
     def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm2 import xla_ssm2_tpu
+        from easytorch.kernels.ssm2 import torch_xla_op
 
-        return self.run(xla_ssm2_tpu.ssm2, *args, **kwargs)
+        return self.run(torch_xla_op.ssm2, *args, **kwargs)

@@ -17,7 +17,7 @@ def programs():
     from easytorch.kernels.gated_delta_rule import jax_chunks
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
     from easytorch.kernels.ssm1 import jax_scan
-    from easytorch.kernels.ssm2 import xla_ssm2
+    from easytorch.kernels.ssm2 import jax_chunks as xla_ssm2
 
     def struct(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)

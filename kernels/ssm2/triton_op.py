@@ -61,7 +61,7 @@ def _forward(
     number: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The outputs before D and z, float32, and the last state."""
-    from easytorch.kernels.ssm2.triton_ssm2_calls import forward_call
+    from easytorch.kernels.ssm2.triton_calls import forward_call
 
     output, last = _forward_fake(x, step, A, B, C, state, number)
     step, A, state = step.contiguous(), A.contiguous(), state.contiguous()

@@ -1,4 +1,4 @@
-"""xla_ssm2.py inside a torch_xla graph: one node forward, one backward."""
+"""jax_chunks.py inside a torch_xla graph: one node forward, one backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from easytorch.kernels.interop.xla_bridge import call_jax_with_gradient
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.ssm1.native import finish
-from easytorch.kernels.ssm2 import aten, xla_ssm2
+from easytorch.kernels.ssm2 import aten, jax_chunks
 from easytorch.kernels.ssm2.native import NO_LIMIT, check_arguments, first_state, per_head, time_step
 
 
@@ -33,7 +33,7 @@ def ssm2(
     number = None if segment_ids is None else documents.numbers(segment_ids).to(torch.int32)
     state = first_state(x, sizes, initial_state)
     outputs, last = call_jax_with_gradient(
-        xla_ssm2.ssm2, xla_ssm2.ssm2_backward, x, step, A.float(), B, C, state, number, outputs=2,
+        jax_chunks.ssm2, jax_chunks.ssm2_backward, x, step, A.float(), B, C, state, number, outputs=2,
         precision="highest" if x.dtype == torch.float32 else "high",
     )  # fmt: skip
     return finish(outputs, x, per_head(D), z), last

@@ -8,7 +8,7 @@ import torch
 
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 from easytorch.kernels.recurrence.triton_precision import precision
-from easytorch.kernels.ssm2.triton_ssm2_kernels import ssm2_forward
+from easytorch.kernels.ssm2.triton_kernels import ssm2_forward
 
 CHUNK = 16
 # A state of 32 channels by 128 and the tiles of a chunk stay in the registers of four warps, with one product of tf32.
