@@ -30,7 +30,7 @@ def flash_forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """As `xla_flash.flash_forward`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
+    """As `jax_flash.flash_forward`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
     n = grid_of(query, key, forward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
     call = padded_to_tiles(n, call)
     output, logsumexp = forward(
@@ -52,7 +52,7 @@ def flash_backward(
     bias_grad: bool = True,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """As `xla_flash.flash_backward`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
+    """As `jax_flash.flash_backward`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
     n = grid_of(query, key, backward_blocks(max(query.shape[-1], value.shape[-1]), _bits(query)))
     bias, sinks = call.bias, call.sinks
     call = padded_to_tiles(n, call)

@@ -16,7 +16,7 @@ from easytorch.kernels.attention.jax_call import AttentionCall
 
 
 def flash_forward(query: Array, key: Array, value: Array, call: AttentionCall) -> tuple[Array, Array]:
-    """As `xla_flash.flash_forward`."""
+    """As `jax_flash.flash_forward`."""
     return for_platform(pallas_flash.flash_forward, jax_flash.flash_forward, query, key, value, call)
 
 
@@ -24,7 +24,7 @@ def flash_backward(
     query: Array, key: Array, value: Array, call: AttentionCall, output: Array, logsumexp: Array, grad: Array,
     *, bias_grad: bool = True,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:  # fmt: skip
-    """As `xla_flash.flash_backward`."""
+    """As `jax_flash.flash_backward`."""
     kernel, definition = (
         functools.partial(module.flash_backward, bias_grad=bias_grad) for module in (pallas_flash, jax_flash)
     )

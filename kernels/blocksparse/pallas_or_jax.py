@@ -1,7 +1,7 @@
 """Block-sparse attention in jax for whichever platform it is lowered for: Pallas on TPU, plain jax elsewhere.
 
-torch_xla's device may be a CPU, where a Pallas kernel for TPU has no lowering: there jax_flash.py runs under the mask
-that the structure implies.
+torch_xla's device may be a CPU, where a Pallas kernel for TPU has no lowering: there attention/jax_flash.py runs under
+the mask that the structure implies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from easytorch.kernels.blocksparse.pallas_map import Rule
 def blocksparse_forward(
     query: Array, key: Array, value: Array, prefix: Array | None, call: AttentionCall, *, rule: Rule
 ) -> tuple[Array, Array]:
-    """As `pallas_blocksparse.blocksparse_forward`, of any sizes."""
+    """As `pallas_attention.blocksparse_forward`, of any sizes."""
     kernel, definition = (
         functools.partial(function, rule=rule)
         for function in (pallas_attention.blocksparse_forward, definition_forward)
@@ -33,7 +33,7 @@ def blocksparse_forward(
 def blocksparse_backward(
     query: Array, key: Array, value: Array, prefix: Array | None, call: AttentionCall, *results: Array, rule: Rule
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """As `pallas_blocksparse.blocksparse_backward`, of any sizes."""
+    """As `pallas_attention.blocksparse_backward`, of any sizes."""
     kernel, definition = (
         functools.partial(function, rule=rule)
         for function in (pallas_attention.blocksparse_backward, definition_backward)
@@ -44,14 +44,14 @@ def blocksparse_backward(
 def definition_forward(
     query: Array, key: Array, value: Array, call: AttentionCall, prefix: Array | None, *, rule: Rule
 ) -> tuple[Array, Array]:
-    """jax_flash.py under the structure's mask, with the arguments of `blocksparse_forward`."""
+    """attention/jax_flash.py under the structure's mask, with the arguments of `blocksparse_forward`."""
     return jax_flash.flash_forward(query, key, value, _masked(query, key, call, prefix, rule))
 
 
 def definition_backward(
     query: Array, key: Array, value: Array, call: AttentionCall, prefix: Array | None, *results: Array, rule: Rule
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """jax_flash.py under the structure's mask, with the arguments of `blocksparse_backward`."""
+    """attention/jax_flash.py under the structure's mask, with the arguments of `blocksparse_backward`."""
     return jax_flash.flash_backward(query, key, value, _masked(query, key, call, prefix, rule), *results)
 
 

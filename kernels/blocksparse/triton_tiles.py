@@ -1,4 +1,4 @@
-"""What the forward and backward kernels share beside triton_flash_tiles.py: a tile of scores under a block map.
+"""A tile of scores under a block map, for the forward and backward kernels; beside attention/triton_flash_tiles.py.
 
 A block map (block_map.py) names, for each block of one side, the blocks of the other that are needed. Blocks that are
 listed as partial take the intervals, mask and segments of structure.py's form; full ones take none of them.

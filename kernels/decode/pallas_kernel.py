@@ -49,12 +49,12 @@ def decode(
     *,
     interpret: bool = False,
 ) -> Array:
-    """As `xla_decode.decode`, for arrays that are not empty and have a block. interpret: by Pallas's interpreter."""
+    """As `jax_native.decode`, for arrays that are not empty and have a block. interpret: by Pallas's interpreter."""
     sinks = call.sinks
     batch, _, heads, dim = query.shape
     keys, kv_heads, value_dim = key.shape[1], key.shape[2], value.shape[3]
     group, block = heads // kv_heads, block_of(key, value)
-    assert block is not None, "a cache whose blocks do not fit is xla_decode's"
+    assert block is not None, "a cache whose blocks do not fit is jax_native's"
     block = min(block, keys)
     n = Settings(numbers_of(call), keys, block)
     ends = jnp.full(batch, keys, jnp.int32) if lengths is None else jnp.clip(lengths, 0, keys).astype(jnp.int32)

@@ -12,7 +12,7 @@ from easytorch.kernels.decode import jax_native, pallas_kernel
 
 
 def decode(query: Array, key: Array, value: Array, lengths: Array | None, call: AttentionCall) -> Array:
-    """As `xla_decode.decode`."""
+    """As `jax_native.decode`."""
     arguments = (query, key, value, lengths, call)
     empty = query.size == 0 or key.size == 0 or value.size == 0
     if empty or pallas_kernel.block_of(key, value) is None:

@@ -74,7 +74,7 @@ def ragged_page_attention(
     value_dim: int,
     interpret: bool = False,
 ) -> Array:
-    """As `xla_ragged.ragged_page_attention`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
+    """As `jax_pages.ragged_page_attention`, for arrays that are not empty. interpret: run by Pallas's interpreter."""
     sinks = call.sinks
     count, heads, _ = query.shape
     page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]

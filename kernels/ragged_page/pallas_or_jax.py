@@ -17,7 +17,7 @@ from easytorch.kernels.ragged_page import jax_pages, pallas_kernel
 
 
 def ragged_page_attention(*arguments: Any, value_dim: int) -> Array:
-    """As `xla_ragged.ragged_page_attention`."""
+    """As `jax_pages.ragged_page_attention`."""
     elsewhere = functools.partial(jax_pages.ragged_page_attention, value_dim=value_dim)
     empty = any(array.size == 0 for array in jax.tree.leaves(arguments))
     if empty or pallas_kernel.supports(*arguments[:7]) is not None:

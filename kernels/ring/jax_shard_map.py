@@ -2,7 +2,7 @@
 
 Whole arrays in and out, sharded along the sequence; in the "zigzag" layout they are the ranks' shards one after
 another. A rank's tiles are those of plan.py: what differs between ranks is a branch of a `lax.switch`, so a tile that
-is masked out costs nothing. Tiles are computed by attention/tpu_flash.py. See native.py for the algorithm.
+is masked out costs nothing. Tiles are computed by attention/pallas_or_jax.py. See native.py for the algorithm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ring_forward(
     *,
     ring: Ring,
 ) -> tuple[Array, Array]:
-    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T); see xla_flash."""
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T)."""
 
     def local(query: Array, key: Array, value: Array, call: AttentionCall) -> tuple[Array, Array]:
         sinks = call.sinks

@@ -37,10 +37,10 @@ def lanes_of(x: Array) -> int | None:
 def turn(
     x: Array, cos: Array, sin: Array, *, interleaved: bool = False, back: bool = False, interpret: bool = False
 ) -> Array:
-    """As `xla_rotary.turn`, for x that has `lanes_of`. interpret: by Pallas's interpreter."""
+    """As `jax_native.turn`, for x that has `lanes_of`. interpret: by Pallas's interpreter."""
     batch, length, heads, dim = x.shape
     width, lanes = heads * dim, lanes_of(x)
-    assert lanes is not None, "heads that do not fill whole vectors are xla_rotary's"
+    assert lanes is not None, "heads that do not fill whole vectors are jax_native's"
     columns = next((n for n in (8, 4, 2) if lanes * n <= 4096 and width % (lanes * n) == 0), 1) * lanes
     row = columns * x.dtype.itemsize
     tokens = min(next((n for n in TOKENS if n * row <= BLOCK_BYTES), TOKENS[-1]), length)

@@ -34,7 +34,7 @@ def programs():
 
     from easytorch.kernels.grouped_matmul import pallas_or_jax
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
-    from easytorch.kernels.quantized_matmul import pallas_or_jax as xla_quantized
+    from easytorch.kernels.quantized_matmul import pallas_or_jax as quantized_module
     from easytorch.kernels.quantized_matmul.formats import FORMATS
 
     def struct(*shape, dtype):
@@ -53,7 +53,7 @@ def programs():
         scale = struct(size, size // group_size, dtype=jnp.float32)
         zero = struct(*scale.shape, dtype=jnp.uint8) if name == "int4" else None
         x = struct(rows, size, dtype=dtype)
-        return xla_quantized, (x, None, data, scale, zero), x, {"format": name, "group_size": group_size}
+        return quantized_module, (x, None, data, scale, zero), x, {"format": name, "group_size": group_size}
 
     for name, (rows, dtype, kind) in CASES.items():
         module, call, grad, static = experts(rows, dtype) if kind is None else quantized(rows, dtype, kind)

@@ -17,7 +17,7 @@ def programs():
     from easytorch.kernels.gated_delta_rule import jax_chunks
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
     from easytorch.kernels.ssm1 import jax_scan
-    from easytorch.kernels.ssm2 import jax_chunks as xla_ssm2
+    from easytorch.kernels.ssm2 import jax_chunks as ssm2_chunks
 
     def struct(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -33,7 +33,7 @@ def programs():
             [tokens, tokens, struct(16, 5120), vectors, vectors, struct(1, 16, 5120), None],
         ),
         "ssm2": (
-            xla_ssm2.ssm2, xla_ssm2.ssm2_backward, {"precision": "high"},
+            ssm2_chunks.ssm2, ssm2_chunks.ssm2_backward, {"precision": "high"},
             [half(1, T, 80, 64), struct(1, T, 80), struct(80), *groups, struct(1, 80, 64, 128), number],
         ),
         "gated_delta_rule": (

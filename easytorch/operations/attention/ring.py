@@ -142,10 +142,10 @@ class RingAttention(AttentionImpl):
             from easytorch.kernels.attention import torch_xla_op
 
             return AttentionOutput(attention_outputs=torch_xla_op.attention(query, key, value, **settled))
-        from easytorch.kernels.ring import torch_xla_op as xla_ring_spmd
+        from easytorch.kernels.ring import torch_xla_op as sharded_op
 
         given: Any = {name: x for name, x in settled.items() if name not in _NOT_IN_XLA}
-        output = xla_ring_spmd.attention(
+        output = sharded_op.attention(
             query, key, value, axes=mesh_axis_sizes(self.metadata.mesh), axis=placement.axis, layout=layout, **given
         )
         return AttentionOutput(attention_outputs=output)

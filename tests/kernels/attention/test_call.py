@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,17 @@ def test_a_feature_is_a_field_of_the_record_and_not_a_parameter_of_everything() 
 
 
 def test_every_operator_of_attention_takes_the_record() -> None:
-    from easytorch.kernels.attention import aten_op as aten_flash_op
-    from easytorch.kernels.attention import jax_op, triton_flash
-    from easytorch.kernels.blocksparse import aten_op, triton_op
-    from easytorch.kernels.decode import triton_op as triton_decode
-    from easytorch.kernels.ragged_page import opaque
-    from easytorch.kernels.ragged_page import triton_op as triton_ragged
-    from easytorch.kernels.ring import operators as ring_op
-
-    modules = (aten_flash_op, jax_op, triton_flash, aten_op, triton_op, triton_decode, opaque,
-               triton_ragged, ring_op)  # fmt: skip
-    for module in modules:
+    names = (
+        "attention.aten_op", "attention.jax_op", "attention.triton_flash", "blocksparse.aten_op",
+        "blocksparse.triton_op", "decode.triton_op", "ragged_page.opaque", "ragged_page.triton_op", "ring.operators",
+    )  # fmt: skip
+    for module in (importlib.import_module(f"easytorch.kernels.{name}") for name in names):
         operators = [x for x in vars(module).values() if isinstance(x, torch.library.CustomOpDef)]
         assert operators, module
         for operator in operators:
-            names = [argument.name for argument in operator._opoverload._schema.arguments]
-            first = names.index(AttentionCall._fields[0])
-            assert tuple(names[first : first + len(AttentionCall._fields)]) == AttentionCall._fields, operator
+            arguments = [argument.name for argument in operator._opoverload._schema.arguments]
+            first = arguments.index(AttentionCall._fields[0])
+            assert tuple(arguments[first : first + len(AttentionCall._fields)]) == AttentionCall._fields, operator
 
 
 def test_a_feature_that_a_kernel_does_not_name_is_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,7 @@ from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionCall, map_
 from easytorch.kernels.attention.contract import resolve, window_of  # noqa: E402
 from easytorch.kernels.attention.pallas_flash_inputs import grid_of  # noqa: E402
 from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
-from easytorch.kernels.blocksparse import (
-    native,
-    pallas_attention,  # noqa: E402
-    pallas_or_jax,
-)
+from easytorch.kernels.blocksparse import native, pallas_attention, pallas_or_jax  # noqa: E402
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks  # noqa: E402
 from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
 

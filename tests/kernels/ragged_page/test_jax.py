@@ -34,7 +34,7 @@ def run(module: str, tensors: list[torch.Tensor], value: torch.Tensor | None, **
     call = call._replace(sinks=None if sinks is None else to_jax(sinks))
     attend = functools.partial(
         importlib.import_module(f"easytorch.kernels.ragged_page.{module}").ragged_page_attention, value_dim=value_dim,
-        **({"interpret": True} if module == "pallas_ragged" else {}),
+        **({"interpret": True} if module == "pallas_kernel" else {}),
     )  # fmt: skip
     count = None if num_seqs is None else to_jax(num_seqs.to(torch.int32))
     arrays = (query, None, key, None, None if value is None else to_jax(value), lens, tables, starts, count, call)
@@ -69,7 +69,7 @@ def double(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("module", ["xla_ragged", "pallas_ragged"])
+@pytest.mark.parametrize("module", ["jax_pages", "pallas_kernel"])
 def test_equals_the_definition(module: str, name: str) -> None:
     features = dict(CASES[name])
     lengths, contexts = features.pop("lengths", LENGTHS), features.pop("contexts", CONTEXTS)
@@ -79,7 +79,7 @@ def test_equals_the_definition(module: str, name: str) -> None:
     assert_close(run(module, [query, key, *tables], value, **features), want)
 
 
-@pytest.mark.parametrize("module", ["xla_ragged", "pallas_ragged"])
+@pytest.mark.parametrize("module", ["jax_pages", "pallas_kernel"])
 def test_values_that_are_part_of_the_keys(module: str) -> None:
     """As in multi-head latent attention: one head, three dimensions, the first 20 columns."""
     query, key, _, *tables = make([1, 3], [40, 20], 36, 1)

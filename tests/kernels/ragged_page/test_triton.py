@@ -19,10 +19,10 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
     interpret_cases(Path(__file__).with_name("test_triton_gpu.py"))
 
 
-@pytest.mark.parametrize("module", ["triton_ragged_calls", "triton_write_calls"])
+@pytest.mark.parametrize("module", ["triton_calls", "triton_write_calls"])
 def test_compiles_ahead_of_time(module: str, compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
     kernels = compile_ahead(f"easytorch.kernels.ragged_page.{module}", "bfloat16", *ARCHITECTURES)
-    assert len(kernels) == len(ARCHITECTURES) * (5 if module == "triton_ragged_calls" else 2)
+    assert len(kernels) == len(ARCHITECTURES) * (5 if module == "triton_calls" else 2)
     assert [kernel for kernel in kernels if kernel["stack"]] == []
 
 

@@ -22,7 +22,7 @@ def test_cases_of_the_gpu(interpret_cases: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiles_ahead_of_time(name: str, compile_ahead: Callable[..., list[dict[str, Any]]]) -> None:
-    kernels = compile_ahead(f"easytorch.kernels.{name}.triton_{name}_calls", "bfloat16", *ARCHITECTURES)
+    kernels = compile_ahead(f"easytorch.kernels.{name}.triton_calls", "bfloat16", *ARCHITECTURES)
     # the state of the delta rule and its keys, both 128 high, leave a little too few registers
     allowed = 256 if name == "gated_delta_rule" else 0
     assert [kernel for kernel in kernels if kernel["stack"] > allowed] == []
@@ -41,5 +41,5 @@ def test_refuses_float64_with_the_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_importing_them_loads_no_triton(name: str) -> None:
-    program = f"import sys, easytorch.kernels.{name}.triton_{name}; assert 'triton' not in sys.modules"
+    program = f"import sys, easytorch.kernels.{name}.triton_op; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -75,7 +75,7 @@ def results(function: Any, given: dict[str, Any], dtype: torch.dtype, numbers: t
 
 def assert_matches(name: str, given: dict[str, Any], dtype: torch.dtype) -> None:
     expected = results(module(name, "native"), given, torch.float64, dtype)
-    for field, got in results(module(name, f"triton_{name}"), given, dtype, dtype).items():
+    for field, got in results(module(name, "triton_op"), given, dtype, dtype).items():
         want = expected[field]
         assert got.shape == want.shape and got.isfinite().all(), field
         if want.numel() == 0:
@@ -123,13 +123,13 @@ def test_widths_of_the_convolution(width: int) -> None:
 def test_the_same_key_again_and_again() -> None:
     key = torch.ones(1, 70, 1, 16, device=DEVICE) / 4
     value, ones = torch.randn(1, 70, 1, 4, device=DEVICE), torch.ones(1, 70, 1, device=DEVICE)
-    outputs, _ = module("gated_delta_rule", "triton_gated_delta_rule")(key, key, value, 0 * ones, ones, 1.0)
+    outputs, _ = module("gated_delta_rule", "triton_op")(key, key, value, 0 * ones, ones, 1.0)
     torch.testing.assert_close(outputs, value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiles_to_one_graph_with_its_gradient(name: str) -> None:
-    given, run = arguments(name, 20, 1), module(name, f"triton_{name}")
+    given, run = arguments(name, 20, 1), module(name, "triton_op")
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     got, want = (results(function, given, torch.float32, torch.float32) for function in (compiled, run))
@@ -139,7 +139,7 @@ def test_compiles_to_one_graph_with_its_gradient(name: str) -> None:
 
 def test_operators_pass_opcheck() -> None:
     for name in OPERATIONS:
-        module(name, f"triton_{name}")
+        module(name, "triton_op")
     r, ops = functools.partial(torch.randn, device=DEVICE), torch.ops.easytorch
     number = (torch.rand(1, 9, device=DEVICE) < 0.2).cumsum(1).to(torch.int32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

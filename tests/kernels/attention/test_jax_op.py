@@ -10,10 +10,7 @@ import torch
 pytest.importorskip("jax", reason="jax is not installed: pip install 'easytorch[jax]'")
 pytestmark = pytest.mark.jax_cpu
 
-from easytorch.kernels.attention import (
-    jax_op,  # noqa: E402
-    native,
-)
+from easytorch.kernels.attention import jax_op, native  # noqa: E402
 
 
 def _inputs(length: int = 20, requires_grad: bool = False) -> list[torch.Tensor]:
