@@ -52,10 +52,12 @@ class GraphProgram:
         """The outputs of the graph."""
         given = list(arguments)
         arguments.clear()
-        plan = self._program.find(given) or self._program.compile(given)
-        outputs = self._program.execute(plan, given)
+        compiled = self._program.find(given) or self._program.compile(given)
+        outputs = self._program.execute(compiled, given)
         tensors: dict[Any, torch.Tensor] = {}
-        return [self._deliver(result, number, given, outputs, tensors) for number, result in enumerate(plan.delivery)]
+        return [
+            self._deliver(result, number, given, outputs, tensors) for number, result in enumerate(compiled.delivery)
+        ]
 
     def _deliver(
         self, result: Result, number: int, given: list[Any], outputs: list[Buffer], tensors: dict[Any, Any]

@@ -15,7 +15,7 @@ from easytorch.backends.graph import Op
 from easytorch.backends.interface import Backend, Buffer, Executable
 from easytorch.frontend.capture import capture, tensor_of
 from easytorch.frontend.errors import LoweringError
-from easytorch.frontend.program import Lowered, Plan, Program
+from easytorch.frontend.program import Compiled, Lowered, Program
 from easytorch.frontend.ranges import check_sizes
 from easytorch.frontend.routing import backend_for
 from easytorch.frontend.weights import Weights
@@ -101,17 +101,17 @@ class CompiledModule:
 
     def call_flat(self, leaves: list[Any]) -> Any:
         """The same of the arguments' leaves, in the order of the example."""
-        plan = self._plan(leaves)
-        held = [] if plan.executable is None else self._weights.buffers()
-        return self._deliver(plan.delivery, self._graph.execute(plan, leaves, held), leaves)
+        compiled = self._compiled(leaves)
+        held = [] if compiled.executable is None else self._weights.buffers()
+        return self._deliver(compiled.delivery, self._graph.execute(compiled, leaves, held), leaves)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for arguments of these sizes without running anything."""
-        self._plan(self.flatten(args, kwargs))
+        self._compiled(self.flatten(args, kwargs))
 
     def executable(self, *args: Any, **kwargs: Any) -> Executable | None:
         """The program for arguments of these sizes; None if nothing is computed."""
-        return self._plan(self.flatten(args, kwargs)).executable
+        return self._compiled(self.flatten(args, kwargs)).executable
 
     def bind(self) -> None:
         """Puts the module's parameters and buffers on the device anew, in place of what the forward made of them."""
@@ -154,12 +154,12 @@ class CompiledModule:
             raise LoweringError(f"compiled for the arguments {wanted}; missing: {missing}, unknown: {extra}")
         return tuple(given[name] for name in first), {name: given[name] for name in self._names}
 
-    def _plan(self, leaves: list[Any]) -> Plan[Results]:
-        plan = self._graph.find(leaves)
-        if plan is None:
+    def _compiled(self, leaves: list[Any]) -> Compiled[Results]:
+        compiled = self._graph.find(leaves)
+        if compiled is None:
             self._check(leaves)
-            plan = self._graph.compile(leaves)
-        return plan
+            compiled = self._graph.compile(leaves)
+        return compiled
 
     def _check(self, leaves: list[Any]) -> None:
         """That the arguments are such as the graph was captured for."""

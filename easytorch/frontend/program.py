@@ -39,7 +39,7 @@ class Lowered:
 
 
 @dataclass(frozen=True)
-class Plan(Generic[Delivery]):
+class Compiled(Generic[Delivery]):
     """The executable for one set of sizes; None if nothing is computed.
 
     inputs: the numbers, among the arguments that are not held, of those that it takes, after the held ones.
@@ -56,7 +56,7 @@ class Plan(Generic[Delivery]):
 class Program(Generic[Delivery]):
     """A graph of which each set of arguments' sizes is compiled when it is first met.
 
-    collect: which ops a program returns, and the plan's `delivery`.
+    collect: which ops a program returns, and the `delivery` of what is compiled.
     held: the tensors that stay on the device, by the number of their placeholder; `execute` is given their buffers.
     donated: the numbers of those whose memory a call may reuse for its outputs.
     """
@@ -77,14 +77,14 @@ class Program(Generic[Delivery]):
         self._held = dict(held or {})
         self._donated = [number in donated for number in self._held] if donated else None
         self._placeholders = graph.graph.find_nodes(op="placeholder")
-        self._plans: Bounded[tuple[Any, ...], Plan[Delivery]] = Bounded()
+        self._compiled: Bounded[tuple[Any, ...], Compiled[Delivery]] = Bounded()
 
-    def find(self, given: Sequence[Any]) -> Plan[Delivery] | None:
-        """The plan for arguments of these sizes, if there is one; `given` are those that are not held."""
-        return self._plans.get(_key(given))
+    def find(self, given: Sequence[Any]) -> Compiled[Delivery] | None:
+        """What is compiled for arguments of these sizes, if anything; `given` are those that are not held."""
+        return self._compiled.get(_key(given))
 
-    def compile(self, given: Sequence[Any]) -> Plan[Delivery]:
-        """A plan for arguments of these sizes."""
+    def compile(self, given: Sequence[Any]) -> Compiled[Delivery]:
+        """The graph compiled for arguments of these sizes."""
         builder = self.backend.builder(self._name)
         state = {number: self._parameter(builder, number, tensor) for number, tensor in self._held.items()}
         rest = iter(given)
@@ -99,16 +99,16 @@ class Program(Generic[Delivery]):
         random = executable is not None and is_random(executable)
         inputs = tuple(number for number, value in enumerate(given) if isinstance(value, torch.Tensor))
         donate = None if self._donated is None else [*self._donated, *([False] * (len(inputs) + random))]
-        return self._plans.put(_key(given), Plan(executable, inputs, random, donate, delivery))
+        return self._compiled.put(_key(given), Compiled(executable, inputs, random, donate, delivery))
 
-    def execute(self, plan: Plan[Delivery], given: Sequence[Any], held: Sequence[Buffer] = ()) -> list[Buffer]:
-        """What the plan computes of `given` and the buffers of the held tensors."""
-        if plan.executable is None:
+    def execute(self, compiled: Compiled[Delivery], given: Sequence[Any], held: Sequence[Buffer] = ()) -> list[Buffer]:
+        """What it computes of `given` and the buffers of the held tensors."""
+        if compiled.executable is None:
             return []
-        inputs = [*held, *(on_device(self.backend, given[number]) for number in plan.inputs)]
-        if plan.random:
+        inputs = [*held, *(on_device(self.backend, given[number]) for number in compiled.inputs)]
+        if compiled.random:
             inputs.append(fresh_state(self.backend))
-        return plan.executable.execute(inputs, plan.donate)
+        return compiled.executable.execute(inputs, compiled.donate)
 
     def _parameter(self, builder: Builder, number: int, tensor: torch.Tensor) -> Op:
         # The graph's own names: a module may call a buffer and an argument the same.
