@@ -39,7 +39,7 @@ from easytorch.bridge.storage.temp_arrays import Spool
 
 
 @dataclass
-class Renamed:
+class NamedWeights:
     """Weights under a scheme's names. `kept` are torch tensors the scheme has no place for, `tied` repeats left out.
 
     `config` is what config.json is to hold where the source's declares ties that the weights do not have.
@@ -141,7 +141,7 @@ class Checkpoint(Closing):
         # What config.json has to say then depends on transformers' config classes.
         return replace(self.architecture if apart else self._known, apart=apart)
 
-    def renamed(self, scheme: str, *, strict: bool = True) -> Renamed:
+    def renamed(self, scheme: str, *, strict: bool = True) -> NamedWeights:
         """The weights under the names of `scheme`.
 
         strict: where names change, the weights are held against the architecture, and a tied repeat is left out only
@@ -154,13 +154,13 @@ class Checkpoint(Closing):
             weights = (
                 self._weights.as_stored() if stored and isinstance(self._weights, UnwrappedReader) else self._weights
             )
-            return Renamed(weights, notes=self._left_out())
+            return NamedWeights(weights, notes=self._left_out())
         refuse_quantized(self.needed_config.content, self.needed_config.file)
         self._outlined = self._by_outline(scheme) if strict else None
         if self.scheme == TORCH:
             weights = by_hub_names(self._weights, self._known.names)
             notes = [*self._left_out(), *note_on_narrow(weights.tensors, self._known.names.floating)]
-            return self._from_torch(Renamed(weights, notes=notes), scheme, checked=not strict)
+            return self._from_torch(NamedWeights(weights, notes=notes), scheme, checked=not strict)
         torch = self._to_torch(strict)
         if scheme != TORCH:
             return self._from_torch(torch, scheme, checked=True)
@@ -176,7 +176,7 @@ class Checkpoint(Closing):
             notes.append(f"config.json says `tie_word_embeddings: false` now, as {names} is a weight of its own")
         return content
 
-    def by_rules(self, rules: Rules, scheme: str) -> Renamed:
+    def by_rules(self, rules: Rules, scheme: str) -> NamedWeights:
         """The weights of a model of the user's own, by a table of theirs, which names every one of them.
 
         scheme: torch's, or any other for the names of the table's leaves. Tied weights are those of its rows.
@@ -201,7 +201,7 @@ class Checkpoint(Closing):
         refuse_missing(plan, table)
         plan.notes += self._left_out()
         self._torch = self._weights
-        return _renamed(PlannedReader(self._weights, plan, spool=self.spool), plan)
+        return _named_weights(PlannedReader(self._weights, plan, spool=self.spool), plan)
 
     def _left_out(self) -> list[str]:
         """Notes on which step of a run and which tree of a training state are read, and on what is left out."""
@@ -226,7 +226,7 @@ class Checkpoint(Closing):
         info = self.reader.tensors.get(name)
         return f", of step {self.reader.read(name).item()}" if info is not None and info.shape == () else ""
 
-    def _to_torch(self, strict: bool) -> Renamed:
+    def _to_torch(self, strict: bool) -> NamedWeights:
         rules = scheme_called(self.scheme).rules(self.needed_config, self._known, self._weights.tensors)
         if self._side is None:
             self._side = SideFile.beside(self.reader.files[0])
@@ -245,9 +245,9 @@ class Checkpoint(Closing):
         _refuse_unused(plan, self._weights.tensors, table, kept)
         plan.notes += [*_cut_off(plan, self._weights.tensors), *self._left_out()]
         self._torch = PlannedReader(self._weights, plan, side, self.spool)
-        return _renamed(self._torch, plan)
+        return _named_weights(self._torch, plan)
 
-    def _from_torch(self, torch: Renamed, scheme: str, *, checked: bool) -> Renamed:
+    def _from_torch(self, torch: NamedWeights, scheme: str, *, checked: bool) -> NamedWeights:
         reader = torch.reader
         same = same_data(reader)
         architecture = self._apart(reader)
@@ -260,7 +260,7 @@ class Checkpoint(Closing):
                 {name: reader.tensors[given] for name, given in table.torch_names(reader.tensors).items()}, table
             )
         plan.notes[:0] = torch.notes
-        made = _renamed(PlannedReader(reader, plan, spool=self.spool), plan)
+        made = _named_weights(PlannedReader(reader, plan, spool=self.spool), plan)
         made.config = self._untied(architecture, made.notes, scheme)
         return made
 
@@ -278,7 +278,7 @@ class Checkpoint(Closing):
         return by_hub_names(self._weights, self._known.names) if self.scheme == TORCH else self._torch
 
     def read_torch(self, name: str) -> np.ndarray:
-        """The data of a torch tensor that `Renamed.kept` names."""
+        """The data of a torch tensor that `NamedWeights.kept` names."""
         return self._torch.read(name)
 
     def _check(self, tensors: dict, table: RuleTable) -> None:
@@ -376,8 +376,8 @@ def _refuse_unused(plan: Plan, tensors: Mapping[str, TensorInfo], table: RuleTab
             raise CheckpointError("would be lost: no torch tensor is made of it", tensor=path)
 
 
-def _renamed(reader: Reader, plan: Plan) -> Renamed:
-    return Renamed(reader, plan.kept, plan.tied, plan.notes)
+def _named_weights(reader: Reader, plan: Plan) -> NamedWeights:
+    return NamedWeights(reader, plan.kept, plan.tied, plan.notes)
 
 
 def _folder(path: Path) -> Path:

@@ -146,7 +146,7 @@ def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) 
     return next(iter(found.values()))
 
 
-def open_checkpoint(path: Path, *, prefer: Kind | None = None, writable: bool = False) -> tuple[Format, Reader]:
+def open_reader(path: Path, *, prefer: Kind | None = None, writable: bool = False) -> tuple[Format, Reader]:
     """`find`, opened."""
     form, file = find(path, prefer=prefer)
     return form, form.open(file, writable=writable)

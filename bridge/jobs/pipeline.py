@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from easytorch import __version__
-from easytorch.bridge.checkpoint import Checkpoint, Renamed
+from easytorch.bridge.checkpoint import Checkpoint, NamedWeights
 from easytorch.bridge.core.reader import TokenizedReader
 from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.dtypes import floating_dtype
@@ -36,7 +36,7 @@ _FILE_SUFFIXES = frozenset(
 
 
 class Conversion:
-    """`source` and `destination` are here, wherever the user's are; `renamed.reader` gives the target's tensors."""
+    """`source` and `destination` are here, wherever the user's are; `named.reader` gives the target's tensors."""
 
     def __init__(
         self,
@@ -68,14 +68,12 @@ class Conversion:
         self._rules = rules
         self._drop = sorted(drop)
         if rules is None:
-            self._renamed: Renamed = checkpoint.renamed(target.scheme)
+            self._named: NamedWeights = checkpoint.renamed(target.scheme)
         else:
-            self._renamed = checkpoint.by_rules(rules, target.scheme)
+            self._named = checkpoint.by_rules(rules, target.scheme)
         if self._cast is not None:
-            self._renamed.reader = PlannedReader(
-                self._renamed.reader, cast_plan(self._renamed.reader.tensors, self._cast)
-            )
-        self._layout: Layout = self._form.layout(list(self._renamed.reader.tensors.values()), shard_size)
+            self._named.reader = PlannedReader(self._named.reader, cast_plan(self._named.reader.tensors, self._cast))
+        self._layout: Layout = self._form.layout(list(self._named.reader.tensors.values()), shard_size)
         # The one file of the layout where the destination is a file, None where it is a folder.
         self._file = self._single_file()
         self._outputs = OutputCheck(None)
@@ -104,7 +102,7 @@ class Conversion:
 
     def run(self, *, resume: bool, verify: bool, progress: Progress | None) -> None:
         """Writes the destination, whole or not at all."""
-        config, reader = self._checkpoint.config, self._renamed.reader
+        config, reader = self._checkpoint.config, self._named.reader
         with staged(self._destination, self._file, key=self._key(), resume=resume) as staging:
             self._checkpoint.spool.folder = staging.folder.parent
             write_files(
@@ -124,16 +122,16 @@ class Conversion:
 
     def _without_folder(self) -> list[str]:
         """A note on what is kept beside the weights in a folder, and one file has no place for."""
-        if self._file is None or self._target.scheme == TORCH or not self._renamed.kept:
+        if self._file is None or self._target.scheme == TORCH or not self._named.kept:
             return []
-        names = ", ".join(self._renamed.kept)
+        names = ", ".join(self._named.kept)
         return [f"left out, as there is no folder to keep it in beside the file: {names}; give a folder to keep it"]
 
     def _verify_source(self, folder: Path) -> None:
         """Looks for every tensor of the source in what was written."""
         lost = lost_tensor(
             self._checkpoint,
-            self._renamed,
+            self._named,
             folder if self._file is None else folder / self._file,
             self._target.scheme,
             cast=self._cast,
@@ -146,7 +144,7 @@ class Conversion:
     def accept_existing(self) -> None:
         """Takes what stands at the destination for the result; `CheckpointError` where it is something else."""
         found = self._form.detect(self._destination)
-        if found is None or wrong_tensor(self._destination, self._form, self._renamed.reader) is not None:
+        if found is None or wrong_tensor(self._destination, self._form, self._named.reader) is not None:
             refuse_existing(self._destination)
         self._notes += sweep(self._destination)
         self._notes.append(f"{self._destination}: stands there already, and every tensor of it is right")
@@ -173,10 +171,10 @@ class Conversion:
 
     def _write_beside(self, folder: Path) -> None:
         """Config, tokenizer and the like, and what the scheme has no place for."""
-        checkpoint, renamed = self._checkpoint, self._renamed
+        checkpoint, named = self._checkpoint, self._named
         if self._target.scheme != TORCH:
-            kept = {name: checkpoint.read_torch(given) for name, given in renamed.kept.items()}
-            write_side_file(folder, kept, renamed.tied)
+            kept = {name: checkpoint.read_torch(given) for name, given in named.kept.items()}
+            write_side_file(folder, kept, named.tied)
         source = self._source if self._source.is_dir() else self._source.parent
         self._notes += copy_companions(source, folder, checkpoint.reader.files)
         if isinstance(checkpoint.reader, TokenizedReader) and self._target.scheme != checkpoint.scheme:
@@ -184,15 +182,15 @@ class Conversion:
         if checkpoint.config is None:
             return
         file = folder / "config.json"
-        if renamed.config is not None or not file.is_file():
-            content = checkpoint.config.content if renamed.config is None else renamed.config
+        if named.config is not None or not file.is_file():
+            content = checkpoint.config.content if named.config is None else named.config
             file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if self._cast is not None:
             set_config_dtype(file, self._cast)
 
     def report(self, src: str, dst: str, *, verified: bool, seconds: float) -> ConversionReport:
         """What was done; `src` and `dst` as the user gave them."""
-        config, tensors = self._checkpoint.config, self._renamed.reader.tensors
+        config, tensors = self._checkpoint.config, self._named.reader.tensors
         return ConversionReport(
             source=src,
             destination=dst,
@@ -204,9 +202,9 @@ class Conversion:
             tensors=len(tensors),
             bytes=sum(info.nbytes for info in tensors.values()),
             files=tuple(self._layout) if self._file is None else (self._destination.name,),
-            kept=tuple(self._renamed.kept) if self._file is None else (),
-            tied=tuple(self._renamed.tied),
-            notes=(*self._renamed.notes, *self._notes),
+            kept=tuple(self._named.kept) if self._file is None else (),
+            tied=tuple(self._named.tied),
+            notes=(*self._named.notes, *self._notes),
             verified=verified,
             outputs_difference=self._outputs.difference,
             seconds=seconds,

@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from easytorch.bridge.checkpoint import Checkpoint, Renamed, open_checkpoint
+from easytorch.bridge.checkpoint import Checkpoint, NamedWeights, open_checkpoint
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.reader import Reader
@@ -24,8 +24,9 @@ _COMPUTED, _ROUNDED = 2.0**-21, 2.0**-5
 
 
 def lost_tensor(
-    checkpoint: Checkpoint, renamed: Renamed, written: Path, scheme: str, *, cast: str | None, rounds: bool, whole: bool
-) -> str | None:
+    checkpoint: Checkpoint, named: NamedWeights, written: Path, scheme: str, *, cast: str | None, rounds: bool,
+    whole: bool,
+) -> str | None:  # fmt: skip
     """A tensor of `checkpoint` that the checkpoint `written` under `scheme` does not give back, and how it is lost.
 
     cast: what floating point weights were cast to. rounds: the format stores another type than it is given. whole: the
@@ -33,7 +34,7 @@ def lost_tensor(
     """
     if checkpoint.scheme == scheme:
         return None  # `verify.wrong_tensor` has compared the very same names
-    content = checkpoint.needed_config.content if renamed.config is None else renamed.config
+    content = checkpoint.needed_config.content if named.config is None else named.config
     config = Config(checkpoint.needed_config.file, content)
     given = checkpoint.torch_reader
     with open_checkpoint(written, scheme=None if scheme == TORCH else scheme, config=config) as back:
@@ -41,14 +42,14 @@ def lost_tensor(
         places = _places(checkpoint, given, found)
         tolerance = _ROUNDED if rounds else _COMPUTED if cast is None else 4 * float(ml_dtypes.finfo(cast).eps)
         for name in given.tensors:
-            if name in renamed.kept.values() and not whole:
+            if name in named.kept.values() and not whole:
                 continue
             array = _cast(given.read(name), cast)
             place = places.get(name)
             if place is not None:
                 if not _same(array, found.read(place), tolerance, rounds):
                     return f"{name!r} comes back with other values"
-            elif not _repeated(array, name, checkpoint, renamed, found, tolerance, rounds):
+            elif not _repeated(array, name, checkpoint, named, found, tolerance, rounds):
                 return f"{name!r} does not come back"
     return None
 
@@ -76,7 +77,7 @@ def _repeated(
     array: np.ndarray,
     name: str,
     checkpoint: Checkpoint,
-    renamed: Renamed,
+    named: NamedWeights,
     found: Reader,
     tolerance: float,
     rounds: bool,
@@ -84,7 +85,7 @@ def _repeated(
     """Whether a tied weight that is absent is there as one of the others."""
     names = checkpoint.architecture.names
     tied = {names.hub_name(one) for pair in names.ties.items() for one in pair}
-    if name not in tied and name not in renamed.tied:
+    if name not in tied and name not in named.tied:
         return False
     alike: Iterable[str] = (one for one, info in found.tensors.items() if info.shape == array.shape)
     return any(_same(array, found.read(one), tolerance, rounds) for one in alike)

@@ -120,4 +120,4 @@ def test_every_truncation_is_noticed(published):
     for length in range(0, len(content), 97):
         file.write_bytes(content[:length])
         with pytest.raises(CheckpointError):
-            registry.open_checkpoint(published)
+            registry.open_reader(published)

@@ -469,7 +469,7 @@ def test_a_tokenizer_transformers_cannot_read_is_reported(saved, tmp_path):
     report = convert(tmp_path / "in", tmp_path / "torch", to="torch")
     assert any(note.startswith("the tokenizer in broken.gguf is not carried") for note in report.notes)
     convert(tmp_path / "in", tmp_path / "again.gguf", to="gguf")
-    with registry.open_checkpoint(tmp_path / "again.gguf")[1] as reader:
+    with registry.open_reader(tmp_path / "again.gguf")[1] as reader:
         assert reader.fields["tokenizer.ggml.tokens"] == fields["tokenizer.ggml.tokens"]
 
 

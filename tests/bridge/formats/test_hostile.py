@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def refused(path, match):
     with pytest.raises(CheckpointError, match=match) as raised:
-        registry.open_checkpoint(path)
+        registry.open_reader(path)
     assert len(str(raised.value)) < 5000
     return raised.value
 
@@ -122,11 +122,11 @@ def test_what_an_index_leaves_out(tmp_path):
     (tmp_path / "model-00002-of-00002.safetensors").symlink_to("blob")
     shards(tmp_path, 3, count=3)
     index(tmp_path, w1="model-00001-of-00002.safetensors", w2="model-00002-of-00002.safetensors")
-    with registry.open_checkpoint(tmp_path)[1] as reader:
+    with registry.open_reader(tmp_path)[1] as reader:
         assert {name: reader.read(name).shape for name in reader.tensors} == {"w1": (1,), "w2": (2,)}
     # A tensor the index does not list is read with its shard, as by transformers.
     save_file({"w2": torch.ones(2), "more": torch.ones(1)}, tmp_path / "blob")
-    with registry.open_checkpoint(tmp_path)[1] as reader:
+    with registry.open_reader(tmp_path)[1] as reader:
         assert set(reader.tensors) == {"w1", "w2", "more"}
     save_file({"w1": torch.ones(2), "w2": torch.ones(2)}, tmp_path / "blob")
     assert refused(tmp_path, "and again in").tensor == "w1"

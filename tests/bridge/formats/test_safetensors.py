@@ -61,7 +61,7 @@ def test_shards_and_their_index(tmp_path):
     assert index["metadata"] == {"total_size": 2000}
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[name])
-    _, reader = registry.open_checkpoint(tmp_path / "out")
+    _, reader = registry.open_reader(tmp_path / "out")
     with reader:
         assert {name: reader.read(name)[0, 0] for name in reader.tensors} == {f"layer.{i}.weight": i for i in range(5)}
 
@@ -102,7 +102,7 @@ def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
 def test_malformed_files(tmp_path, content, message):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
-        registry.open_checkpoint(tmp_path)
+        registry.open_reader(tmp_path)
     assert "model.safetensors" in str(caught.value)
 
 
@@ -114,7 +114,7 @@ def test_an_index_cannot_leave_its_folder(tmp_path, name):
     save_file({"a": torch.zeros(1)}, tmp_path / "outside.safetensors")
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
-        registry.open_checkpoint(tmp_path / "model")
+        registry.open_reader(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_bad_index(tmp_path, index, message):
         save_file({"a": torch.zeros(1)}, tmp_path / f"{file}.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=message):
-        registry.open_checkpoint(tmp_path)
+        registry.open_reader(tmp_path)
 
 
 class Explosive:
@@ -145,7 +145,7 @@ class Explosive:
 def test_pickles_of_tensors(tmp_path, zipped):
     state = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(2, dtype=torch.bfloat16)}
     torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    form, reader = registry.open_checkpoint(tmp_path)
+    form, reader = registry.open_reader(tmp_path)
     assert form.name == "torch pickle"
     with reader:
         np.testing.assert_array_equal(reader.read("a"), state["a"].numpy())
@@ -168,7 +168,7 @@ def test_pickles_of_tensors(tmp_path, zipped):
 def test_other_pickles_are_refused(tmp_path, write, message, recwarn):
     write(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=message):
-        registry.open_checkpoint(tmp_path)
+        registry.open_reader(tmp_path)
     assert not recwarn, "the error is the one thing to read"
 
 
@@ -179,15 +179,15 @@ def test_several_formats_must_be_told_apart(tmp_path):
     save_tree({"a": np.zeros(1, np.float32)}, tmp_path / "flax")
     (tmp_path / "flax" / "flax_model.msgpack").rename(tmp_path / "flax_model.msgpack")
     with pytest.raises(CheckpointError, match=r"several checkpoints \(model.safetensors, flax_model.msgpack\)"):
-        registry.open_checkpoint(tmp_path)
+        registry.open_reader(tmp_path)
     assert registry.find(tmp_path, prefer="torch")[1].name == "model.safetensors"
     assert registry.find(tmp_path, prefer="tree")[1].name == "flax_model.msgpack"
-    with registry.open_checkpoint(tmp_path / "pytorch_model.bin")[1] as reader:
+    with registry.open_reader(tmp_path / "pytorch_model.bin")[1] as reader:
         assert list(reader.tensors) == ["a"]
     with pytest.raises(CheckpointError, match="no weights found"):
-        registry.open_checkpoint(tmp_path.parent / tmp_path.name / "..")
+        registry.open_reader(tmp_path.parent / tmp_path.name / "..")
     with pytest.raises(CheckpointError, match="does not exist"):
-        registry.open_checkpoint(tmp_path / "nothing")
+        registry.open_reader(tmp_path / "nothing")
     with pytest.raises(ValueError, match="registered already"):
         registry.register(TorchSafetensors())
 

@@ -33,7 +33,7 @@ def prefixed(prefix: str) -> dict[str, torch.Tensor]:
 )
 def test_the_model_is_found(state, left_out, zipped, tmp_path):
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-    _, reader = registry.open_checkpoint(tmp_path / "x.pt")
+    _, reader = registry.open_reader(tmp_path / "x.pt")
     with reader:
         assert set(reader.tensors) == set(WEIGHTS)
         assert reader.left_out == left_out
@@ -45,7 +45,7 @@ def test_what_shards_hold_beside_the_model_is_said(tmp_path):
     for name, file in places.items():
         torch.save({"model": {name: WEIGHTS[name]}, "optimizer": OPTIMIZER, name: 1}, tmp_path / file)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    with registry.open_checkpoint(tmp_path)[1] as reader:
+    with registry.open_reader(tmp_path)[1] as reader:
         assert set(reader.tensors) == set(WEIGHTS)
         assert reader.left_out == ("optimizer", "encoder.weight", "encoder.bias")
 
@@ -63,7 +63,7 @@ def test_what_shards_hold_beside_the_model_is_said(tmp_path):
 def test_what_is_not_one_model(state, message, tmp_path):
     torch.save(state, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=message):
-        registry.open_checkpoint(tmp_path / "x.pt")
+        registry.open_reader(tmp_path / "x.pt")
 
 
 def test_a_state_that_holds_itself(tmp_path):
@@ -71,7 +71,7 @@ def test_a_state_that_holds_itself(tmp_path):
     state["model"] = state
     torch.save(state, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"x\.pt"):
-        registry.open_checkpoint(tmp_path / "x.pt")
+        registry.open_reader(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize(
