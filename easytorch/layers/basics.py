@@ -28,5 +28,9 @@ def check_one_input(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor 
 
 
 def activation(name_or_function: str | nn.Module) -> nn.Module:
-    """`config.hidden_act`: a name transformers knows, or the function itself."""
-    return ACT2FN[name_or_function] if isinstance(name_or_function, str) else name_or_function
+    """`config.hidden_act`: a name transformers knows, or the function itself. `ValueError` for an unknown name."""
+    if not isinstance(name_or_function, str):
+        return name_or_function
+    if name_or_function not in ACT2FN:
+        raise ValueError(f"no activation is called {name_or_function!r}; known: {', '.join(sorted(ACT2FN))}")
+    return ACT2FN[name_or_function]

@@ -35,6 +35,7 @@ class CausalLMHead(_Base):
     """Logits of the next token, at every position that is asked for. `GenerationMixin` stands behind it."""
 
     backbone_class: ClassVar[type[nn.Module]]
+    lm_head_bias: ClassVar[bool] = False
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
@@ -42,9 +43,9 @@ class CausalLMHead(_Base):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.model = self.backbone_class(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=self.lm_head_bias)
         self.post_init()
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,7 @@ class CausalLMHead(_Base):
 
         labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
         """
-        outputs = self.model(
+        outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,21 @@ MASKS_OF = {
 
 # A tensor, None where causality alone says it, or what a registered attention takes for a mask (flex attention).
 Masks = Mapping[str, Any]
+
+
+def all_full(config: PreTrainedConfig) -> list[str]:
+    """Every layer attends to everything before it."""
+    return [FULL] * config.num_hidden_layers
+
+
+def all_within_window(config: PreTrainedConfig) -> list[str]:
+    """Every layer has the window of `config.sliding_window`, where there is one."""
+    return [FULL if config.sliding_window is None else SLIDING] * config.num_hidden_layers
+
+
+def types_of_config(config: PreTrainedConfig) -> list[str]:
+    """`config.layer_types`."""
+    return config.layer_types
 
 
 def check_layer_types(config: PreTrainedConfig, layer_types: Collection[str]) -> None:
@@ -55,12 +70,14 @@ def masks_by_layer_type(
     attention_mask: torch.Tensor | Mapping[str, Any] | None,
     past_key_values: Cache | None,
     position_ids: torch.Tensor | None,
+    also_seen: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Masks:
     """One mask for each type of layer the model has, made once a forward, for dynamic and static caches alike.
 
     inputs_embeds (B, T, D). attention_mask: (B, past + T), 1 for tokens and 0 for padding; (B, 1, T, S) of any pattern,
     which every layer then uses; or masks by layer type, ready made. position_ids (B, T) as the caller gave them: only
-    those can pack sequences, and of others the mask would read the values on the device.
+    those can pack sequences, and of others the mask would read the values on the device. also_seen: by layer type, a
+    function (batch, head, query, key) of what is attended to beside the past (transformers' `or_mask_function`).
     """
     if isinstance(attention_mask, Mapping):
         missing = sorted(set(layer_types) - set(attention_mask))
@@ -77,6 +94,7 @@ def masks_by_layer_type(
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_ids=position_ids,
+            or_mask_function=None if also_seen is None else also_seen[layer_type],
         )
         for layer_type in dict.fromkeys(layer_types)
     }

@@ -1,4 +1,4 @@
-"""RMS norms through the `rms_norm` operation."""
+"""Norms of hidden states, through the `rms_norm` and `layer_norm` operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import nn
 
 from easytorch.operations import OperationRegistry
 
-_OPERATION = OperationRegistry.create("rms_norm")
+rms_norm = OperationRegistry.create("rms_norm")
+layer_norm = OperationRegistry.create("layer_norm")
 
 
 class RMSNorm(nn.Module):
@@ -19,10 +20,18 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _OPERATION(hidden_states, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class Float32RMSNorm(RMSNorm):
+    """The same, rounded to the input's dtype after the product with the weight and not before (OLMo, Helium)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.float()
+        return rms_norm(hidden_states.float(), weight, self.variance_epsilon).type_as(hidden_states)
 
 
 class ZeroCenteredRMSNorm(nn.Module):
@@ -32,11 +41,17 @@ class ZeroCenteredRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size))
         self.eps = eps
-        self.operation = OperationRegistry.create("rms_norm")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         scale = 1.0 + self.weight.float()
-        return self.operation(hidden_states.float(), scale, self.eps).type_as(hidden_states)
+        return rms_norm(hidden_states.float(), scale, self.eps).type_as(hidden_states)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x - mean(x)) / std(x) * weight + bias over the last dimension (arXiv:1607.06450), as `nn.LayerNorm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return layer_norm(input, self.weight, self.bias, self.eps)

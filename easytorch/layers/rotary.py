@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, initialization
 
 from easytorch.kernels.rotary.frequencies import Frequencies, cos_sin, inverse_frequencies
 from easytorch.operations import OperationRegistry
 
 _OPERATION = OperationRegistry.create("rotary")
+
+
+# Their frequencies are those of the largest position of a call.
+_BY_LENGTH = ("dynamic", "longrope")
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,6 +26,9 @@ class RotaryEmbedding(nn.Module):
     buffer names are those transformers' initialization after a meta-device load looks for.
     """
 
+    table_dtype: ClassVar[torch.dtype | None] = None  # of cos and sin; None: that of the hidden states
+    partial: ClassVar[bool] = False  # the share of a head that the rope parameters name turns, else all of it
+
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
 
@@ -28,37 +36,116 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type: str = config.rope_parameters["rope_type"]
-        inv_freq, self.attention_scaling = _frequencies(config)
+        inv_freq, self.attention_scaling = self.frequencies(config, config.rope_parameters)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
-    @staticmethod
+    @classmethod
+    def frequencies(cls, config: PreTrainedConfig, rope: dict[str, Any], **how: Any) -> Frequencies:
+        """Those of `rope`, `config.rope_parameters` or a part of it; how: the length and the device."""
+        return _frequencies(config, rope if cls.partial else _of_whole_heads(config, rope), **how)
+
+    @classmethod
     def compute_default_rope_parameters(
-        config: PreTrainedConfig, device: torch.device | None = None, **_: object
+        cls, config: PreTrainedConfig, device: torch.device | None = None, **_: object
     ) -> tuple[torch.Tensor, float]:
         """The frequencies of the "default" type, and 1.0: what transformers asks of a model for that type."""
-        return _frequencies(config, device=device)
+        return cls.frequencies(config, config.rope_parameters, device=device)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids (B, T) -> cos, sin (B, T, R) in the dtype of `x`; the angles are float32 throughout.
+        """position_ids (B, T) -> cos, sin (B, T, R) in `table_dtype` or that of `x`; the angles are float32 throughout.
 
         With `mrope_section` among the rope parameters position_ids may be (3, B, T): time, height and width.
         """
         frequencies = Frequencies(self.inv_freq.to(x.device), self.attention_scaling)
-        if self.rope_type in ("dynamic", "longrope"):
-            frequencies = _frequencies(self.config, device=x.device, seq_len=position_ids.max() + 1)
+        if self.rope_type in _BY_LENGTH:
+            longest = position_ids.max() + 1
+            frequencies = self.frequencies(self.config, self.config.rope_parameters, device=x.device, seq_len=longest)
         rope = self.config.rope_parameters
         section = rope.get("mrope_section") if position_ids.dim() == 3 else None
         interleaved = bool(rope.get("mrope_interleaved"))
-        return cos_sin(position_ids, frequencies, x.dtype, mrope_section=section, mrope_interleaved=interleaved)
+        dtype = self.table_dtype or x.dtype
+        return cos_sin(position_ids, frequencies, dtype, mrope_section=section, mrope_interleaved=interleaved)
+
+    def by_layer_type(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_types: Collection[str]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin for each type of layer: the same for all."""
+        return dict.fromkeys(layer_types, self(x, position_ids=position_ids))
 
 
-def _frequencies(config: PreTrainedConfig, **how: Any) -> Frequencies:
+class PartialRotaryEmbedding(RotaryEmbedding):
+    """`RotaryEmbedding` of the share of a head that `partial_rotary_factor` names."""
+
+    partial = True
+
+
+class Float32RotaryEmbedding(RotaryEmbedding):
+    """`RotaryEmbedding` whose tables stay float32: queries and keys are turned in that."""
+
+    table_dtype = torch.float32
+
+
+class LayerTypeRotaryEmbedding(nn.Module):
+    """The same where `config.rope_parameters` has an entry for each type of layer: buffers `<type>_inv_freq`."""
+
+    table_dtype: ClassVar[torch.dtype | None] = None
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_types = sorted(set(config.layer_types))
+        for layer_type in self.layer_types:
+            inv_freq, scaling = self._frequencies(layer_type)
+            self.register_buffer(f"{layer_type}_inv_freq", inv_freq, persistent=False)
+            self.register_buffer(f"{layer_type}_original_inv_freq", inv_freq.clone(), persistent=False)
+            setattr(self, f"{layer_type}_attention_scaling", scaling)
+
+    def init_buffers(self) -> None:
+        """Fill the buffers after a load on the meta device."""
+        for layer_type in self.layer_types:
+            for name in ("inv_freq", "original_inv_freq"):
+                initialization.copy_(getattr(self, f"{layer_type}_{name}"), self._frequencies(layer_type).inverse)
+
+    def _frequencies(self, layer_type: str, **how: Any) -> Frequencies:
+        rope = _of_whole_heads(self.config, self.config.rope_parameters[layer_type])
+        return _frequencies(self.config, rope, **how)
+
+    @torch.no_grad()
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids (B, T) -> cos, sin (B, T, R) of one type of layer, in `table_dtype` or the dtype of `x`."""
+        inverse = getattr(self, f"{layer_type}_inv_freq").to(x.device)
+        frequencies = Frequencies(inverse, getattr(self, f"{layer_type}_attention_scaling"))
+        if self.config.rope_parameters[layer_type]["rope_type"] in _BY_LENGTH:
+            frequencies = self._frequencies(layer_type, device=x.device, seq_len=position_ids.max() + 1)
+        return cos_sin(position_ids, frequencies, self.table_dtype or x.dtype)
+
+    def by_layer_type(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_types: Collection[str]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin for each type of layer."""
+        return {layer_type: self(x, position_ids, layer_type) for layer_type in dict.fromkeys(layer_types)}
+
+
+def _of_whole_heads(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope` for a family that rotates whole heads: transformers' default type passes over the factor there."""
+    factor, kind = rope.get("partial_rotary_factor", 1.0), rope.get("rope_type", "default")
+    if factor == 1.0 or kind == "proportional":  # whose tables are of whole heads
+        return rope
+    if kind != "default":
+        raise ValueError(
+            f"{config.model_type} rotates whole heads: rope type {kind!r} with partial_rotary_factor={factor} in "
+            f"config.rope_parameters cannot be carried; leave the factor out"
+        )
+    return rope | {"partial_rotary_factor": 1.0}
+
+
+def _frequencies(config: PreTrainedConfig, rope: dict[str, Any], **how: Any) -> Frequencies:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return inverse_frequencies(
-        config.rope_parameters, head_dim=head_dim, max_position_embeddings=config.max_position_embeddings, **how
-    )
+    return inverse_frequencies(rope, head_dim=head_dim, max_position_embeddings=config.max_position_embeddings, **how)
 
 
 def apply_rotary(

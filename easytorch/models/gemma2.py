@@ -8,11 +8,14 @@ import torch
 from torch import nn
 from transformers import Gemma2Config, GenerationMixin
 
-from easytorch.layers.decoder import DecoderBackbone, DecoderLayer, GatedMLP, GroupedAttention
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.embedding import ScaledEmbedding
+from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from easytorch.layers.masks import types_of_config
+from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import ZeroCenteredRMSNorm
-from easytorch.protocol.native import NativeModel
+from easytorch.protocol.native import NativeDecoder
 
 
 class Gemma2MLP(GatedMLP):
@@ -21,11 +24,12 @@ class Gemma2MLP(GatedMLP):
 
 
 class Gemma2Attention(GroupedAttention):
+    types_of_layers = staticmethod(types_of_config)
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(
             config,
             layer_idx,
-            layer_type=config.layer_types[layer_idx],
             scaling=config.query_pre_attn_scalar**-0.5,
             softcap=config.attn_logit_softcapping,
         )
@@ -36,11 +40,14 @@ class Gemma2DecoderLayer(DecoderLayer):
     attention_class = Gemma2Attention
     mlp_class = Gemma2MLP
     norm_class = ZeroCenteredRMSNorm
-
-    def __init__(self, config: Gemma2Config, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_feedforward_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
@@ -49,23 +56,15 @@ class Gemma2DecoderLayer(DecoderLayer):
         return hidden_states + self.post_feedforward_layernorm(mixed)
 
 
-class Gemma2PreTrainedModel(NativeModel):
+class Gemma2PreTrainedModel(NativeDecoder):
     config: Gemma2Config
     config_class = Gemma2Config
-    base_model_prefix = "model"
     _no_split_modules = ["Gemma2DecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    head_weights = (r"^(lm_head|score)\.",)
     _can_record_outputs = {"hidden_states": Gemma2DecoderLayer, "attentions": Gemma2Attention}  # noqa: RUF012
 
 
 class Gemma2Model(DecoderBackbone, Gemma2PreTrainedModel):
     layer_class = Gemma2DecoderLayer
-    norm_class = ZeroCenteredRMSNorm
-
-    @staticmethod
-    def types_of_layers(config: Any) -> list[str]:
-        return config.layer_types
 
     @staticmethod
     def embedding(config: Gemma2Config) -> nn.Embedding:

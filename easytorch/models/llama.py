@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from transformers import GenerationMixin, LlamaConfig
 
-from easytorch.layers.decoder import DecoderBackbone, DecoderLayer, GatedMLP, GroupedAttention
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import (
     CausalLMHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from easytorch.layers.mlp import GatedMLP
 from easytorch.models._llama_rules import RULES as RULES
-from easytorch.protocol.native import NativeModel
+from easytorch.protocol.native import NativeDecoder
 
 
 class LlamaMLP(GatedMLP):
@@ -32,13 +34,10 @@ class LlamaDecoderLayer(DecoderLayer):
     mlp_class = LlamaMLP
 
 
-class LlamaPreTrainedModel(NativeModel):
+class LlamaPreTrainedModel(NativeDecoder):
     config: LlamaConfig
     config_class = LlamaConfig
-    base_model_prefix = "model"
     _no_split_modules = ["LlamaDecoderLayer"]  # noqa: RUF012 - transformers copies it into a set
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    head_weights = (r"^(lm_head|score|qa_outputs)\.",)
     _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}  # noqa: RUF012
 
 

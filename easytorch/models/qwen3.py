@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, Qwen3Config
 
-from easytorch.layers.decoder import DecoderBackbone, DecoderLayer, GatedMLP, GroupedAttention
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import (
     CausalLMHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from easytorch.layers.masks import types_of_config
+from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
-from easytorch.protocol.native import NativeModel
+from easytorch.protocol.native import NativeDecoder
 
 
 class Qwen3MLP(GatedMLP):
@@ -24,13 +27,15 @@ class Qwen3MLP(GatedMLP):
 
 
 class Qwen3Attention(GroupedAttention):
+    types_of_layers = staticmethod(types_of_config)
+
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx, layer_type=config.layer_types[layer_idx])
+        super().__init__(config, layer_idx)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def before_rotary(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.q_norm(query), self.k_norm(key)
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, *positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().rotate(self.q_norm(query), self.k_norm(key), *positions)
 
 
 class Qwen3DecoderLayer(DecoderLayer):
@@ -38,22 +43,15 @@ class Qwen3DecoderLayer(DecoderLayer):
     mlp_class = Qwen3MLP
 
 
-class Qwen3PreTrainedModel(NativeModel):
+class Qwen3PreTrainedModel(NativeDecoder):
     config: Qwen3Config
     config_class = Qwen3Config
-    base_model_prefix = "model"
     _no_split_modules = ["Qwen3DecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    head_weights = (r"^(lm_head|score|qa_outputs)\.",)
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": Qwen3Attention}  # noqa: RUF012
 
 
 class Qwen3Model(DecoderBackbone, Qwen3PreTrainedModel):
     layer_class = Qwen3DecoderLayer
-
-    @staticmethod
-    def types_of_layers(config: Any) -> list[str]:
-        return config.layer_types
 
 
 class Qwen3ForCausalLM(CausalLMHead, Qwen3PreTrainedModel, GenerationMixin):

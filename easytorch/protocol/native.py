@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
 from easytorch.layers.norm import ZeroCenteredRMSNorm
+from easytorch.layers.rotary import LayerTypeRotaryEmbedding
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
@@ -83,6 +84,8 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, ZeroCenteredRMSNorm):
             initialization.zeros_(module.weight)
+        if isinstance(module, LayerTypeRotaryEmbedding):
+            module.init_buffers()
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""
@@ -123,3 +126,11 @@ class NativeModel(BridgeMixin, PreTrainedModel):
                 f"'flex_attention' or a name registered with transformers.AttentionInterface"
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, is_init_check, allow_all_kernels)
+
+
+class NativeDecoder(NativeModel):
+    """What the `PreTrainedModel` of a decoder family is made of, where it does not say otherwise."""
+
+    base_model_prefix = "model"
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 - transformers copies it into a set
+    head_weights = (r"^(lm_head|score|qa_outputs)\.",)

@@ -1,0 +1,128 @@
+"""The attention of decoders: H query heads over K key/value heads, causal, with rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from easytorch.layers.attention import interface_of
+from easytorch.layers.config import attn_implementation
+from easytorch.layers.linear import linear
+from easytorch.layers.masks import all_full, window_of
+from easytorch.layers.rotary import apply_rotary
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention with rotary positions (arXiv:2305.13245, 2104.09864).
+
+    A family overrides the step where it differs: `make_projections` and `project` (projections that are stored as one),
+    `rotate` (norms before or after the rotation, layers without it, scales by position), `features` (sinks),
+    `project_output` (gates, dropout). `types_of_layers` says, once for the layers and for the model, which of
+    layers/masks.py each layer has. Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
+    """
+
+    is_causal = True
+    interleaved: ClassVar[bool] = False  # pairs that rotate together stand side by side, not half a head apart
+    output_name: ClassVar[str] = "o_proj"
+    types_of_layers = staticmethod(all_full)
+
+    def __init__(
+        self,
+        config: Any,
+        layer_idx: int,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        bias: bool | None = None,
+        out_bias: bool | None = None,
+    ) -> None:
+        """scaling: of the scores, head_dim**-0.5 unless given. softcap: their bound, softcap * tanh(scores / softcap).
+
+        bias: of query, key and value, config.attention_bias unless given. out_bias: of the output, else as `bias`.
+        """
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.layer_type = self.types_of_layers(config)[layer_idx]
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.scaling = self.head_dim**-0.5 if scaling is None else scaling
+        self.attention_dropout = getattr(config, "attention_dropout", 0.0)
+        self.use_rope = True  # False for layers that know no positions
+        self.sliding_window = window_of(config, self.layer_type)
+        # only what the layer has: an attention function that a user registered need not know the others
+        given = {"sliding_window": self.sliding_window, "softcap": softcap}
+        self._features = {name: value for name, value in given.items() if value is not None}
+        bias = config.attention_bias if bias is None else bias
+        self.make_projections(bias, bias if out_bias is None else out_bias)
+
+    def make_projections(self, bias: bool, out_bias: bool) -> None:
+        """The modules `project` and `project_output` call, under the names and in the order of transformers."""
+        hidden, width, kv_width = self.config.hidden_size, self.num_heads, self.num_key_value_heads
+        width, kv_width = width * self.head_dim, kv_width * self.head_dim
+        self.q_proj = nn.Linear(hidden, width, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
+        setattr(self, self.output_name, nn.Linear(width, hidden, bias=out_bias))
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(B, T, D) -> query (B, T, H, head_dim), key, value (B, T, K, head_dim); more goes on to `project_output`."""
+        batch, length, _ = hidden_states.shape
+        query = linear(self.q_proj, hidden_states).view(batch, length, -1, self.head_dim)
+        key = linear(self.k_proj, hidden_states).view(batch, length, -1, self.head_dim)
+        return query, key, linear(self.v_proj, hidden_states).view(batch, length, -1, self.head_dim)
+
+    def rotate(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+        position_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query (B, T, H, head_dim) and key (B, T, K, head_dim) turned by their positions, where the layer has any.
+
+        position_embeddings: cos and sin (B or 1, T, R). position_ids (B or 1, T): what they were made of.
+        """
+        if position_embeddings is None or not self.use_rope:
+            return query, key
+        return apply_rotary(query, key, *position_embeddings, interleaved=self.interleaved)
+
+    def features(self) -> Mapping[str, Any]:
+        """What the attention function is given beyond the tensors, the scale and the dropout."""
+        return self._features
+
+    def project_output(self, attended: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """attended (B, T, H * head_dim), and what else `project` returned -> (B, T, D)."""
+        return linear(getattr(self, self.output_name), attended)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states (B, T, D), position_embeddings cos and sin (B, T, R) -> (B, T, D) and weights or None.
+
+        past_key_values: the keys and values of this layer are added to it, and all that it holds are attended to.
+        """
+        batch, length, _ = hidden_states.shape
+        query, key, value, *rest = self.project(hidden_states)
+        query, key = self.rotate(query, key, position_embeddings, kwargs.get("position_ids"))
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = interface_of(attn_implementation(self.config))
+        dropout = self.attention_dropout if self.training else 0.0
+        features = self.features()
+        output, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **features, **kwargs
+        )
+        return self.project_output(output.reshape(batch, length, -1), *rest), weights
