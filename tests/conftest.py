@@ -73,3 +73,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         number, seed = item.config.stash[NUMBER], seed_of(item.config, item.nodeid)
         report.sections.append(("random numbers", f"drawn with --test-seed {number}: seed {seed} of this test"))
     return report
+
+
+@pytest.fixture
+def without_native_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The auto classes load transformers' own classes of every family, as they do of those that are not native."""
+    monkeypatch.setattr("easytorch.auto.plugging.families", list)

@@ -12,6 +12,8 @@ import transformers as t
 import easytorch
 from easytorch.layers.attention import OBSERVERS
 
+pytestmark = pytest.mark.usefixtures("without_native_families")
+
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
 IDS = torch.tensor([[5, 9, 33, 71, 8, 20, 21], [4, 4, 90, 12, 60, 3, 3]])

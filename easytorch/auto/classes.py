@@ -162,7 +162,8 @@ def _choose_attention(
     if choice.passed is not None:
         kwargs["attn_implementation"] = choice.passed
     # The name of ours goes into the config, which from_config shares with its caller and with other models of it.
-    return copy.deepcopy(config) if choice.ours else config, choice
+    named = choice.ours or issubclass(model_class, NativeModel)
+    return copy.deepcopy(config) if named else config, choice
 
 
 def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.masks import Masks, check_layer_types, masks_by_layer_type
 from easytorch.layers.norm import RMSNorm
-from easytorch.layers.rotary import RotaryEmbedding
+from easytorch.layers.rotary import RotaryEmbedding, RotaryTables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -48,6 +48,10 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
+        self.add_modules(config, layer_idx)
+
+    def add_modules(self, config: Any, layer_idx: int) -> None:
+        """The parts, in the order of transformers: optimizer states follow it."""
         self.self_attn = self.attention_class(config, layer_idx)
         self.mlp = self.mlp_class(config)
         for name in self.norms:
@@ -68,24 +72,28 @@ class DecoderLayer(GradientCheckpointingLayer):
 class DecoderBackbone(_Base):
     """Embedding, layers and the last norm. Mixed in before the family's `PreTrainedModel`.
 
-    A family overrides the step where it differs: `types_of_layers`, `embedding`, `make_masks`, `default_positions`,
+    A family overrides the step where it differs: `add_modules`, `embedding`, `make_masks`, `default_positions`,
     `enter` (scales, positions that are added, dropout) and `leave`.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
-    rotary_class: ClassVar[type[nn.Module] | None] = RotaryEmbedding  # None: the attention knows of no positions
+    rotary_class: ClassVar[type[RotaryTables] | None] = RotaryEmbedding  # None: the attention knows of no positions
     norm_name: ClassVar[str] = "norm"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.layer_types = self.types_of_layers(config)
         check_layer_types(config, self.layer_types)
+        self.add_modules(config)
+        self.rotary_emb: RotaryTables | None = None if self.rotary_class is None else self.rotary_class(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def add_modules(self, config: Any) -> None:
+        """The embedding, the layers and the last norm, in the order of transformers: optimizer states follow it."""
         setattr(self, self._input_embed_layer, self.embedding(config))
         self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
         setattr(self, self.norm_name, self.layer_class.new_norm(config))
-        self.rotary_emb = None if self.rotary_class is None else self.rotary_class(config)
-        self.gradient_checkpointing = False
-        self.post_init()
 
     @classmethod
     def types_of_layers(cls, config: Any) -> list[str]:

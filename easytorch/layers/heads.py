@@ -31,6 +31,11 @@ else:
 logger = logging.getLogger(__name__)
 
 
+def width_of(config: PreTrainedConfig) -> int:
+    """What a backbone returns a token: the hidden size, unless the embeddings have one of their own (OPT)."""
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+
+
 class CausalLMHead(_Base):
     """Logits of the next token, at every position that is asked for. `GenerationMixin` stands behind it."""
 
@@ -45,7 +50,7 @@ class CausalLMHead(_Base):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=self.lm_head_bias)
+        self.lm_head = nn.Linear(width_of(config), config.vocab_size, bias=self.lm_head_bias)
         self.post_init()
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -101,7 +106,7 @@ class SequenceClassificationHead(_Base):
         super().__init__(config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(width_of(config), config.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -156,6 +161,7 @@ class TokenClassificationHead(_Base):
     """Logits of every token."""
 
     backbone_class: ClassVar[type[nn.Module]]
+    classifier_name: ClassVar[str] = "score"
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -163,7 +169,7 @@ class TokenClassificationHead(_Base):
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         chosen = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
         self.dropout = nn.Dropout(next((rate for rate in chosen if rate is not None), 0.1))
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        setattr(self, self.classifier_name, nn.Linear(width_of(config), config.num_labels))
         self.post_init()
 
     @can_return_tuple
@@ -188,7 +194,7 @@ class TokenClassificationHead(_Base):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.score(self.dropout(outputs.last_hidden_state))
+        logits = getattr(self, self.classifier_name)(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -203,7 +209,7 @@ class QuestionAnsweringHead(_Base):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.qa_outputs = nn.Linear(width_of(config), 2)
         self.post_init()
 
     @can_return_tuple

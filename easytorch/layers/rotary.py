@@ -19,22 +19,36 @@ _OPERATION = OperationRegistry.create("rotary")
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryTables(nn.Module):
+    """cos and sin of a model's positions, for each type of its layers."""
+
+    table_dtype: ClassVar[torch.dtype | None] = None  # of cos and sin; None: that of the hidden states
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def by_layer_type(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_types: Collection[str]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """position_ids (B, T) -> cos, sin (B, T, R) by type of layer; x: hidden states, for their dtype and device."""
+        return dict.fromkeys(layer_types, self(x, position_ids=position_ids))
+
+
+class RotaryEmbedding(RotaryTables):
     """cos and sin of every position, for each rope type of transformers (linear, dynamic, yarn, longrope, llama3, ...).
 
     The frequencies that depend on the length (dynamic, longrope) are those of the largest position of the call. The
     buffer names are those transformers' initialization after a meta-device load looks for.
     """
 
-    table_dtype: ClassVar[torch.dtype | None] = None  # of cos and sin; None: that of the hidden states
     partial: ClassVar[bool] = False  # the share of a head that the rope parameters name turns, else all of it
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.rope_type: str = config.rope_parameters["rope_type"]
         inv_freq, self.attention_scaling = self.frequencies(config, config.rope_parameters)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
@@ -68,12 +82,6 @@ class RotaryEmbedding(nn.Module):
         dtype = self.table_dtype or x.dtype
         return cos_sin(position_ids, frequencies, dtype, mrope_section=section, mrope_interleaved=interleaved)
 
-    def by_layer_type(
-        self, x: torch.Tensor, position_ids: torch.Tensor, layer_types: Collection[str]
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """cos and sin for each type of layer: the same for all."""
-        return dict.fromkeys(layer_types, self(x, position_ids=position_ids))
-
 
 class PartialRotaryEmbedding(RotaryEmbedding):
     """`RotaryEmbedding` of the share of a head that `partial_rotary_factor` names."""
@@ -87,14 +95,11 @@ class Float32RotaryEmbedding(RotaryEmbedding):
     table_dtype = torch.float32
 
 
-class LayerTypeRotaryEmbedding(nn.Module):
+class LayerTypeRotaryEmbedding(RotaryTables):
     """The same where `config.rope_parameters` has an entry for each type of layer: buffers `<type>_inv_freq`."""
 
-    table_dtype: ClassVar[torch.dtype | None] = None
-
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.layer_types = sorted(set(config.layer_types))
         for layer_type in self.layer_types:
             inv_freq, scaling = self._frequencies(layer_type)
@@ -126,7 +131,6 @@ class LayerTypeRotaryEmbedding(nn.Module):
     def by_layer_type(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_types: Collection[str]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """cos and sin for each type of layer."""
         return {layer_type: self(x, position_ids, layer_type) for layer_type in dict.fromkeys(layer_types)}
 
 

@@ -29,8 +29,8 @@ class Qwen3MLP(GatedMLP):
 class Qwen3Attention(GroupedAttention):
     types_of_layers = staticmethod(types_of_config)
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    def __init__(self, config: Any, layer_idx: int, **biases: bool) -> None:
+        super().__init__(config, layer_idx, **biases)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 

@@ -115,6 +115,7 @@ def test_a_trial_leaves_no_trace() -> None:
     assert not t.MistralModel.__dict__.get("easytorch_report")
 
 
+@pytest.mark.usefixtures("without_native_families")
 def test_loading_changes_the_instance_and_not_its_class() -> None:
     classes = [t.GPT2LMHeadModel, t.GPT2Model, t.GPT2PreTrainedModel, t.PreTrainedModel]
     config = t.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
@@ -131,7 +132,10 @@ def test_loading_changes_the_instance_and_not_its_class() -> None:
     assert easytorch.AutoModelForCausalLM.from_config(model.config).config._attn_implementation == "easytorch"
 
 
-def test_a_config_shared_with_other_models_keeps_their_attention() -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_a_config_shared_with_other_models_keeps_their_attention(native, request) -> None:
+    if not native:
+        request.getfixturevalue("without_native_families")
     config = mistral()
     theirs = t.AutoModelForCausalLM.from_config(config)
     ours = easytorch.AutoModelForCausalLM.from_config(config)
@@ -221,6 +225,7 @@ def test_small_configs_keep_what_makes_an_architecture() -> None:
     assert t.LlavaConfig().text_config.hidden_size == 4096  # the defaults are left alone
 
 
+@pytest.mark.usefixtures("without_native_families")
 def test_attention_is_switched_by_every_name_or_refused() -> None:
     model = easytorch.AutoModelForCausalLM.from_config(mistral()).eval()
     with torch.no_grad():

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
 from transformers import BertConfig, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table. reference: the attention of transformers' class with which outputs are compared."""
+    """A row of the table. reference: the attention of transformers' class with which outputs are compared.
+
+    dropouts: the rates of dropout outside of the attention, which draws by itself.
+    """
 
     config_class: type[PreTrainedConfig]
     heads: tuple[str, ...]
     sizes: dict[str, Any]
     reference: str = "sdpa"
     variants: tuple[dict[str, Any], ...] = field(default=())
+    dropouts: tuple[str, ...] = ()
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         return self.config_class(**self.sizes | changes)
@@ -30,7 +35,8 @@ _SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-_DECODER = _SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ONE_HEAD_EACH = _SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER = _ONE_HEAD_EACH | {"num_key_value_heads": 2}
 
 FAMILIES = {
     "bert": Family(
@@ -98,6 +104,224 @@ FAMILIES = {
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 2},
         ),
     ),
+}
+
+_SEQUENCE, _TOKEN, _ANSWER = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+def _decoder(
+    name: str,
+    *heads: str,
+    sizes: dict[str, Any] | None = None,
+    variants: tuple[dict[str, Any], ...] = (),
+    dropouts: tuple[str, ...] = (),
+    base: dict[str, Any] = _DECODER,
+) -> Family:
+    """A row whose classes transformers calls <name>Config, <name>Model, <name>ForCausalLM and so on."""
+    classes = tuple(f"{name}{head}" for head in ("Model", "ForCausalLM", *heads))
+    return Family(
+        getattr(transformers, f"{name}Config"), classes, base | (sizes or {}), variants=variants, dropouts=dropouts
+    )
+
+
+_PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1],
+    "long_factor": [2.0, 3.0],
+    "partial_rotary_factor": 0.5,
+}
+
+FAMILIES |= {
+    "mistral": _decoder(
+        "Mistral",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes={"sliding_window": 4},
+        variants=({"sliding_window": None}, {"head_dim": 12, "tie_word_embeddings": True}),
+    ),
+    "ministral": _decoder(
+        "Ministral", _SEQUENCE, _TOKEN, _ANSWER, sizes=_WINDOWS | {"head_dim": 8}, variants=({"layer_types": None},)
+    ),
+    "ministral3": _decoder(
+        "Ministral3",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes={
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        variants=({"sliding_window": 3},),
+    ),
+    "qwen2": _decoder(
+        "Qwen2",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes={"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        variants=({"use_sliding_window": False}, {"tie_word_embeddings": True}),
+    ),
+    "phi3": _decoder(
+        "Phi3",
+        _SEQUENCE,
+        _TOKEN,
+        sizes={"sliding_window": 4},
+        dropouts=("resid_pdrop",),
+        variants=(
+            {"sliding_window": None, "num_key_value_heads": None},
+            _PARTIAL,
+            {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32},
+            {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 8},
+        ),
+    ),
+    "olmo": _decoder(
+        "Olmo", _SEQUENCE, sizes={"clip_qkv": 0.2}, variants=({"clip_qkv": None, "attention_bias": True},)
+    ),
+    "olmo2": _decoder("Olmo2", _SEQUENCE, variants=({"attention_bias": True, "num_key_value_heads": 1},)),
+    "olmo3": _decoder(
+        "Olmo3",
+        _SEQUENCE,
+        sizes=_WINDOWS,
+        variants=(
+            {"layer_types": None},
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "rope_theta": 5e5,
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 16,
+                    },
+                }
+            },
+        ),
+    ),
+    "smollm3": _decoder(
+        "SmolLM3",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes={"no_rope_layers": [1, 0]},
+        variants=({"use_sliding_window": True, "sliding_window": 3, "attention_bias": True, "mlp_bias": True},),
+    ),
+    "granite": _decoder(
+        "Granite",
+        sizes={
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+        },
+        variants=({"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},),
+    ),
+    "gemma": _decoder("Gemma", _SEQUENCE, _TOKEN, sizes={"head_dim": 12}, variants=({"attention_bias": True},)),
+    "gemma3_text": Family(
+        transformers.Gemma3TextConfig,
+        ("Gemma3TextModel", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
+        _DECODER | _WINDOWS | {"head_dim": 8, "query_pre_attn_scalar": 13},
+        variants=(
+            {"final_logit_softcapping": 0.7, "attention_bias": True},
+            {"use_bidirectional_attention": True, "sliding_window": 8},
+            {"layer_types": None, "num_key_value_heads": 1},
+        ),
+    ),
+    "cohere": _decoder(
+        "Cohere", sizes={"use_qk_norm": True}, variants=({"use_qk_norm": False, "attention_bias": True},)
+    ),
+    "cohere2": _decoder("Cohere2", sizes=_WINDOWS, variants=({"layer_types": None}, {"logit_scale": 3.0})),
+    "glm": _decoder("Glm", _SEQUENCE, _TOKEN, sizes={"head_dim": 8}, variants=({"attention_bias": False},)),
+    "glm4": _decoder("Glm4", _SEQUENCE, _TOKEN, sizes={"head_dim": 8}, variants=({"attention_bias": False},)),
+    "starcoder2": _decoder(
+        "Starcoder2",
+        _SEQUENCE,
+        _TOKEN,
+        sizes={"sliding_window": 4},
+        dropouts=("residual_dropout", "embedding_dropout"),
+        variants=({"use_bias": False}, {"sliding_window": None}),
+    ),
+    "stablelm": _decoder(
+        "StableLm",
+        _SEQUENCE,
+        _TOKEN,
+        sizes=_PARTIAL | {"qk_layernorm": True},
+        dropouts=("hidden_dropout",),
+        variants=({"use_parallel_residual": True}, {"qk_layernorm": False, "use_qkv_bias": True}),
+    ),
+    "phi": _decoder(
+        "Phi",
+        _SEQUENCE,
+        _TOKEN,
+        dropouts=("resid_pdrop", "embd_pdrop"),
+        variants=({"qk_layernorm": True}, {"num_key_value_heads": None}),
+    ),
+    "nemotron": _decoder(
+        "Nemotron", _SEQUENCE, _TOKEN, _ANSWER, variants=({"attention_bias": True, "mlp_bias": True, "head_dim": 12},)
+    ),
+    "gpt_neox": _decoder(
+        "GPTNeoX",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        base=_ONE_HEAD_EACH,
+        sizes={"rotary_pct": 0.5},
+        dropouts=("hidden_dropout",),
+        variants=({"use_parallel_residual": False, "attention_bias": False}, {"tie_word_embeddings": True}),
+    ),
+    "opt": _decoder(
+        "OPT",
+        _SEQUENCE,
+        _ANSWER,
+        base=_ONE_HEAD_EACH,
+        sizes={"ffn_dim": 48, "dropout": 0.0},
+        dropouts=("dropout",),
+        variants=(
+            {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
+            {"enable_bias": False, "layer_norm_elementwise_affine": False},
+            {"_remove_final_layer_norm": True, "tie_word_embeddings": False},
+        ),
+    ),
+    "arcee": _decoder("Arcee", _SEQUENCE, _TOKEN, _ANSWER, variants=({"mlp_bias": True, "attention_bias": True},)),
+    "helium": _decoder("Helium", _SEQUENCE, _TOKEN, sizes={"head_dim": 8}, variants=({"attention_bias": True},)),
+    "exaone4": _decoder(
+        "Exaone4",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes=_WINDOWS,
+        variants=({"sliding_window": None, "layer_types": ["full_attention", "full_attention"]},),
+    ),
+    "hunyuan_v1_dense": _decoder(
+        "HunYuanDenseV1",
+        _SEQUENCE,
+        sizes={"head_dim": 12},
+        variants=(
+            {"attention_bias": True},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+        ),
+    ),
+    "seed_oss": _decoder(
+        "SeedOss",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes={"head_dim": 12},
+        dropouts=("residual_dropout",),
+        variants=({"attention_out_bias": True},),
+    ),
+    "ernie4_5": _decoder("Ernie4_5", sizes={"head_dim": 12}, variants=({"use_bias": True},)),
 }
 DECODERS = tuple(name for name in FAMILIES if name != "bert")
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -73,9 +74,12 @@ def test_files_go_both_ways(family, make_pair, tmp_path) -> None:
     ours, theirs = models(make_pair, family)
     for saved, loader in ((ours, transformers.AutoModelForCausalLM), (theirs, easytorch.AutoModelForCausalLM)):
         saved.save_pretrained(tmp_path / loader.__module__)
-        loaded = loader.from_pretrained(tmp_path / loader.__module__).state_dict()
-        assert loaded.keys() == saved.state_dict().keys()
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.state_dict().items())
+        loaded = loader.from_pretrained(tmp_path / loader.__module__)
+        weights = loaded.state_dict()
+        assert weights.keys() == saved.state_dict().keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in saved.state_dict().items())
+    with torch.no_grad():  # what is in no file (tables of angles) is made anew on the meta device
+        assert torch.equal(loaded(IDS).logits, ours(IDS).logits)
 
 
 def test_the_auto_class_gives_the_native_one(family) -> None:
@@ -88,7 +92,7 @@ def test_initial_weights_are_those_of_transformers(family, make_pair) -> None:
     for library in (transformers, easytorch):
         torch.manual_seed(3)
         made.append(library.AutoModelForCausalLM.from_config(copy.deepcopy(config)).state_dict())
-    assert made[0].keys() == made[1].keys()
+    assert list(made[0]) == list(made[1])  # optimizer states are numbered in this order
     for name, weight in made[0].items():  # each starts at a constant, or is drawn from one distribution
         assert (weight.std() == 0) == (made[1][name].std() == 0), name
         assert weight.mean().item() == pytest.approx(made[1][name].mean().item(), abs=0.01), name
@@ -127,8 +131,89 @@ def test_masks_by_layer_type_may_be_ready_made(family, make_pair) -> None:
     given = {"full_attention": causal, "sliding_attention": window}
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS, attention_mask=given).logits, ours(IDS).logits, **TOLERANCE)
-    with pytest.raises(ValueError, match=r"has masks for other layers; .* has full_attention"):
+    with pytest.raises(ValueError, match=r"has masks for other layers; .* has \w+_attention"):
         ours(IDS, attention_mask={"other": causal})
+
+
+def test_generate_makes_the_cache_anew_where_longrope_turns_long(make_pair) -> None:
+    """Phi 3 beyond its trained length: the keys in the cache were turned by the other factors."""
+    longrope = next(one for one in FAMILIES["phi3"].variants if one.get("original_max_position_embeddings") == 32)
+    changes = longrope | {"original_max_position_embeddings": 14, "sliding_window": None}
+    ours, theirs = make_pair("Phi3ForCausalLM", FAMILIES["phi3"].config(**changes))
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1}
+    assert torch.equal(*(model.generate(IDS, **settings) for model in (ours, theirs)))
+    with torch.no_grad():  # the two lengths differ, so that a cache that is kept would show
+        model = ours.generate(IDS, **settings, use_cache=False)
+    assert torch.equal(model, ours.generate(IDS, **settings))
+
+
+def test_packed_sequences(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
+    with torch.no_grad():
+        given, expected = (model(IDS[:1], position_ids=positions, use_cache=False).logits for model in (ours, theirs))
+    torch.testing.assert_close(given, expected, **TOLERANCE)
+
+
+def test_plans_of_parallelism_are_transformers(family) -> None:
+    for head in FAMILIES[family].heads:
+        with torch.device("meta"):
+            made = [
+                getattr(module, head)(FAMILIES[family].config())
+                for module in (importlib.import_module(f"easytorch.models.{family}"), transformers)
+            ]
+        for plan in ("_tp_plan", "_pp_plan", "_fsdp_plan", "_no_split_modules", "all_tied_weights_keys"):
+            assert getattr(made[0], plan) == getattr(made[1], plan), (head, plan)
+        assert made[0].base_model_prefix == made[1].base_model_prefix, head
+
+
+def test_every_head_that_transformers_has_is_native(family) -> None:
+    row = FAMILIES[family]
+    module = importlib.import_module(getattr(transformers, row.heads[0]).__module__)
+    theirs = {
+        name
+        for name, one in vars(module).items()
+        if isinstance(one, type)
+        and issubclass(one, transformers.PreTrainedModel)
+        and one.config_class is row.config_class
+        and one.forward is not transformers.PreTrainedModel.forward
+        and hasattr(transformers, name)
+    }
+    assert theirs == set(row.heads)
+
+
+@pytest.mark.parametrize(
+    "family, rate", [(family, rate) for family in DECODERS for rate in FAMILIES[family].dropouts], ids=str
+)
+def test_dropout_draws_what_transformers_draws(family, rate, make_pair) -> None:
+    row = FAMILIES[family]
+    outputs = []
+    for model in make_pair(CAUSAL[family], row.config(**{rate: 0.5}), row.reference):
+        torch.manual_seed(5)
+        outputs.append(model.train()(IDS).logits)
+        torch.manual_seed(5)
+        assert not torch.allclose(outputs[-1], model.eval()(IDS).logits)
+    torch.testing.assert_close(*outputs, **TOLERANCE)
+
+
+def test_a_config_that_cannot_be_carried_is_refused_by_name(family) -> None:
+    def refused(words: str, **changes: object) -> None:
+        config = FAMILIES[family].config()
+        for name, value in changes.items():
+            setattr(config, name, value)
+        with pytest.raises(ValueError, match=words):
+            easytorch.AutoModelForCausalLM.from_config(config)
+
+    config = FAMILIES[family].config()
+    acts = ("hidden_act", "hidden_activation", "activation_function")
+    refused(
+        "no activation is called 'nosuch'; known: .*gelu", **{name: "nosuch" for name in acts if name in vars(config)}
+    )
+    rope = copy.deepcopy(getattr(config, "rope_parameters", None))
+    if rope is not None:
+        for one in rope.values() if "rope_type" not in rope else (rope,):
+            one["rope_type"] = "nosuch"
+        refused("no rope type is called 'nosuch'; known: .*yarn", rope_parameters=rope)
 
 
 def test_layer_types_that_a_family_does_not_have() -> None:

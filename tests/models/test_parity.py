@@ -141,6 +141,19 @@ def test_rope_types_below_and_above_the_trained_length(rope, make_pair, llama_co
             torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, **TOLERANCE)
 
 
+def test_a_partial_rotation_in_a_family_of_whole_heads(make_pair, llama_config) -> None:
+    """transformers passes over the factor for the default type, and fails in the first forward for the others."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    ours, theirs = make_pair("LlamaForCausalLM", llama_config(rope_parameters=rope))
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, **TOLERANCE)
+    with pytest.raises(
+        ValueError, match=r"llama rotates whole heads: rope type 'linear' with partial_rotary_factor=0.5"
+    ):
+        type(ours)(llama_config(rope_parameters=rope | {"rope_type": "linear", "factor": 2.0}))
+
+
 def test_packed_sequences_by_position_ids_do_not_see_each_other(make_pair, llama_config) -> None:
     ours, theirs = make_pair("LlamaForCausalLM", llama_config())
     torch.manual_seed(3)

@@ -1,0 +1,83 @@
+"""The text of Gemma 3 (arXiv:2503.19786): Gemma 2's layers, norms of queries and keys, rotary positions by layer type.
+
+EmbeddingGemma is this model with `use_bidirectional_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, Gemma3TextConfig, GenerationMixin
+
+from easytorch.layers.decoder import DecoderBackbone
+from easytorch.layers.embedding import ScaledEmbedding
+from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
+from easytorch.layers.masks import FULL, SLIDING, Masks, masks_by_layer_type, types_of_config
+from easytorch.layers.norm import ZeroCenteredRMSNorm
+from easytorch.layers.rotary import LayerTypeRotaryEmbedding
+from easytorch.models.gemma2 import Gemma2DecoderLayer
+from easytorch.protocol.native import NativeDecoder
+
+
+class Gemma3Attention(GroupedAttention):
+    types_of_layers = staticmethod(types_of_config)
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, scaling=config.query_pre_attn_scalar**-0.5)
+        self.is_causal = not config.use_bidirectional_attention
+        self.q_norm = ZeroCenteredRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, *positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().rotate(self.q_norm(query), self.k_norm(key), *positions)
+
+
+class Gemma3DecoderLayer(Gemma2DecoderLayer):
+    attention_class = Gemma3Attention
+
+
+class Gemma3PreTrainedModel(NativeDecoder):
+    config: Gemma3TextConfig
+    config_class = Gemma3TextConfig
+    _no_split_modules = ["Gemma3DecoderLayer"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": Gemma3DecoderLayer, "attentions": Gemma3Attention}  # noqa: RUF012
+
+
+class Gemma3TextModel(DecoderBackbone, Gemma3PreTrainedModel):
+    layer_class = Gemma3DecoderLayer
+    rotary_class = LayerTypeRotaryEmbedding
+
+    @staticmethod
+    def embedding(config: Any) -> nn.Embedding:
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, config.hidden_size**0.5)
+
+    def make_masks(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | Mapping[str, Any] | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+    ) -> Masks:
+        also_seen = None
+        if self.config.use_bidirectional_attention:
+            window = self.config.sliding_window
+            also_seen = {FULL: lambda b, h, q, k: q >= 0, SLIDING: lambda b, h, q, k: abs(q - k) < window}
+        return masks_by_layer_type(
+            self.config, self.layer_types, inputs_embeds, attention_mask, past_key_values, position_ids, also_seen
+        )
+
+
+class Gemma3ForCausalLM(CausalLMHead, Gemma3PreTrainedModel, GenerationMixin):
+    backbone_class = Gemma3TextModel
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class Gemma3TextForSequenceClassification(SequenceClassificationHead, Gemma3PreTrainedModel):
+    backbone_class = Gemma3TextModel

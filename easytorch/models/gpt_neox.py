@@ -1,0 +1,114 @@
+"""GPT-NeoX, Pythia (arXiv:2204.06745): attention and MLP side by side, each with its norm; one matrix for q, k, v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, GPTNeoXConfig
+
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.heads import (
+    CausalLMHead,
+    QuestionAnsweringHead,
+    SequenceClassificationHead,
+    TokenClassificationHead,
+)
+from easytorch.layers.linear import linear
+from easytorch.layers.mlp import PlainMLP
+from easytorch.layers.norm import LayerNorm
+from easytorch.layers.rotary import PartialRotaryEmbedding
+from easytorch.protocol.native import NativeDecoder
+
+
+class GPTNeoXMLP(PlainMLP):
+    up_name, down_name = "dense_h_to_4h", "dense_4h_to_h"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)
+
+
+class GPTNeoXAttention(GroupedAttention):
+    output_name = "dense"
+
+    def make_projections(self, bias: bool, out_bias: bool) -> None:
+        hidden = self.config.hidden_size
+        self.query_key_value = nn.Linear(hidden, 3 * hidden, bias=bias)
+        self.dense = nn.Linear(hidden, hidden, bias=out_bias)
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # query, key and value of one head stand together, then those of the next
+        return linear(self.query_key_value, hidden_states).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
+
+
+class GPTNeoXLayer(DecoderLayer):
+    """mlp(norm(x)) + attention(norm(x)) + x, or one after the other without `use_parallel_residual`."""
+
+    attention_class = GPTNeoXAttention
+    mlp_class = GPTNeoXMLP
+    norm_class = LayerNorm
+    norm_eps = "layer_norm_eps"
+
+    def add_modules(self, config: Any, layer_idx: int) -> None:
+        self.use_parallel_residual = config.use_parallel_residual
+        self.input_layernorm = self.new_norm(config)
+        self.post_attention_layernorm = self.new_norm(config)
+        self.post_attention_dropout = nn.Dropout(config.hidden_dropout)
+        self.post_mlp_dropout = nn.Dropout(config.hidden_dropout)
+        self.attention = self.attention_class(config, layer_idx)
+        self.mlp = self.mlp_class(config)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.attention(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        attended = self.post_attention_dropout(attended) + hidden_states
+        read = hidden_states if self.use_parallel_residual else attended
+        return self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(read))) + attended
+
+
+class GPTNeoXPreTrainedModel(NativeDecoder):
+    config: GPTNeoXConfig
+    config_class = GPTNeoXConfig
+    base_model_prefix = "gpt_neox"
+    head_weights = (r"^(lm_head|score|classifier|qa_outputs)\.",)
+    _input_embed_layer = "embed_in"
+    _no_split_modules = ["GPTNeoXLayer"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": GPTNeoXAttention}  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = ["attention.bias", "attention.masked_bias"]  # noqa: RUF012
+
+
+class GPTNeoXModel(DecoderBackbone, GPTNeoXPreTrainedModel):
+    layer_class = GPTNeoXLayer
+    rotary_class = PartialRotaryEmbedding
+    norm_name = "final_layer_norm"
+
+    def add_modules(self, config: Any) -> None:
+        super().add_modules(config)
+        self.emb_dropout = nn.Dropout(config.hidden_dropout)
+
+    @staticmethod
+    def embedding(config: Any) -> nn.Embedding:
+        return nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.emb_dropout(inputs_embeds)
+
+
+class GPTNeoXForCausalLM(CausalLMHead, GPTNeoXPreTrainedModel, GenerationMixin):
+    backbone_class = GPTNeoXModel
+    _tied_weights_keys = {"lm_head.weight": "gpt_neox.embed_in.weight"}  # noqa: RUF012
+    _fsdp_plan = None  # transformers has none
+
+
+class GPTNeoXForSequenceClassification(SequenceClassificationHead, GPTNeoXPreTrainedModel):
+    backbone_class = GPTNeoXModel
+
+
+class GPTNeoXForTokenClassification(TokenClassificationHead, GPTNeoXPreTrainedModel):
+    backbone_class = GPTNeoXModel
+    classifier_name = "classifier"
+
+
+class GPTNeoXForQuestionAnswering(QuestionAnsweringHead, GPTNeoXPreTrainedModel):
+    backbone_class = GPTNeoXModel

@@ -1,0 +1,157 @@
+"""OPT (arXiv:2205.01068): learned positions from the third row of their table on, norms before each part or after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationMixin, OPTConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from easytorch.layers.basics import activation
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.heads import CausalLMHead, QuestionAnsweringHead, SequenceClassificationHead
+from easytorch.layers.linear import linear
+from easytorch.layers.masks import Masks
+from easytorch.layers.norm import LayerNorm
+from easytorch.protocol.native import NativeDecoder
+
+
+class OPTLearnedPositionalEmbedding(nn.Embedding):
+    """position_ids (B, T) -> (B, T, D). The first two rows are those of padding, as the model was trained."""
+
+    offset = 2
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings + self.offset, embedding_dim)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + self.offset)
+
+
+class OPTAttention(GroupedAttention):
+    output_name = "out_proj"
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, scaling=1.0, bias=config.enable_bias)  # `rotate` scales the queries
+
+    def make_projections(self, bias: bool, out_bias: bool) -> None:
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            setattr(self, name, nn.Linear(self.config.hidden_size, self.config.hidden_size, bias=bias))
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, *positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return query * self.head_dim**-0.5, key
+
+
+class OPTDecoderLayer(DecoderLayer):
+    attention_class = OPTAttention
+
+    def add_modules(self, config: Any, layer_idx: int) -> None:
+        self.do_layer_norm_before = config.do_layer_norm_before
+        self.dropout, self.layerdrop = config.dropout, config.layerdrop
+        self.self_attn = self.attention_class(config, layer_idx)
+        self.activation_fn = activation(config.activation_function)
+        self.self_attn_layer_norm = self.new_norm(config)
+        self.fc1 = nn.Linear(config.hidden_size, config.ffn_dim, bias=config.enable_bias)
+        self.fc2 = nn.Linear(config.ffn_dim, config.hidden_size, bias=config.enable_bias)
+        self.final_layer_norm = self.new_norm(config)
+
+    @classmethod
+    def new_norm(cls, config: Any) -> nn.Module:
+        return LayerNorm(config.hidden_size, elementwise_affine=config.layer_norm_elementwise_affine)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if self.training and self.layerdrop > 0.0 and torch.rand([]) < self.layerdrop:
+            return hidden_states
+        before = self.do_layer_norm_before
+        read = self.self_attn_layer_norm(hidden_states) if before else hidden_states
+        attended, _ = self.self_attn(hidden_states=read, **kwargs)
+        hidden_states = hidden_states + nn.functional.dropout(attended, self.dropout, self.training)
+        if not before:
+            hidden_states = self.self_attn_layer_norm(hidden_states)
+        read = self.final_layer_norm(hidden_states) if before else hidden_states
+        mixed = linear(self.fc2, self.activation_fn(linear(self.fc1, read)))
+        hidden_states = hidden_states + nn.functional.dropout(mixed, self.dropout, self.training)
+        return hidden_states if before else self.final_layer_norm(hidden_states)
+
+
+class OPTPreTrainedModel(NativeDecoder):
+    config: OPTConfig
+    config_class = OPTConfig
+    _no_split_modules = ["OPTDecoderLayer"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": OPTDecoderLayer, "attentions": OPTAttention}  # noqa: RUF012
+
+
+class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
+    layer_class = OPTDecoderLayer
+    rotary_class = None
+
+    def add_modules(self, config: Any) -> None:
+        hidden, embedded = config.hidden_size, config.word_embed_proj_dim
+        self.embed_tokens = nn.Embedding(config.vocab_size, embedded, config.pad_token_id)
+        self.embed_positions = OPTLearnedPositionalEmbedding(config.max_position_embeddings, hidden)
+        self.project_out = nn.Linear(hidden, embedded, bias=False) if embedded != hidden else None
+        self.project_in = nn.Linear(embedded, hidden, bias=False) if embedded != hidden else None
+        normed = config.do_layer_norm_before and not config._remove_final_layer_norm
+        self.final_layer_norm = self.layer_class.new_norm(config) if normed else None
+        self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
+
+    def make_masks(
+        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Any
+    ) -> Masks:
+        # transformers' OPT does not read packed sequences out of the positions
+        return super().make_masks(inputs_embeds, attention_mask, past_key_values, None)
+
+    def default_positions(
+        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
+    ) -> torch.Tensor:
+        if attention_mask is None or isinstance(attention_mask, Mapping) or attention_mask.dim() != 2:
+            return super().default_positions(inputs_embeds, attention_mask, past_key_values)
+        counted = torch.cumsum(attention_mask, dim=1) * attention_mask - 1  # padding is not counted
+        return counted.long()[:, -inputs_embeds.shape[1] :]
+
+    def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.project_in is not None:
+            inputs_embeds = linear(self.project_in, inputs_embeds)
+        return inputs_embeds + self.embed_positions(position_ids)
+
+    def leave(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.final_layer_norm is not None:
+            hidden_states = self.final_layer_norm(hidden_states)
+        return hidden_states if self.project_out is None else linear(self.project_out, hidden_states)
+
+
+class OPTModel(OPTPreTrainedModel):
+    def __init__(self, config: OPTConfig) -> None:
+        super().__init__(config)
+        self.decoder = OPTDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.decoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+        """As `DecoderBackbone.forward`."""
+        return self.decoder(input_ids=input_ids, **kwargs)
+
+
+class OPTForCausalLM(CausalLMHead, OPTPreTrainedModel, GenerationMixin):
+    backbone_class = OPTModel
+    _tied_weights_keys = {"lm_head.weight": "model.decoder.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = _pp_plan = _fsdp_plan = None  # transformers has none
+
+
+class OPTForSequenceClassification(SequenceClassificationHead, OPTPreTrainedModel):
+    backbone_class = OPTModel
+
+
+class OPTForQuestionAnswering(QuestionAnsweringHead, OPTPreTrainedModel):
+    backbone_class = OPTModel
