@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.causal_conv1d import aten, native
-from easytorch.operations.dispatch.base import backend
+from easytorch.kernels.causal_conv1d import native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -17,6 +16,8 @@ from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 class CausalConv1d(StateSpaceImpl):
     """`causal_conv1d(x, weight, bias=None, initial_state=None, activation=None, segment_ids=None)`: x (B, T, C),
     weight (C, W) -> outputs (B, T, C), final_state (B, C, W-1)."""
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -39,13 +40,3 @@ class CausalConv1d(StateSpaceImpl):
         activation: str | None = None, segment_ids: Tensor | None = None,
     ) -> StateSpaceOutput:  # fmt: skip
         return self.run(native.causal_conv1d, x, weight, bias, initial_state, activation, segment_ids)
-
-    @backend("aten")
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        return self.run(aten.causal_conv1d, *args, **kwargs)
-
-    @backend("triton")
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.causal_conv1d import triton_op
-
-        return self.run(triton_op.causal_conv1d, *args, **kwargs)

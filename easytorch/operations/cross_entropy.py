@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class CrossEntropy(OperationImpl):
     reduction="mean")`: (..., V) and (...) -> the loss, float32 whatever the logits' dtype or `runtime_dtype`.
     """
 
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "cross_entropy"
@@ -52,17 +55,10 @@ class CrossEntropy(OperationImpl):
         return None
 
     def forward_native(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-        return native.cross_entropy(self.cast(logits), labels, **options)
+        return self.run(native.cross_entropy, logits, labels, **options)
 
-    @backend("aten")
-    def forward_cpu(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-        return aten.cross_entropy(self.cast(logits), labels, **options)
-
-    @backend("triton")
-    def forward_gpu(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-        from easytorch.kernels.cross_entropy import triton_op
-
-        return triton_op.cross_entropy(self.cast(logits), labels, **options)
+    def run(self, kernel: Callable[..., Any], logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return kernel(self.cast(logits), labels, **options)
 
 
 @OperationRegistry.register

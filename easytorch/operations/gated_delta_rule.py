@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.gated_delta_rule import aten, native
+from easytorch.kernels.gated_delta_rule import native
 from easytorch.kernels.interop.arguments import check_scale
-from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -22,6 +21,8 @@ class GatedDeltaRule(StateSpaceImpl):
     (B, Hv, Dk, Dv). `scale` is another name of softmax_scale; without either it is the metadata's, else Dk ** -0.5."""
 
     casts = ("query", "key", "value")
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -49,37 +50,20 @@ class GatedDeltaRule(StateSpaceImpl):
         initial_state: Tensor | None = None, use_qk_l2norm: bool = False, segment_ids: Tensor | None = None,
         *, scale: float | None = None,
     ) -> StateSpaceOutput:  # fmt: skip
-        return self.scaled(
+        return self.run(
             native.gated_delta_rule, query, key, value, g, beta, softmax_scale, initial_state, use_qk_l2norm,
             segment_ids, scale=scale,
         )  # fmt: skip
 
-    @backend("aten")
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        return self.scaled(aten.gated_delta_rule, *args, **kwargs)
-
-    @backend("triton")
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.gated_delta_rule import triton_op
-
-        return self.scaled(triton_op.gated_delta_rule, *args, **kwargs)
-
-    @backend("xla")
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.gated_delta_rule import torch_xla_op
-
-        return self.scaled(torch_xla_op.gated_delta_rule, *args, **kwargs)
-
-    def scaled(
-        self, function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    def run(
+        self, kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
         softmax_scale: float | None = None, initial_state: Tensor | None = None, use_qk_l2norm: bool = False,
         segment_ids: Tensor | None = None, *, scale: float | None = None,
     ) -> StateSpaceOutput:  # fmt: skip
-        """The result of a path's function, its softmax_scale settled."""
         if scale is not None and softmax_scale is not None:
             raise ValueError("gated_delta_rule: scale and softmax_scale are two names of one argument; give one")
         check_scale("gated_delta_rule", "softmax_scale", softmax_scale)
         check_scale("gated_delta_rule", "scale", scale)
         given = (softmax_scale, scale, self.metadata.softmax_scale)
         settled = next((value for value in given if value is not None), None)
-        return self.run(function, query, key, value, g, beta, settled, initial_state, use_qk_l2norm, segment_ids)
+        return super().run(kernel, query, key, value, g, beta, settled, initial_state, use_qk_l2norm, segment_ids)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.grouped_matmul import aten, native
+from easytorch.kernels.grouped_matmul import native
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
-from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
 
@@ -22,6 +22,8 @@ class GroupedMatmul(ProductImpl):
 
     Rows past the sum of the sizes give zeros. kernels/grouped_matmul/routing.py sorts by expert and combines.
     """
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "pallas"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -50,30 +52,11 @@ class GroupedMatmul(ProductImpl):
     def forward_native(
         self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
+        return self.run(native.grouped_matmul, x, weight, group_sizes, bias, transposed=transposed)
+
+    def run(
+        self, kernel: Callable[..., Any], x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None,
+        *, transposed: bool = False,
+    ) -> Tensor:  # fmt: skip
         x, weight, bias = self.in_product_dtype(x, weight, bias)
-        return native.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
-
-    @backend("aten")
-    def forward_cpu(
-        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
-    ) -> Tensor:
-        x, weight, bias = self.in_product_dtype(x, weight, bias)
-        return aten.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
-
-    @backend("triton")
-    def forward_gpu(
-        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
-    ) -> Tensor:
-        from easytorch.kernels.grouped_matmul import triton_op
-
-        x, weight, bias = self.in_product_dtype(x, weight, bias)
-        return triton_op.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
-
-    @backend("pallas")
-    def forward_tpu(
-        self, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None, *, transposed: bool = False
-    ) -> Tensor:
-        from easytorch.kernels.grouped_matmul import torch_xla_op
-
-        x, weight, bias = self.in_product_dtype(x, weight, bias)
-        return torch_xla_op.grouped_matmul(x, weight, group_sizes, bias, transposed=transposed)
+        return kernel(x, weight, group_sizes, bias, transposed=transposed)

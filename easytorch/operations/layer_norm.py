@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.layer_norm import aten, native
-from easytorch.operations.dispatch.base import backend
+from easytorch.kernels.layer_norm import native
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -16,6 +16,8 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 @OperationRegistry.register
 class LayerNorm(OperationImpl):
     """`layer_norm(x, weight=None, bias=None, eps=1e-5)`: (..., N) normalized over its last dimension, in x's dtype."""
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -38,18 +40,10 @@ class LayerNorm(OperationImpl):
     def forward_native(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
-        return native.layer_norm(self.cast(x), weight, bias, eps)
+        return self.run(native.layer_norm, x, weight, bias, eps)
 
-    @backend("aten")
-    def forward_cpu(
-        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-    ) -> Tensor:
-        return aten.layer_norm(self.cast(x), weight, bias, eps)
-
-    @backend("triton")
-    def forward_gpu(
-        self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-    ) -> Tensor:
-        from easytorch.kernels.layer_norm import triton_op
-
-        return triton_op.layer_norm(self.cast(x), weight, bias, eps)
+    def run(
+        self, kernel: Callable[..., Any], x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        return kernel(self.cast(x), weight, bias, eps)

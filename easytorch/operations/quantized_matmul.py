@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
-from easytorch.kernels.quantized_matmul import aten, native
+from easytorch.kernels.quantized_matmul import native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
-from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
 
@@ -23,6 +23,8 @@ class QuantizedMatmul(ProductImpl):
     """`quantized_matmul(x, weight, bias=None)`: x (..., K), weight a `QuantizedWeight` of shape (N, K), bias (N,) ->
     (..., N) in x's dtype. Gradients go to x and bias; the weight is frozen. `quantize(weight, format)` makes one.
     """
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "pallas"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -47,26 +49,8 @@ class QuantizedMatmul(ProductImpl):
         return None
 
     def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        return native.quantized_matmul(*self._prepare(x, weight, bias))
+        return self.run(native.quantized_matmul, x, weight, bias)
 
-    @backend("aten")
-    def forward_cpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        return aten.quantized_matmul(*self._prepare(x, weight, bias))
-
-    @backend("triton")
-    def forward_gpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        from easytorch.kernels.quantized_matmul import triton_op
-
-        return triton_op.quantized_matmul(*self._prepare(x, weight, bias))
-
-    @backend("pallas")
-    def forward_tpu(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        from easytorch.kernels.quantized_matmul import torch_xla_op
-
-        return torch_xla_op.quantized_matmul(*self._prepare(x, weight, bias))
-
-    def _prepare(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None
-    ) -> tuple[Tensor, QuantizedWeight, Tensor | None]:
+    def run(self, kernel: Callable[..., Any], x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         dtype = self.product_dtype(x)
-        return x if dtype is None else x.to(dtype), weight, bias
+        return kernel(x if dtype is None else x.to(dtype), weight, bias)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
-from easytorch.kernels.rms_norm import aten, native
-from easytorch.operations.dispatch.base import backend
+from easytorch.kernels.rms_norm import native
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -19,6 +19,8 @@ class RMSNorm(OperationImpl):
     ATen on the CPU is within 15% of the definition at every size and dtype measured, and gives its bits; Triton on GPU
     reads and writes each row once.
     """
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -38,14 +40,9 @@ class RMSNorm(OperationImpl):
         return triton_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
-        return native.rms_norm(self.cast(x), weight, eps)
+        return self.run(native.rms_norm, x, weight, eps)
 
-    @backend("aten")
-    def forward_cpu(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
-        return aten.rms_norm(self.cast(x), weight, eps)
-
-    @backend("triton")
-    def forward_gpu(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
-        from easytorch.kernels.rms_norm import triton_op
-
-        return triton_op.rms_norm(self.cast(x), weight, eps)
+    def run(
+        self, kernel: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+    ) -> torch.Tensor:
+        return kernel(self.cast(x), weight, eps)

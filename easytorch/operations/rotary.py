@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.rotary import aten, native, torch_xla_op
-from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -26,6 +26,8 @@ class Rotary(OperationImpl):
     """`rotary(query, key, cos, sin, *, interleaved=False, position_ids=None, offset=0) -> (query, key)`: (B, T, H, D)
     and (B, T, K, D), tables (B or 1, T, R), or (L, R) of which position_ids or offset choose the rows.
     """
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -52,24 +54,9 @@ class Rotary(OperationImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
     ) -> tuple[Tensor, Tensor]:
-        return native.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+        return self.run(native.rotary, query, key, cos, sin, **options)
 
-    @backend("aten")
-    def forward_cpu(
-        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    def run(
+        self, kernel: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        return aten.rotary(self.cast(query), self.cast(key), cos, sin, **options)
-
-    @backend("triton")
-    def forward_gpu(
-        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
-    ) -> tuple[Tensor, Tensor]:
-        from easytorch.kernels.rotary import triton_op
-
-        return triton_op.rotary(self.cast(query), self.cast(key), cos, sin, **options)
-
-    @backend("xla")
-    def forward_tpu(
-        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
-    ) -> tuple[Tensor, Tensor]:
-        return torch_xla_op.rotary(self.cast(query), self.cast(key), cos, sin, **options)
+        return kernel(self.cast(query), self.cast(key), cos, sin, **options)

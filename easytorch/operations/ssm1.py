@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
-from easytorch.kernels.ssm1 import aten, native
-from easytorch.operations.dispatch.base import backend
+from easytorch.kernels.ssm1 import native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -18,6 +17,8 @@ from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 class SSM1(StateSpaceImpl):
     """`ssm1(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, initial_state=None, segment_ids=None)`:
     x (B, T, C), state (B, C, N) -> outputs (B, T, C), final_state (B, C, N)."""
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -46,19 +47,3 @@ class SSM1(StateSpaceImpl):
         segment_ids: Tensor | None = None,
     ) -> StateSpaceOutput:  # fmt: skip
         return self.run(native.ssm1, x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, segment_ids)
-
-    @backend("aten")
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        return self.run(aten.ssm1, *args, **kwargs)
-
-    @backend("triton")
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm1 import triton_op
-
-        return self.run(triton_op.ssm1, *args, **kwargs)
-
-    @backend("xla")
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm1 import torch_xla_op
-
-        return self.run(torch_xla_op.ssm1, *args, **kwargs)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.ssm2 import aten, native
-from easytorch.operations.dispatch.base import backend
+from easytorch.kernels.ssm2 import native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -17,6 +16,8 @@ from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 class SSM2(StateSpaceImpl):
     """`ssm2(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0, inf), initial_state=None,
     segment_ids=None)`: x (B, T, H, P), state (B, H, P, N) -> outputs (B, T, H, P), final_state (B, H, P, N)."""
+
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -45,19 +46,3 @@ class SSM2(StateSpaceImpl):
         initial_state: Tensor | None = None, segment_ids: Tensor | None = None,
     ) -> StateSpaceOutput:  # fmt: skip
         return self.run(native.ssm2, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, segment_ids)
-
-    @backend("aten")
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        return self.run(aten.ssm2, *args, **kwargs)
-
-    @backend("triton")
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm2 import triton_op
-
-        return self.run(triton_op.ssm2, *args, **kwargs)
-
-    @backend("xla")
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        from easytorch.kernels.ssm2 import torch_xla_op
-
-        return self.run(torch_xla_op.ssm2, *args, **kwargs)

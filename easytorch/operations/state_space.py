@@ -33,13 +33,12 @@ class StateSpaceImpl(OperationImpl):
 
     casts: ClassVar[tuple[str, ...]] = ("x", "z")  # the arguments `metadata.runtime_dtype` applies to
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> StateSpaceOutput:
-        """The result of a path's function."""
+    def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> StateSpaceOutput:
         if self.metadata.runtime_dtype is not None:
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            given = inspect.signature(kernel).bind(*args, **kwargs).arguments
             for name in self.casts:
                 if given.get(name) is not None:
                     given[name] = self.cast(given[name])
             args, kwargs = (), given
-        outputs, final_state = function(*args, **kwargs)
+        outputs, final_state = kernel(*args, **kwargs)
         return StateSpaceOutput(outputs=outputs, final_state=final_state)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
-from easytorch.operations import Attention, OperationImpl, OperationMetadata, OperationRegistry
+from easytorch.operations import Attention, OperationImpl, OperationMetadata, OperationRegistry, RMSNorm, backend
 from easytorch.operations.dispatch.check import relative_rms_error
+from easytorch.operations.dispatch.paths import FILES
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Nothing(OperationImpl):
@@ -153,3 +160,41 @@ def test_a_sharding_is_fitted_to_its_tensor() -> None:
     assert shard((("dp", "tp"), None), tensor=torch.empty(4, 4)) == ()
     free = Nothing().create_stable_sharding
     assert free(spec, tensor=torch.empty(3, 7, 5, 8)) == spec
+
+
+def test_a_table_of_paths_makes_methods_that_a_class_overrides() -> None:
+    class Doubled(RMSNorm):
+        paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
+
+        @classmethod
+        def get_impl_name(cls) -> str:
+            return "rms_norm"
+
+        @backend("mine")
+        def forward_gpu(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+            return x
+
+    assert {platform: Doubled.path(platform)[1] for platform in ("cpu", "cuda", "rocm", "tpu")} == {
+        "cpu": "aten", "cuda": "mine", "rocm": "mine", "tpu": "xla",
+    }  # fmt: skip
+    x = torch.randn(2, 8)
+    assert Doubled().forward_gpu(x) is x
+    assert torch.equal(Doubled().forward_cpu(x, eps=0.5), RMSNorm().forward_native(x, eps=0.5))
+    assert RMSNorm.forward_gpu.__name__ == "forward_gpu" and "triton_op" in inspect.getsource(RMSNorm.forward_gpu)
+
+
+def test_a_path_by_an_unknown_backend_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match="cpu has the backend 'atem'; known are aten, triton, xla, pallas"):
+        type("Wrong", (RMSNorm,), {"paths": {"cpu": "atem"}})
+    with pytest.raises(ValueError, match="gpus is no platform; known are cpu, cuda, rocm, tpu, gpu"):
+        type("Wrong", (RMSNorm,), {"paths": {"gpus": "aten"}})
+
+
+@pytest.mark.parametrize("name", [name for name in OperationRegistry.names() if OperationRegistry.get(name).paths])
+def test_every_path_of_a_table_finds_its_kernel(name: str) -> None:
+    """A file or function that is not there would show on an accelerator only."""
+    operation = OperationRegistry.get(name)
+    for backend_of_path in operation.paths.values():
+        file = ROOT / "kernels" / (operation.folder or name) / f"{FILES[backend_of_path]}.py"
+        functions = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+        assert operation.primary_name() in functions, file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -89,6 +89,9 @@ class RaggedPageAttention(PagedImpl):
     and by the definition; kernels on other devices do not wait for it: EASYTORCH_CHECK=1 does.
     """
 
+    folder = "ragged_page"
+    paths: ClassVar = {"gpu": "triton", "tpu": "pallas"}
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "ragged_page_attention"
@@ -143,27 +146,15 @@ class RaggedPageAttention(PagedImpl):
         run = opaque.ragged_page_attention if torch.compiler.is_compiling() else native.ragged_page_attention
         definition = functools.partial(run, softmax_dtype=self.metadata.runtime_softmax_dtype)
         tables = (context_lens, block_tables, query_start_loc, num_seqs)
-        return self._run(definition, query, key_pages, value_pages, *tables, **features)
+        return self.run(definition, query, key_pages, value_pages, *tables, **features)
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
         if torch.compiler.is_compiling():
-            return self._run(functools.partial(opaque.ragged_page_attention, by_groups=True), *args, **kwargs)
-        return self._run(grouped.ragged_page_attention, *args, **kwargs)
+            return self.run(functools.partial(opaque.ragged_page_attention, by_groups=True), *args, **kwargs)
+        return self.run(grouped.ragged_page_attention, *args, **kwargs)
 
-    @backend("triton")
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.ragged_page import triton_op
-
-        return self._run(triton_op.ragged_page_attention, *args, **kwargs)
-
-    @backend("pallas")
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.ragged_page import torch_xla_op
-
-        return self._run(torch_xla_op.ragged_page_attention, *args, **kwargs)
-
-    def _run(
+    def run(
         self, kernel: Callable[..., Tensor], query: Tensor, key_pages: Tensor, value_pages: Tensor, *tables: Any,
         **others: Any,
     ) -> AttentionOutput:  # fmt: skip

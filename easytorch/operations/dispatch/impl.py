@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class OperationImpl(BaseOperation):
     """
 
     falls_back = True  # to the definition; False where the name itself promises a library
+    paths: ClassVar[Mapping[str, str]] = {}  # platform -> the backend whose kernel `run` is given there
+    folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
     _positional: ClassVar[tuple[str, ...] | None]  # what may be given without its name; None: anything
     _leading: ClassVar[int]  # how many tensors stand first
@@ -62,6 +65,10 @@ class OperationImpl(BaseOperation):
     _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        for platform, library in cls.__dict__.get("paths", {}).items():
+            if f"forward_{platform}" not in cls.__dict__:
+                name = cls.primary_name()
+                setattr(cls, f"forward_{platform}", path(platform, library, cls.folder or name, name))
         super().__init_subclass__(**kwargs)
         cls._tensors, cls._positional = _signature_of(cls.forward_native)
         cls._leading = sum(place == number for number, (place, _, _) in enumerate(cls._tensors))
@@ -97,6 +104,10 @@ class OperationImpl(BaseOperation):
 
     def get_impl_metadata(self) -> OperationMetadata:
         return self.metadata
+
+    def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of `kernel`, whose arguments are the operation's: what a path made of `paths` does."""
+        return kernel(*args, **kwargs)
 
     def supports(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
         """None when `backend` carries this call, else the reason why not. The arguments are those of the call."""

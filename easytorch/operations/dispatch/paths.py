@@ -1,0 +1,52 @@
+"""`forward_*` methods made of a table, platform -> backend: a kernel's file is named by its backend in every folder.
+
+`paths = {"cpu": "aten", "gpu": "triton"}` of the operation `rms_norm` gives it a `forward_cpu` that runs
+kernels/rms_norm/aten.py, and a `forward_gpu` that runs triton_op.py beside it. A method that a class defines itself
+overrides the table's.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from easytorch.operations.dispatch.platform import PLATFORMS
+
+# backend -> the file of its kernels (docs/add-an-operation.md)
+FILES = {"aten": "aten", "triton": "triton_op", "xla": "torch_xla_op", "pallas": "torch_xla_op"}
+
+# Source text, as `dataclasses` makes its methods: Dynamo traces an import statement and breaks the graph at
+# `importlib.import_module`, and importing every kernel's operators at once would add a tenth to the start.
+_LAZY = """\
+def {method}(self, *args, **kwargs):
+    from easytorch.kernels.{folder} import {file}
+
+    return self.run({file}.{function}, *args, **kwargs)
+"""
+
+
+def path(platform: str, backend: str, folder: str, function: str) -> Callable[..., Any]:
+    """`forward_<platform>`: `self.run(kernel, *args, **kwargs)` for `function` of kernels/`folder`/, by `backend`."""
+    if platform not in (known := (*PLATFORMS, "gpu")):
+        raise ValueError(f"paths: {platform} is no platform; known are {', '.join(known)}")
+    if backend not in FILES:
+        raise ValueError(f"paths: {platform} has the backend {backend!r}; known are {', '.join(FILES)}")
+    method = f"forward_{platform}"
+    if backend == "aten":  # what every process runs is imported with the operation: a call does not look for it
+        kernel = getattr(import_module(f"easytorch.kernels.{folder}.aten"), function)
+
+        def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.run(kernel, *args, **kwargs)
+
+    else:
+        source = _LAZY.format(method=method, folder=folder, file=FILES[backend], function=function)
+        file = f"<{method} of {function}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks
+        namespace: dict[str, Any] = {}
+        exec(compile(source, file, "exec"), namespace)
+        made = namespace[method]
+    made.__name__ = method
+    made.backend = backend  # type: ignore[attr-defined]
+    return made
