@@ -30,7 +30,7 @@ class DataInterface(ABC):
 
     @abstractmethod
     def buffer_shape(self, buffer: Buffer) -> Shape:
-        """Its shape."""
+        """The shape of the array in `buffer`."""
 
     @abstractmethod
     def buffer_device_num(self, buffer: Buffer) -> DeviceNum:

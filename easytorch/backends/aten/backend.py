@@ -112,7 +112,6 @@ class TorchBackend(Backend):
             buffer.tensor = None
 
     def buffer_shape(self, buffer: TorchBuffer) -> Shape:
-        """Its shape."""
         self._tensor(buffer)
         return buffer.shape
 

@@ -30,7 +30,7 @@ class _SelectAndScatterMethod(Protocol):
 
 
 def _select_and_scatter(op_type: OpType, selected: str) -> _SelectAndScatterMethod:
-    """The method that scatters back from windows; they differ in what a window selects."""
+    """The method `op_type`: the three differ in the element that a window selects."""
 
     def select_and_scatter(
         self: ReductionOps,
@@ -63,10 +63,10 @@ def _windows(window_dimensions: Ints, window_strides: Ints | None, paddings: Seq
 
 
 class ReductionOps(Recorder):
-    """Without axes a reduction is over all of them."""
+    """A reduction drops the axes it is over; without `axes` it is over all of them, and gives a scalar."""
 
     def arg_min_max(self, x: Op, axis: int, output_dtype: Any, is_min: bool) -> Op:
-        """The index of the least (or greatest) element along `axis`, which goes; the first of several; NaN wins."""
+        """The index of the minimum (or maximum) along `axis`, dropping it: the first of several; NaN counts as it."""
         return self._add_one(
             OpType.ARG_MIN_MAX,
             x,
@@ -76,46 +76,46 @@ class ReductionOps(Recorder):
         )
 
     def reduce_bitwise_and(self, x: Op, *axes: int | Ints) -> Op:
-        """The and of the bits over `axes`, which go; over all of them if none is given."""
+        """Bitwise and over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_BITWISE_AND, x, axes=ints(axes, "axes"))
 
     def reduce_bitwise_or(self, x: Op, *axes: int | Ints) -> Op:
-        """The or of the bits over `axes`, which go; over all of them if none is given."""
+        """Bitwise or over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_BITWISE_OR, x, axes=ints(axes, "axes"))
 
     def reduce_bitwise_xor(self, x: Op, *axes: int | Ints) -> Op:
-        """The exclusive or of the bits over `axes`, which go; over all of them if none is given."""
+        """Bitwise exclusive or over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_BITWISE_XOR, x, axes=ints(axes, "axes"))
 
     def reduce_logical_and(self, x: Op, *axes: int | Ints) -> Op:
-        """Whether all are true over `axes`, which go; over all of them if none is given."""
+        """Whether all elements are true, over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_LOGICAL_AND, x, axes=ints(axes, "axes"))
 
     def reduce_logical_or(self, x: Op, *axes: int | Ints) -> Op:
-        """Whether any is true over `axes`, which go; over all of them if none is given."""
+        """Whether any element is true, over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_LOGICAL_OR, x, axes=ints(axes, "axes"))
 
     def reduce_logical_xor(self, x: Op, *axes: int | Ints) -> Op:
-        """Whether an odd number is true over `axes`, which go; over all of them if none is given."""
+        """Whether an odd number of elements is true, over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_LOGICAL_XOR, x, axes=ints(axes, "axes"))
 
     def reduce_max(self, x: Op, *axes: int | Ints) -> Op:
-        """The greatest over `axes`, which go; over all of them if none is given. NaN if one is; of nothing the least of
-        the type, -inf where it has one."""
+        """Maximum over `axes`, dropping them; over all axes if none is given. NaN if any element is; of an empty array
+        the smallest value of the type, -inf for floats that have it."""
         return self._add_one(OpType.REDUCE_MAX, x, axes=ints(axes, "axes"))
 
     def reduce_min(self, x: Op, *axes: int | Ints) -> Op:
-        """The least over `axes`, which go; over all of them if none is given. NaN if one is; of nothing the greatest of
-        the type, inf where it has one."""
+        """Minimum over `axes`, dropping them; over all axes if none is given. NaN if any element is; of an empty array
+        the largest value of the type, inf for floats that have it."""
         return self._add_one(OpType.REDUCE_MIN, x, axes=ints(axes, "axes"))
 
     def reduce_product(self, x: Op, *axes: int | Ints) -> Op:
-        """The product over `axes`, which go; over all of them if none is given."""
+        """Product over `axes`, dropping them; over all axes if none is given."""
         return self._add_one(OpType.REDUCE_PRODUCT, x, axes=ints(axes, "axes"))
 
     def reduce_sum(self, x: Op, *axes: int | Ints) -> Op:
-        """The sum over `axes`, which go; over all of them if none is given. Floats narrower than float32 are added in
-        float32, here and in windows, products and scatters; integers modulo 2**bits."""
+        """Sum over `axes`, dropping them; over all axes if none is given. Floats narrower than float32 are summed
+        in float32, here and in windows, products and scatters; integers wrap modulo 2**bits."""
         return self._add_one(OpType.REDUCE_SUM, x, axes=ints(axes, "axes"))
 
     def reduce_window(
@@ -142,9 +142,9 @@ class ReductionOps(Recorder):
             paddings=pairs_or_none(paddings, rank),
         )
 
-    select_and_scatter_max = _select_and_scatter(OpType.SELECT_AND_SCATTER_MAX, f"the greatest element, {_FIRST}")
-    select_and_scatter_min = _select_and_scatter(OpType.SELECT_AND_SCATTER_MIN, f"the least element, {_FIRST}")
-    select_and_scatter_sum = _select_and_scatter(OpType.SELECT_AND_SCATTER_SUM, "all of it")
+    select_and_scatter_max = _select_and_scatter(OpType.SELECT_AND_SCATTER_MAX, f"the maximum, {_FIRST}")
+    select_and_scatter_min = _select_and_scatter(OpType.SELECT_AND_SCATTER_MIN, f"the minimum, {_FIRST}")
+    select_and_scatter_sum = _select_and_scatter(OpType.SELECT_AND_SCATTER_SUM, "every element")
 
     def select_and_scatter(
         self,
@@ -157,11 +157,12 @@ class ReductionOps(Recorder):
         window_strides: Sequence[int] | None = None,
         paddings: Sequence[Sequence[int]] | None = None,
     ) -> Op:
-        """Each element of `source` put, by `scatter(so far, element)`, at the place its window over `operand` selects.
+        """Scatters each element of `source` to the position that its window over `operand` selects.
 
-        What stands there first is the scalar `init_value`. A window's first element is selected, then each for which
-        `select(selected, element)` is false; padding never. Both closures are operations on elements of two scalars,
-        and capture nothing. In which order several go to one place is not defined.
+        The output is the scalar `init_value` at first; a position becomes `scatter(current, element)`. A window
+        selects its first element, and after it each element for which `select(selected, element)` is false, never
+        padding. Both closures take two scalars and capture no other ops. The order of elements that go to one position
+        is not defined.
         """
         shape = Shape(self._shapes([operand])[0].dtype)
         return self._add_one(

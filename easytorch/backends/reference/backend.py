@@ -96,7 +96,6 @@ class NumpyBackend(Backend):
             buffer.array = None
 
     def buffer_shape(self, buffer: NumpyBuffer) -> Shape:
-        """Its shape."""
         array = self._array(buffer)
         return Shape(dtype_of(array.dtype), array.shape)
 

@@ -131,7 +131,7 @@ def _pad(x: Shape, fill_value: Shape, axes_config: tuple[PadAxis, ...]) -> Shape
         size = sizes[axis]
         sizes[axis] = size + max(size - 1, 0) * pad.interior + pad.start + pad.end
         if sizes[axis] < 0:
-            raise BackendError(f"axis {axis} of size {size} is cropped to less than nothing")
+            raise BackendError(f"axis {axis} of size {size} is cropped by negative padding of more than that")
     return Shape(x.dtype, tuple(sizes))
 
 

@@ -75,7 +75,7 @@ def window_sizes(
         base = max((size - 1) * base_dilations[axis] + 1, 0) if size else 0
         padded = base + sum(paddings[axis])
         if padded < 0:
-            raise BackendError(f"axis {axis} of size {size} is cropped to less than nothing by {paddings[axis]}")
+            raise BackendError(f"axis {axis} of size {size}: the padding {paddings[axis]} crops more than that")
         span = (window[axis] - 1) * window_dilations[axis] + 1
         if max(base, padded, span) > MAX_BYTES:
             raise BackendError(f"axis {axis} of size {size} with its padding or its window is beyond all sizes")

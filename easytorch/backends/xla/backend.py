@@ -84,7 +84,6 @@ class XlaBackend(Backend):
             self._buffer(buffer).release("finalized")
 
     def buffer_shape(self, buffer: Buffer) -> Shape:
-        """Its shape."""
         return self._spec(buffer)[0]
 
     def buffer_device_num(self, buffer: Buffer) -> DeviceNum:

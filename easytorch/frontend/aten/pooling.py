@@ -56,7 +56,7 @@ class Windows:
         return count - 1 if ceil_mode and (count - 1) * step >= size + pad else count
 
     def end_padding(self, axis: int) -> int:
-        """Padding behind the axis, so that the windows are just covered: less than nothing crops."""
+        """Padding behind the axis, so that the windows are just covered; negative padding crops."""
         span = (self.outputs[axis] - 1) * self.stride[axis] + self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return span - self.inputs[axis] - self.padding[axis]
 
