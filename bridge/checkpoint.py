@@ -61,7 +61,7 @@ class Checkpoint(Closing):
 
     def __init__(
         self,
-        form: Format,
+        format_: Format,
         reader: Reader,
         scheme: str,
         config: Config | None,
@@ -74,7 +74,7 @@ class Checkpoint(Closing):
 
         dropped: the names that the user left out of `weights`.
         """
-        self.form = form
+        self.format = format_
         self.reader = reader
         self.scheme = scheme
         self.spool = Spool()
@@ -150,7 +150,7 @@ class Checkpoint(Closing):
         if not self._weights.tensors:
             raise CheckpointError("holds no tensors", file=self.reader.files[0])
         if scheme == self.scheme:
-            stored = self.form.scheme is None and scheme != "flax"
+            stored = self.format.scheme is None and scheme != "flax"
             weights = (
                 self._weights.as_stored() if stored and isinstance(self._weights, UnwrappedReader) else self._weights
             )
@@ -312,7 +312,7 @@ def open_checkpoint(
     names of tensors that are not read, `*` in them standing for anything.
     """
     place, found = (path, found) if found else chosen(path, step)
-    form, file = registry.find(place, prefer=prefer, found=found)
+    format_, file = registry.find(place, prefer=prefer, found=found)
     if isinstance(config, Config):
         known: Config | None = config
     elif config is not None:
@@ -321,34 +321,34 @@ def open_checkpoint(
         known = find_config(path)
         if known is None and (folder := step_folder(path, file)) is not None:
             known = find_config(folder)
-    reader = form.open(file, writable=writable)
+    reader = format_.open(file, writable=writable)
     try:
         kept = without(reader, drop) if drop else reader
         if known is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
             known = Config(_folder(path) / "config.json", stated)
         said = step_read(path, file)
-        if form.scheme is not None:
+        if format_.scheme is not None:
             if params_key is not None:
-                raise CheckpointError(f"is {form.name}, and `params_key` is for trees of arrays", file=file)
-            own = _given(scheme, form, file)
-            return Checkpoint(form, reader, own, known, weights=kept, step=said, dropped=drop)
+                raise CheckpointError(f"is {format_.name}, and `params_key` is for trees of arrays", file=file)
+            own = _given(scheme, format_, file)
+            return Checkpoint(format_, reader, own, known, weights=kept, step=said, dropped=drop)
         unwrapped = UnwrappedReader(kept, params_key=params_key)
         weights = unwrapped.tensors
-        usual = form.usual_scheme if isinstance(form, OwnNames) else None
+        usual = format_.usual_scheme if isinstance(format_, OwnNames) else None
         names = recognise(weights, known, usual) if scheme is None else scheme_called(scheme)
         if known is None and (content := names.infer_config(weights)) is not None:
             known = Config(_folder(path) / "config.json", content)
-        return Checkpoint(form, reader, names.name, known, weights=unwrapped, step=said, dropped=drop)
+        return Checkpoint(format_, reader, names.name, known, weights=unwrapped, step=said, dropped=drop)
     except BaseException:
         reader.close()
         raise
 
 
-def _given(scheme: str | None, form: Format, file: Path) -> str:
-    assert form.scheme is not None
-    if scheme not in (None, form.scheme):
-        raise CheckpointError(f"is {form.name}, whose names are {form.scheme!r} and not {scheme!r}", file=file)
-    return form.scheme
+def _given(scheme: str | None, format_: Format, file: Path) -> str:
+    assert format_.scheme is not None
+    if scheme not in (None, format_.scheme):
+        raise CheckpointError(f"is {format_.name}, whose names are {format_.scheme!r} and not {scheme!r}", file=file)
+    return format_.scheme
 
 
 def _cut_off(plan: Plan, tensors: Mapping[str, TensorInfo]) -> list[str]:

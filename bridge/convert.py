@@ -54,7 +54,7 @@ def convert(
     begun = time.perf_counter()
     table = read_rules(rules) if isinstance(rules, str | PathLike) else None if rules is None else as_rules(rules)
     target, shard_size = registry.target(to), parse_size(max_shard_size)
-    stored_as(target.form, dtype)  # a dtype that is none is said before anything is fetched
+    stored_as(target.format, dtype)  # a dtype that is none is said before anything is fetched
     if resume and is_remote(dst):
         raise ValueError(f"a conversion to {dst} cannot be resumed; convert to a folder here and copy that")
     prefer: registry.Kind = "tree" if to == "torch" else "torch"

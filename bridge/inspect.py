@@ -63,7 +63,7 @@ def inspect(path: str | PathLike[str]) -> CheckpointInfo:
         reader, config = checkpoint.reader, checkpoint.config
         return CheckpointInfo(
             path=str(path),
-            format=checkpoint.form.name,
+            format=checkpoint.format.name,
             scheme=checkpoint.scheme,
             model_type=None if config is None else config.content.get("model_type"),
             architecture=None if config is None else config.architecture,

@@ -30,13 +30,13 @@ def save_tree(
     `config` becomes its config.json.
     """
     leaves = MemoryTree(tree, as_stored=True)
-    form = registry.target(to).form
-    layout = form.layout(list(leaves.tensors.values()), parse_size(max_shard_size))
+    format_ = registry.target(to).format
+    layout = format_.layout(list(leaves.tensors.values()), parse_size(max_shard_size))
     source = ReaderSource(leaves, None if config is None else Config(Path(dst) / "config.json", dict(config)))
     with new_folder(Path(dst)) as folder:
         for file, infos in layout.items():
-            form.write(folder, file, infos, source)
-        form.finish(folder, layout, source)
+            format_.write(folder, file, infos, source)
+        format_.finish(folder, layout, source)
         if config is not None:
             (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
 

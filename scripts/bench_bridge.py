@@ -132,12 +132,12 @@ def tensors_of(model: Model, size: int) -> tuple[dict[str, Any], list[TensorInfo
 def make(folder: Path, model: Model, size: int, shard: int) -> int:
     """A torch checkpoint of `model` in `folder`; its bytes."""
     config, infos = tensors_of(model, size)
-    form = registry.target("torch").form
+    format_ = registry.target("torch").format
     folder.mkdir()
-    source, layout = Made(infos), form.layout(infos, shard)
+    source, layout = Made(infos), format_.layout(infos, shard)
     for file, group in layout.items():
-        form.write(folder, file, group, source)
-    form.finish(folder, layout, source)
+        format_.write(folder, file, group, source)
+    format_.finish(folder, layout, source)
     (folder / "config.json").write_text(json.dumps(config))
     return sum(info.nbytes for info in infos)
 

@@ -52,7 +52,7 @@ def fuzz(reader: str, arguments: list[str]) -> None:
     with atheris.instrument_imports(include=["easytorch.bridge"]):
         from easytorch.bridge.errors import CheckpointError
         from easytorch.bridge.formats import registry
-    form = next(form for form in registry.formats() if form.name == reader)
+    format_ = next(format_ for format_ in registry.formats() if format_.name == reader)
     work = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 
     def attempt(data: bytes) -> None:
@@ -66,11 +66,11 @@ def fuzz(reader: str, arguments: list[str]) -> None:
             for path in paths:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(data[2:] if path == replaced else files[path])
-            file = form.detect(folder)
+            file = format_.detect(folder)
             if file is None:
                 return
             try:
-                with form.open(file) as opened:
+                with format_.open(file) as opened:
                     for info in opened.tensors.values():
                         array = opened.read(info.name)
                         assert (array.shape, array.dtype.name) == (info.shape, info.dtype)

@@ -34,7 +34,7 @@ Found = Mapping[Kind, tuple[Format, Path]]
 class Target:
     """What a `--to` writes: a container, and the naming scheme of what it holds."""
 
-    form: WritableFormat
+    format: WritableFormat
     scheme: str
 
 
@@ -59,27 +59,27 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def register(form: Format) -> None:
+def register(format_: Format) -> None:
     """Makes a format known; a taken name is an error."""
-    if form.name in _FORMATS:
-        raise ValueError(f"a format called {form.name!r} is registered already; choose another name")
-    _FORMATS[form.name] = form
+    if format_.name in _FORMATS:
+        raise ValueError(f"a format called {format_.name!r} is registered already; choose another name")
+    _FORMATS[format_.name] = format_
 
 
 for _format in (
-    TARGETS["torch"].form,
+    TARGETS["torch"].format,
     TorchBin(),
-    TARGETS["dcp"].form,
-    TARGETS["flax"].form,
-    TARGETS["flax-safetensors"].form,
-    TARGETS["gguf"].form,
-    TARGETS["easydel"].form,
-    TARGETS["easydel-msgpack"].form,
+    TARGETS["dcp"].format,
+    TARGETS["flax"].format,
+    TARGETS["flax-safetensors"].format,
+    TARGETS["gguf"].format,
+    TARGETS["easydel"].format,
+    TARGETS["easydel-msgpack"].format,
     EasydelSafetensors(),
-    TARGETS["big_vision"].form,
+    TARGETS["big_vision"].format,
     # Before Orbax, whose first checkpoints had a file of the same name.
-    TARGETS["t5x"].form,
-    TARGETS["orbax"].form,
+    TARGETS["t5x"].format,
+    TARGETS["orbax"].format,
 ):
     register(_format)
 
@@ -101,9 +101,9 @@ def target(name: str) -> Target:
     return TARGETS[name]
 
 
-def kind_of(form: Format) -> Kind:
+def kind_of(format_: Format) -> Kind:
     """Whose names the tensors of a format carry."""
-    return "tree" if form.scheme is None else "gguf" if form.scheme == "gguf" else "torch"
+    return "tree" if format_.scheme is None else "gguf" if format_.scheme == "gguf" else "torch"
 
 
 def classify(path: Path) -> Found:
@@ -112,9 +112,9 @@ def classify(path: Path) -> Found:
     Of the same weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
     """
     found: dict[Kind, tuple[Format, Path]] = {}
-    for form in _FORMATS.values():
-        if (file := form.detect(path)) is not None:
-            found.setdefault(kind_of(form), (form, file))
+    for format_ in _FORMATS.values():
+        if (file := format_.detect(path)) is not None:
+            found.setdefault(kind_of(format_), (format_, file))
     return found
 
 
@@ -148,5 +148,5 @@ def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) 
 
 def open_reader(path: Path, *, prefer: Kind | None = None, writable: bool = False) -> tuple[Format, Reader]:
     """`find`, opened."""
-    form, file = find(path, prefer=prefer)
-    return form, form.open(file, writable=writable)
+    format_, file = find(path, prefer=prefer)
+    return format_, format_.open(file, writable=writable)

@@ -64,7 +64,7 @@ class Conversion:
         self._shard_size = shard_size
         self._source = source
         self._destination = destination
-        self._form, self._cast = stored_as(target.form, dtype)
+        self._format, self._cast = stored_as(target.format, dtype)
         self._rules = rules
         self._drop = sorted(drop)
         if rules is None:
@@ -73,7 +73,7 @@ class Conversion:
             self._named = checkpoint.by_rules(rules, target.scheme)
         if self._cast is not None:
             self._named.reader = PlannedReader(self._named.reader, cast_plan(self._named.reader.tensors, self._cast))
-        self._layout: Layout = self._form.layout(list(self._named.reader.tensors.values()), shard_size)
+        self._layout: Layout = self._format.layout(list(self._named.reader.tensors.values()), shard_size)
         # The one file of the layout where the destination is a file, None where it is a folder.
         self._file = self._single_file()
         self._outputs = OutputCheck(None)
@@ -81,11 +81,11 @@ class Conversion:
         self._notes: list[str] = []
 
     def _single_file(self) -> str | None:
-        suffix = self._form.suffix
+        suffix = self._format.suffix
         if self._destination.suffix != suffix and self._destination.suffix.lower() in _FILE_SUFFIXES:
             own = "a folder" if suffix is None else f"a folder, or a file called *{suffix}"
             raise CheckpointError(
-                f"is the name of a {self._destination.suffix} file, and {self._form.name} is {own}; give such a name",
+                f"is the name of a {self._destination.suffix} file, and {self._format.name} is {own}; give such a name",
                 file=self._destination,
             )
         if self._source.is_dir() and self._destination.absolute().resolve().is_relative_to(self._source.resolve()):
@@ -106,10 +106,10 @@ class Conversion:
         with staged(self._destination, self._file, key=self._key(), resume=resume) as staging:
             self._checkpoint.spool.folder = staging.folder.parent
             write_files(
-                staging, self._form, self._layout, ReaderSource(reader, config, progress, self._checkpoint.reader)
+                staging, self._format, self._layout, ReaderSource(reader, config, progress, self._checkpoint.reader)
             )
             self._refuse_changed()
-            if verify and (name := wrong_tensor(staging.folder, self._form, reader)) is not None:
+            if verify and (name := wrong_tensor(staging.folder, self._format, reader)) is not None:
                 raise CheckpointError("was not written as it was read; check the disk", tensor=name)
             if self._file is None:
                 self._write_beside(staging.folder)
@@ -135,7 +135,7 @@ class Conversion:
             folder if self._file is None else folder / self._file,
             self._target.scheme,
             cast=self._cast,
-            rounds=isinstance(self._form, RoundingFormat),
+            rounds=isinstance(self._format, RoundingFormat),
             whole=self._file is None,
         )
         if lost is not None:
@@ -143,8 +143,8 @@ class Conversion:
 
     def accept_existing(self) -> None:
         """Takes what stands at the destination for the result; `CheckpointError` where it is something else."""
-        found = self._form.detect(self._destination)
-        if found is None or wrong_tensor(self._destination, self._form, self._named.reader) is not None:
+        found = self._format.detect(self._destination)
+        if found is None or wrong_tensor(self._destination, self._format, self._named.reader) is not None:
             refuse_existing(self._destination)
         self._notes += sweep(self._destination)
         self._notes.append(f"{self._destination}: stands there already, and every tensor of it is right")
@@ -163,7 +163,7 @@ class Conversion:
         return {
             "source": self._digest,
             "config": None if config is None else config.content,
-            "options": [self._form.name, self._target.scheme, self._dtype, self._shard_size, self._file],
+            "options": [self._format.name, self._target.scheme, self._dtype, self._shard_size, self._file],
             "drop": self._drop,
             "rules": None if self._rules is None else repr([(row[0], row[1], str(row[2])) for row in self._rules]),
             "version": __version__,
@@ -194,9 +194,9 @@ class Conversion:
         return ConversionReport(
             source=src,
             destination=dst,
-            source_format=self._checkpoint.form.name,
+            source_format=self._checkpoint.format.name,
             source_scheme=self._checkpoint.scheme,
-            target_format=self._target.form.name,
+            target_format=self._target.format.name,
             target_scheme=self._target.scheme,
             architecture=None if config is None else config.architecture,
             tensors=len(tensors),
@@ -211,8 +211,8 @@ class Conversion:
         )
 
 
-def stored_as(form: WritableFormat, dtype: str | None) -> tuple[WritableFormat, str | None]:
+def stored_as(format_: WritableFormat, dtype: str | None) -> tuple[WritableFormat, str | None]:
     """The format to write, and what to cast to before: nothing for a format that rounds on its own."""
     if dtype is None:
-        return form, None
-    return (form.storing(dtype), None) if isinstance(form, RoundingFormat) else (form, floating_dtype(dtype))
+        return format_, None
+    return (format_.storing(dtype), None) if isinstance(format_, RoundingFormat) else (format_, floating_dtype(dtype))

@@ -82,15 +82,15 @@ class OutputCheck:
     note: str | None = None
 
 
-def wrong_tensor(path: Path, form: WritableFormat, reader: Reader) -> str | None:
-    """A tensor that the checkpoint in `form` at `path` does not hold as `reader` gives it."""
-    file = form.detect(path)
-    assert file is not None, f"{form.name} does not find what it has written"
-    with form.open(file) as written:
+def wrong_tensor(path: Path, format_: WritableFormat, reader: Reader) -> str | None:
+    """A tensor that the checkpoint in `format_` at `path` does not hold as `reader` gives it."""
+    file = format_.detect(path)
+    assert file is not None, f"{format_.name} does not find what it has written"
+    with format_.open(file) as written:
         for name, info in reader.tensors.items():
             if name not in written.tensors:
                 return name
-            if not identical(written.read(name), form.reads_back(info, reader.read(name))):
+            if not identical(written.read(name), format_.reads_back(info, reader.read(name))):
                 return name
     return None
 

@@ -17,7 +17,7 @@ from easytorch.bridge.storage.journal import Journal, state_of
 _TEXTS = (".json", ".model", ".txt", ".jinja")
 
 
-def write_files(staging: Staging, form: WritableFormat, layout: Layout, source: ReaderSource) -> None:
+def write_files(staging: Staging, format_: WritableFormat, layout: Layout, source: ReaderSource) -> None:
     """Writes what of `layout` the journal does not call finished; files are synced while the next ones are written."""
     journal = staging.journal
     assert journal is not None, "a conversion is staged with a key"
@@ -29,13 +29,13 @@ def write_files(staging: Staging, form: WritableFormat, layout: Layout, source: 
                 for info in infos:
                     source.wrote(info)
                 continue
-            form.write(staging.folder, file, infos, source)
+            format_.write(staging.folder, file, infos, source)
             unsynced.append(file)
             if sync is None or sync.done():
                 sync = _next_sync(syncing, sync, journal, unsynced)
                 unsynced = []
         _next_sync(syncing, sync, journal, unsynced).result()
-    form.finish(staging.folder, layout, source)
+    format_.finish(staging.folder, layout, source)
 
 
 def _next_sync(syncing: ThreadPoolExecutor, former: Future | None, journal: Journal, files: list[str]) -> Future:

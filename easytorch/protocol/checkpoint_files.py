@@ -53,8 +53,8 @@ def _in_folder(folder: Path, from_flax: bool, kwargs: dict[str, Any]) -> Path | 
         return find(folder, prefer="tree", found=found)[1] if found else None
     # HF's Flax classes wrote safetensors under torch's file name.
     named = kwargs.get("gguf_file") is None and any((folder / name).is_file() for name in TORCH_FILES)
-    form, file = find(folder, prefer="torch") if named else (None, None)
-    return file if form is not None and kind_of(form) == "tree" else None
+    format_, file = find(folder, prefer="torch") if named else (None, None)
+    return file if format_ is not None and kind_of(format_) == "tree" else None
 
 
 def has_torch_weights(folder: Path, kwargs: dict[str, Any]) -> bool:

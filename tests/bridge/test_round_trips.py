@@ -20,9 +20,9 @@ from easytorch.bridge.storage.atomic import new_folder
 
 DTYPES = sorted(dtypes._NUMPY)
 # One target of each container.
-FORMS = {type(target.form): (name, target.form) for name, target in registry.TARGETS.items()}
+FORMS = {type(target.format): (name, target.format) for name, target in registry.TARGETS.items()}
 TARGETS = pytest.mark.parametrize(
-    "form", [form for _, form in FORMS.values()], ids=[name for name, _ in FORMS.values()]
+    "format_", [format_ for _, format_ in FORMS.values()], ids=[name for name, _ in FORMS.values()]
 )
 # What a checkpoint of today holds. Beyond that, formats differ.
 COMMON = {"float32", "float16", "bfloat16"}
@@ -62,42 +62,42 @@ def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray
     return raw.reshape(shape)
 
 
-def name_in(form, *parts: str) -> str:
+def name_in(format_, *parts: str) -> str:
     """A tensor's name as the target's naming scheme has it."""
-    if form.scheme is not None:
+    if format_.scheme is not None:
         return ".".join(parts)
     # T5X's folders tell parameters from a training loop's files by this.
-    return "/".join(("target", *parts) if form.name == "T5X" else parts)
+    return "/".join(("target", *parts) if format_.name == "T5X" else parts)
 
 
-def holds(form, dtype: str) -> bool:
+def holds(format_, dtype: str) -> bool:
     """Whether the format says it can hold the element type."""
     try:
-        form.layout([TensorInfo(name_in(form, "layer", "weight"), (2, 3), dtype)], 1 << 30)
+        format_.layout([TensorInfo(name_in(format_, "layer", "weight"), (2, 3), dtype)], 1 << 30)
     except CheckpointError as error:
-        assert error.tensor == name_in(form, "layer", "weight")
+        assert error.tensor == name_in(format_, "layer", "weight")
         return False
     return True
 
 
-def write(form, folder, arrays, shard: int = 1 << 30) -> None:
+def write(format_, folder, arrays, shard: int = 1 << 30) -> None:
     """As `convert` does."""
     infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()]
     source = ArraySource(arrays, LLAMA)
-    layout = form.layout(infos, shard)
+    layout = format_.layout(infos, shard)
     with new_folder(folder) as new:
         for file, there in layout.items():
-            form.write(new, file, there, source)
-        form.finish(new, layout, source)
+            format_.write(new, file, there, source)
+        format_.finish(new, layout, source)
 
 
-def assert_read_back(form, folder, arrays) -> None:
-    with form.open(form.detect(folder)) as reader:
+def assert_read_back(format_, folder, arrays) -> None:
+    with format_.open(format_.detect(folder)) as reader:
         # T5X counts training steps.
         assert set(reader.tensors) - {"state/step"} == set(arrays)
         for name, array in arrays.items():
             info = TensorInfo(name, array.shape, array.dtype.name)
-            expected = form.reads_back(info, np.ascontiguousarray(array).reshape(array.shape))
+            expected = format_.reads_back(info, np.ascontiguousarray(array).reshape(array.shape))
             read = reader.read(name)
             assert reader.tensors[name].shape == read.shape, name
             assert reader.tensors[name].dtype == read.dtype.name, name
@@ -105,25 +105,25 @@ def assert_read_back(form, folder, arrays) -> None:
 
 
 @TARGETS
-def test_which_element_types_are_held(form):
-    held = {dtype for dtype in DTYPES if holds(form, dtype)}
-    assert held >= (COMMON if form.name == "GGUF" else ORDINARY)
+def test_which_element_types_are_held(format_):
+    held = {dtype for dtype in DTYPES if holds(format_, dtype)}
+    assert held >= (COMMON if format_.name == "GGUF" else ORDINARY)
 
 
 @TARGETS
 @pytest.mark.parametrize("shard", [1 << 30, 64], ids=["whole", "sharded"])
-def test_every_element_type(form, shard, tmp_path):
+def test_every_element_type(format_, shard, tmp_path):
     arrays = {}
     for dtype in DTYPES:
-        if holds(form, dtype):
-            arrays[name_in(form, "some", dtype, "weight")] = random_bits(dtype, (7, 5))
-            arrays[name_in(form, "vector", dtype, "weight")] = random_bits(dtype, (300,), 1)
-    write(form, tmp_path / "new", arrays, shard)
-    assert_read_back(form, tmp_path / "new", arrays)
+        if holds(format_, dtype):
+            arrays[name_in(format_, "some", dtype, "weight")] = random_bits(dtype, (7, 5))
+            arrays[name_in(format_, "vector", dtype, "weight")] = random_bits(dtype, (300,), 1)
+    write(format_, tmp_path / "new", arrays, shard)
+    assert_read_back(format_, tmp_path / "new", arrays)
 
 
 @TARGETS
-def test_every_shape_and_memory(form, tmp_path):
+def test_every_shape_and_memory(format_, tmp_path):
     base = random_bits("float32", (6, 8, 10))
     arrays = {
         "nothing": np.empty((0, 4), np.float32),
@@ -137,53 +137,53 @@ def test_every_shape_and_memory(form, tmp_path):
         "offset": np.frombuffer(b"x" + base.tobytes()[:40], np.float32, 10, 1),
         "half": random_bits("bfloat16", (9, 4)).T,
     }
-    arrays = {name_in(form, "layer", name, "weight"): array for name, array in arrays.items()}
+    arrays = {name_in(format_, "layer", name, "weight"): array for name, array in arrays.items()}
     refused = set()
     for name, array in list(arrays.items()):
         try:
-            form.layout([TensorInfo(name, array.shape, array.dtype.name)], 1 << 30)
+            format_.layout([TensorInfo(name, array.shape, array.dtype.name)], 1 << 30)
         except CheckpointError as error:
             assert error.tensor == name
             refused.add(arrays.pop(name).shape)
     # Nothing but what has no element, or no dimension, may be beyond a format.
     assert all(0 in shape or shape == () for shape in refused)
-    write(form, tmp_path / "new", arrays)
-    assert_read_back(form, tmp_path / "new", arrays)
+    write(format_, tmp_path / "new", arrays)
+    assert_read_back(format_, tmp_path / "new", arrays)
 
 
 @TARGETS
-def test_what_is_not_held_is_refused_before_anything_is_written(form, tmp_path):
-    refused = [dtype for dtype in DTYPES if not holds(form, dtype)]
+def test_what_is_not_held_is_refused_before_anything_is_written(format_, tmp_path):
+    refused = [dtype for dtype in DTYPES if not holds(format_, dtype)]
     for dtype in refused:
         with pytest.raises(CheckpointError, match=r"layer.weight"):
-            write(form, tmp_path / "new", {name_in(form, "layer", "weight"): random_bits(dtype, (2, 3))})
+            write(format_, tmp_path / "new", {name_in(format_, "layer", "weight"): random_bits(dtype, (2, 3))})
         assert list(tmp_path.iterdir()) == []
 
 
 @TARGETS
-def test_what_was_not_announced_is_refused(form, tmp_path):
+def test_what_was_not_announced_is_refused(format_, tmp_path):
     """A file that says one thing and holds another must not come to be."""
-    name = name_in(form, "layer", "weight")
+    name = name_in(format_, "layer", "weight")
     array = random_bits("float32", (4, 8))
     for other in (array.astype(">f4"), array.astype(np.float64), array.reshape(8, 4), array[:2]):
         info = TensorInfo(name, array.shape, "float32")
         source = ArraySource({name: other}, LLAMA)
-        layout = form.layout([info], 1 << 30)
+        layout = format_.layout([info], 1 << 30)
         with pytest.raises(CheckpointError, match=r"layer.weight"), new_folder(tmp_path / "new") as folder:
             for file, there in layout.items():
-                form.write(folder, file, there, source)
+                format_.write(folder, file, there, source)
         assert list(tmp_path.iterdir()) == []
 
 
 @TARGETS
-def test_a_full_disk_is_one_error_and_leaves_nothing(form, tmp_path):
+def test_a_full_disk_is_one_error_and_leaves_nothing(format_, tmp_path):
     """The limit on a file's size stands for the disk: what meets it may be a thread of C++ as well as Python."""
-    arrays = {name_in(form, "layer", number, "weight"): random_bits("float32", (64, 64)) for number in ("0", "1")}
+    arrays = {name_in(format_, "layer", number, "weight"): random_bits("float32", (64, 64)) for number in ("0", "1")}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"new: cannot be written: File too large$"):
-            write(form, tmp_path / "new", arrays)
+            write(format_, tmp_path / "new", arrays)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

@@ -90,5 +90,4 @@ class EasydelMsgpack:
         """Nothing stands beside the file."""
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """The same bits."""
         return array

@@ -213,7 +213,6 @@ class Npz:
         """Nothing stands beside the file."""
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """The same bits."""
         return array
 
 

@@ -222,7 +222,6 @@ class TorchDcp:
             pickle.dump(content, stream)
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """The same bits."""
         return array
 
 

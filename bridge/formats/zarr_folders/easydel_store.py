@@ -126,5 +126,4 @@ class EasydelStore:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """The same bits."""
         return array

@@ -139,7 +139,6 @@ class T5xFolder:
         (folder / INDEX).write_bytes(msgpack.packb({"version": 3, "optimizer": state}))
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """The same bits."""
         return array
 
 

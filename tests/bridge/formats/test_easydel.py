@@ -95,9 +95,9 @@ def test_the_leaves_are_easydels(target, model, tmp_path):
     made, folder = model
     state_dict = load_file(folder / "model.safetensors")
     convert(folder, tmp_path / "easydel", to=target, verify=True)
-    form = EasydelStore() if target == "easydel" else EasydelMsgpack()
+    format_ = EasydelStore() if target == "easydel" else EasydelMsgpack()
     expected = easydel_leaves(made, state_dict)
-    with form.open(form.detect(tmp_path / "easydel")) as reader:
+    with format_.open(format_.detect(tmp_path / "easydel")) as reader:
         assert set(reader.tensors) == set(expected)
         for name, leaf in expected.items():
             np.testing.assert_array_equal(reader.read(name), leaf, err_msg=name)
@@ -213,18 +213,18 @@ ARRAYS = {
 }
 
 
-def written(form, folder, arrays):
+def written(format_, folder, arrays):
     infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()]
-    layout, source = form.layout(infos, 1), ArraySource(arrays)
+    layout, source = format_.layout(infos, 1), ArraySource(arrays)
     for file, group in layout.items():
-        form.write(folder, file, group, source)
-    form.finish(folder, layout, source)
-    return form.open(form.detect(folder))
+        format_.write(folder, file, group, source)
+    format_.finish(folder, layout, source)
+    return format_.open(format_.detect(folder))
 
 
-@pytest.mark.parametrize("form", [EasydelStore(), EasydelMsgpack()], ids=lambda form: form.name)
-def test_every_dtype_bit_for_bit(form, tmp_path):
-    with written(form, tmp_path, ARRAYS) as reader:
+@pytest.mark.parametrize("format_", [EasydelStore(), EasydelMsgpack()], ids=lambda format_: format_.name)
+def test_every_dtype_bit_for_bit(format_, tmp_path):
+    with written(format_, tmp_path, ARRAYS) as reader:
         assert set(reader.tensors) == set(ARRAYS)
         for name, array in ARRAYS.items():
             found = reader.read(name)

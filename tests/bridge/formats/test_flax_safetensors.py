@@ -60,8 +60,8 @@ def test_shards(published, tiny_flax, tmp_path):
     assert len(report.files) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(load_file(published / "model.safetensors"))
-    form, _ = registry.find(tmp_path / "out")
-    assert form.name == FORM.name
+    format_, _ = registry.find(tmp_path / "out")
+    assert format_.name == FORM.name
     assert diff(tmp_path / "out", published).same
 
 

@@ -23,7 +23,7 @@ _spec = importlib.util.spec_from_file_location("bridge_seeds", Path(__file__).pa
 seeds = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(seeds)
 
-FORMATS = {form.name: form for form in registry.formats()}
+FORMATS = {format_.name: format_ for format_ in registry.formats()}
 CASES = [(name, maker) for name in FORMATS for maker in seeds.SEEDS.get(name, ())]
 # Far above what any of these small files can need, and far below what their damaged sizes ask for; seconds of CPU.
 MEMORY_LIMIT = 256 << 20
@@ -52,7 +52,7 @@ def original(request, tmp_path_factory):
 def attempt(tmp_path):
     """Opens and reads damaged contents; what is neither success nor CheckpointError is raised."""
 
-    def attempt(form, contents, read=read_all):
+    def attempt(format_, contents, read=read_all):
         folder = tmp_path / "damaged"
         for path, content in contents.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def attempt(tmp_path):
         before = peak()
         signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
         try:
-            outcome = read(form, folder)
+            outcome = read(format_, folder)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             shutil.rmtree(folder)
@@ -76,13 +76,13 @@ def attempt(tmp_path):
     signal.signal(signal.SIGPROF, former)
 
 
-def read_all(form, folder):
+def read_all(format_, folder):
     """How many tensors were read; 0 where that was an error, or nothing was found."""
-    file = form.detect(folder)
+    file = format_.detect(folder)
     if file is None:
         return 0
     try:
-        with form.open(file) as reader:
+        with format_.open(file) as reader:
             for name, info in reader.tensors.items():
                 array = reader.read(name)
                 assert (name, array.shape, array.dtype.name) == (info.name, info.shape, info.dtype)
@@ -96,7 +96,7 @@ def read_all(form, folder):
     return len(reader.tensors)
 
 
-def inspect_all(form, folder):
+def inspect_all(format_, folder):
     """The same for what every command does first: finding the format and the scheme, and a config in the shapes."""
     try:
         return len(inspect(folder).tensors)
@@ -116,8 +116,8 @@ def peak():
 
 
 def test_the_seeds_are_whole(original, attempt):
-    form, contents = original
-    assert attempt(form, contents) > 0
+    format_, contents = original
+    assert attempt(format_, contents) > 0
 
 
 # What lengths, offsets, shapes and codes are replaced by.
@@ -165,25 +165,25 @@ def damages(draw, contents):
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_damaged(original, attempt, data):
-    form, contents = original
-    attempt(form, data.draw(damages(contents)))
+    format_, contents = original
+    attempt(format_, data.draw(damages(contents)))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_damaged_and_inspected(original, attempt, data):
-    form, contents = original
+    format_, contents = original
     config = json.dumps(seeds.CONFIG).encode()
-    attempt(form, data.draw(damages({**contents, "config.json": config})), inspect_all)
+    attempt(format_, data.draw(damages({**contents, "config.json": config})), inspect_all)
 
 
 # Not those that one cannot tell: GGUF's last bytes are padding, EasyDeL's pairs end anywhere, torch reads its own.
 @pytest.mark.parametrize("name", ["safetensors", "msgpack", "flax_safetensors", "npz"])
 def test_every_truncation_is_noticed(name, attempt, tmp_path):
     make = getattr(seeds, name)
-    form = next(FORMATS[format_name] for format_name, makers in seeds.SEEDS.items() if make in makers)
+    format_ = next(FORMATS[format_name] for format_name, makers in seeds.SEEDS.items() if make in makers)
     make(tmp_path)
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     for length in range(len(content)):
-        assert attempt(form, {file.name: content[:length]}) == 0, length
+        assert attempt(format_, {file.name: content[:length]}) == 0, length

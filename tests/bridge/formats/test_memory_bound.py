@@ -46,10 +46,10 @@ def make(path, **sizes):
 
 
 def write(path):
-    form = registry.target("torch").form
-    layout = form.layout(list(infos.values()), 1 << 30)
+    format_ = registry.target("torch").format
+    layout = format_.layout(list(infos.values()), 1 << 30)
     for file, group in layout.items():
-        form.write(path, file, group, Rows())
+        format_.write(path, file, group, Rows())
 
 
 def chain(path):

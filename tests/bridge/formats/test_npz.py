@@ -31,10 +31,10 @@ ARRAYS = {
 
 def written(folder, arrays):
     infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()]
-    form = Npz()
-    for file, group in form.layout(infos, 1).items():
-        form.write(folder, file, group, ArraySource(arrays))
-    return form.detect(folder)
+    format_ = Npz()
+    for file, group in format_.layout(infos, 1).items():
+        format_.write(folder, file, group, ArraySource(arrays))
+    return format_.detect(folder)
 
 
 def same(found, array):

@@ -54,21 +54,21 @@ def same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def read_all(folder: Path) -> dict[str, np.ndarray]:
-    form = OrbaxTree()
-    with form.open(form.detect(folder)) as reader:
+    format_ = OrbaxTree()
+    with format_.open(format_.detect(folder)) as reader:
         found = {name: reader.read(name) for name in reader.tensors}
         assert all((found[n].shape, found[n].dtype.name) == (i.shape, i.dtype) for n, i in reader.tensors.items())
         return found
 
 
-def write(form: OrbaxTree, folder: Path, arrays: dict[str, np.ndarray], shard: int = 1 << 30) -> None:
+def write(format_: OrbaxTree, folder: Path, arrays: dict[str, np.ndarray], shard: int = 1 << 30) -> None:
     folder.mkdir()
     infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()]
-    layout = form.layout(infos, shard)
+    layout = format_.layout(infos, shard)
     source = ArraySource(arrays)
     for file, tensors in layout.items():
-        form.write(folder, file, tensors, source)
-    form.finish(folder, layout, source)
+        format_.write(folder, file, tensors, source)
+    format_.finish(folder, layout, source)
 
 
 def save_pytree(folder: Path, tree: dict, *, ocdbt: bool = True, zarr3: bool = False) -> None:
@@ -89,19 +89,19 @@ def test_reads_what_orbax_writes(tmp_path, ocdbt, zarr3):
         assert reader.metadata == {"text": "hello"}
 
 
-@pytest.mark.parametrize("form", [OrbaxTree(), OrbaxZarr()], ids=lambda form: form.name)
+@pytest.mark.parametrize("format_", [OrbaxTree(), OrbaxZarr()], ids=lambda format_: format_.name)
 @pytest.mark.parametrize("restore", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
-def test_orbax_restores_what_is_written(tmp_path, form, restore):
+def test_orbax_restores_what_is_written(tmp_path, format_, restore):
     arrays = leaves() | {"empty": np.zeros((0, 3), np.float32)}
-    write(form, tmp_path / "c", arrays, shard=100)
+    write(format_, tmp_path / "c", arrays, shard=100)
     restored = flat(restore().restore(tmp_path / "c"))
     assert set(restored) == set(arrays)
     assert all(same(np.asarray(restored[name]), arrays[name]) for name in arrays)
     assert all(same(array, arrays[name]) for name, array in read_all(tmp_path / "c").items())
 
 
-@pytest.mark.parametrize("form", [OrbaxTree(), OrbaxZarr()], ids=lambda form: form.name)
-def test_large_arrays_go_chunk_by_chunk(tmp_path, form, monkeypatch):
+@pytest.mark.parametrize("format_", [OrbaxTree(), OrbaxZarr()], ids=lambda format_: format_.name)
+def test_large_arrays_go_chunk_by_chunk(tmp_path, format_, monkeypatch):
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", 1000)
     monkeypatch.setattr(orbax_write, "_PENDING_BYTES", 3000)
     monkeypatch.setattr(orbax_tree, "_WINDOW_BYTES", 5000)
@@ -111,8 +111,8 @@ def test_large_arrays_go_chunk_by_chunk(tmp_path, form, monkeypatch):
         "row": rng.normal(size=(1, 5000)).astype(ml_dtypes.bfloat16),
         "prime": rng.normal(size=(97, 13)),
     }
-    write(form, tmp_path / "c", arrays)
-    description = json.loads((tmp_path / "c/prime/.zarray").read_text()) if form.name == "Orbax zarr" else None
+    write(format_, tmp_path / "c", arrays)
+    description = json.loads((tmp_path / "c/prime/.zarray").read_text()) if format_.name == "Orbax zarr" else None
     assert description is None or np.prod(description["chunks"]) * 8 <= 1000
     assert all(same(array, arrays[name]) for name, array in read_all(tmp_path / "c").items())
     restored = ocp.StandardCheckpointer().restore(tmp_path / "c")
@@ -121,15 +121,15 @@ def test_large_arrays_go_chunk_by_chunk(tmp_path, form, monkeypatch):
 
 def test_parts_can_be_written_again(tmp_path):
     """What a killed run left of a part is replaced, and merging twice gives the same."""
-    form, arrays = OrbaxTree(), {f"leaf/{n}": np.full((4, 4), n, np.float32) for n in range(6)}
+    format_, arrays = OrbaxTree(), {f"leaf/{n}": np.full((4, 4), n, np.float32) for n in range(6)}
     infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()]
-    layout, source = form.layout(infos, 128), ArraySource(arrays)
+    layout, source = format_.layout(infos, 128), ArraySource(arrays)
     wrong = ArraySource({name: array + 1 for name, array in arrays.items()})
     (tmp_path / "c").mkdir()
     for turn in (wrong, source):
         for file, tensors in layout.items():
-            form.write(tmp_path / "c", file, tensors, turn)
-        form.finish(tmp_path / "c", layout, turn)
+            format_.write(tmp_path / "c", file, tensors, turn)
+        format_.finish(tmp_path / "c", layout, turn)
     assert len(layout) == 3
     assert all(same(array, arrays[name]) for name, array in read_all(tmp_path / "c").items())
 

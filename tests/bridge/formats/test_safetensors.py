@@ -28,13 +28,13 @@ def every_dtype():
 
 
 def rewrite(source, folder, **options):
-    form = TorchSafetensors()
-    with form.open(form.detect(source)) as reader:
-        layout = form.layout(list(reader.tensors.values()), options.get("max_shard_size", 10**9))
+    format_ = TorchSafetensors()
+    with format_.open(format_.detect(source)) as reader:
+        layout = format_.layout(list(reader.tensors.values()), options.get("max_shard_size", 10**9))
         source = ReaderSource(reader, None)
         for file, infos in layout.items():
-            form.write(folder, file, infos, source)
-        form.finish(folder, layout, source)
+            format_.write(folder, file, infos, source)
+        format_.finish(folder, layout, source)
 
 
 def test_every_dtype_and_the_librarys_own_bytes(tmp_path):
@@ -145,8 +145,8 @@ class Explosive:
 def test_pickles_of_tensors(tmp_path, zipped):
     state = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(2, dtype=torch.bfloat16)}
     torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    form, reader = registry.open_reader(tmp_path)
-    assert form.name == "torch pickle"
+    format_, reader = registry.open_reader(tmp_path)
+    assert format_.name == "torch pickle"
     with reader:
         np.testing.assert_array_equal(reader.read("a"), state["a"].numpy())
         assert reader.tensors["b"].dtype == "bfloat16"

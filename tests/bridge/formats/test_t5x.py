@@ -235,13 +235,13 @@ ARRAYS = {
 
 
 def write_arrays(folder):
-    form = T5xFolder()
+    format_ = T5xFolder()
     infos = [TensorInfo(name, array.shape, array.dtype.name) for name, array in ARRAYS.items()]
-    layout, source = form.layout(infos, 1), ArraySource(ARRAYS)
+    layout, source = format_.layout(infos, 1), ArraySource(ARRAYS)
     for file, group in layout.items():
-        form.write(folder, file, group, source)
-    form.finish(folder, layout, source)
-    return form.detect(folder)
+        format_.write(folder, file, group, source)
+    format_.finish(folder, layout, source)
+    return format_.detect(folder)
 
 
 def test_bits_survive(tmp_path):

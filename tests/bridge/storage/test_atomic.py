@@ -237,9 +237,9 @@ with new_folder(d, replace=True) as folder:
 
 
 def test_finished_files_are_not_written_again(tiny_flax, tmp_path, monkeypatch):
-    form = registry.target("flax").form
+    format_ = registry.target("flax").format
     written: list[str] = []
-    write = type(form).write
+    write = type(format_).write
 
     def spy(self, folder, file, tensors, source):
         written.append(file)
@@ -247,7 +247,7 @@ def test_finished_files_are_not_written_again(tiny_flax, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write(self, folder, file, tensors, source)
 
-    monkeypatch.setattr(type(form), "write", spy)
+    monkeypatch.setattr(type(format_), "write", spy)
     options = {"to": "flax", "max_shard_size": "1KB", "resume": True}
     with pytest.raises(KeyboardInterrupt):
         convert(tiny_flax, tmp_path / "new", **options)
