@@ -41,8 +41,8 @@ def flash_forward(
     n, sinks = sizes_of(query, key), call.sinks
     value_dim = value.shape[-1]
     if query.size == 0 or key.size == 0 or value.size == 0:
-        top = jnp.full(n.heads, jnp.inf) if sinks is None else jnp.where(sinks == -jnp.inf, jnp.inf, sinks)
-        logsumexp = jnp.broadcast_to(top.astype(jnp.float32)[:, None], (n.batch, n.heads, n.length))
+        lse = jnp.full(n.heads, jnp.inf) if sinks is None else jnp.where(sinks == -jnp.inf, jnp.inf, sinks)
+        logsumexp = jnp.broadcast_to(lse.astype(jnp.float32)[:, None], (n.batch, n.heads, n.length))
         return jnp.zeros((n.batch, n.length, n.heads, value_dim), query.dtype), logsumexp
     call = padded_to_tiles(n, call)
     precision = _precision(query)
@@ -55,30 +55,30 @@ def flash_forward(
             rows = lax.dynamic_slice_in_dim(queries, i * n.rows, n.rows, axis=1)
 
             def column_tile(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                top, total, output = state
+                m_i, l_i, output = state
                 columns = lax.dynamic_slice_in_dim(keys, j * n.columns, n.columns)
                 logits, _ = scores(n, call, rows, columns, head, i, j, precision)
-                new_top = jnp.maximum(top, logits.max(axis=-1))
-                finite = _finite(new_top)
+                m_new = jnp.maximum(m_i, logits.max(axis=-1))
+                finite = _finite(m_new)
                 weights = jnp.exp(logits - finite[..., None])
-                shrink = jnp.exp(top - finite)
-                total = total * shrink + weights.sum(axis=-1)
+                alpha = jnp.exp(m_i - finite)
+                l_i = l_i * alpha + weights.sum(axis=-1)
                 if call.seed is not None:
                     weights = weights * keep_factor(n, call, head, i, j)
                 part = lax.dynamic_slice_in_dim(values, j * n.columns, n.columns)
                 added = matmul(weights.reshape(-1, n.columns), part, (1, 0), precision)
-                return new_top, total, output * shrink[..., None] + added.reshape(output.shape)
+                return m_new, l_i, output * alpha[..., None] + added.reshape(output.shape)
 
-            top = jnp.full((n.group, n.rows), -jnp.inf)
+            m_i = jnp.full((n.group, n.rows), -jnp.inf)
             if sink is not None:
-                top = jnp.broadcast_to(sink[head % n.kv_heads][:, None], top.shape)
-            total = jnp.where(top == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
+                m_i = jnp.broadcast_to(sink[head % n.kv_heads][:, None], m_i.shape)
+            l_i = jnp.where(m_i == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
             first, last = column_range(n, call, i)
-            start = (top, total, jnp.zeros((n.group, n.rows, value_dim)))
-            top, total, output = lax.fori_loop(first, last, column_tile, start)
-            empty = total == 0.0
-            logsumexp = jnp.where(empty, jnp.inf, _finite(top) + jnp.log(jnp.where(empty, 1.0, total)))
-            return output / jnp.where(empty, 1.0, total)[..., None], logsumexp
+            start = (m_i, l_i, jnp.zeros((n.group, n.rows, value_dim)))
+            m_i, l_i, output = lax.fori_loop(first, last, column_tile, start)
+            empty = l_i == 0.0
+            logsumexp = jnp.where(empty, jnp.inf, _finite(m_i) + jnp.log(jnp.where(empty, 1.0, l_i)))
+            return output / jnp.where(empty, 1.0, l_i)[..., None], logsumexp
 
         tiles = lax.map(row_tile, jnp.arange(n.row_tiles))  # (tiles, G, R, Dv), (tiles, G, R)
         output, logsumexp = (jnp.moveaxis(x, 0, 1).reshape(n.group, -1, *x.shape[3:]) for x in tiles)
@@ -126,7 +126,7 @@ def flash_backward(
         carry: tuple[Array, Array], parts: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
         head, grad_bias = carry
-        queries, keys, values, grads, tops, deltas = parts
+        queries, keys, values, grads, lses, deltas = parts
 
         def column_tile(state: tuple[Array, Array], j: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
             columns = lax.dynamic_slice_in_dim(keys, j * n.columns, n.columns)
@@ -134,12 +134,12 @@ def flash_backward(
 
             def row_tile(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 grad_queries, grad_bias, grad_columns, grad_part = state
-                rows, grad_rows, top, row_delta = (
-                    lax.dynamic_slice_in_dim(x, i * n.rows, n.rows, axis=1) for x in (queries, grads, tops, deltas)
+                rows, grad_rows, lse, row_delta = (
+                    lax.dynamic_slice_in_dim(x, i * n.rows, n.rows, axis=1) for x in (queries, grads, lses, deltas)
                 )
                 flat_rows, flat_grad = rows.reshape(-1, rows.shape[-1]), grad_rows.reshape(-1, part.shape[-1])
                 logits, capped = scores(n, call, rows, columns, head, i, j, precision)
-                weights = jnp.exp(logits - top[..., None])
+                weights = jnp.exp(logits - lse[..., None])
                 grad_weights = matmul(flat_grad, part, (1, 1), precision).reshape(weights.shape)
                 kept = weights
                 if call.seed is not None:
@@ -193,9 +193,9 @@ def flash_backward(
     )
 
 
-def _finite(top: Array) -> Array:
+def _finite(m_i: Array) -> Array:
     """The maximum of a row, 0 where the row has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) is not."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
+    return jnp.where(m_i == -jnp.inf, 0.0, m_i)
 
 
 def _precision(query: Array) -> lax.Precision:

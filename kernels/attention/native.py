@@ -84,10 +84,10 @@ def attend(
         logits = torch.cat([scores, column], dim=-1)
     if logits.shape[-1]:
         # the maximum cancels out of the quotient: it needs no gradient; a row that sees nothing has none
-        top = logits.detach().amax(dim=-1, keepdim=True)
-        logits = torch.exp(logits - torch.where(torch.isfinite(top), top, 0.0))
-    total = logits.sum(dim=-1, keepdim=True)
-    weights = logits[..., :keys] / torch.where(total == 0, 1.0, total)
+        m_i = logits.detach().amax(dim=-1, keepdim=True)
+        logits = torch.exp(logits - torch.where(torch.isfinite(m_i), m_i, 0.0))
+    l_i = logits.sum(dim=-1, keepdim=True)
+    weights = logits[..., :keys] / torch.where(l_i == 0, 1.0, l_i)
     if keep is not None:
         weights = torch.where(keep, weights / (1.0 - call.dropout_prob), 0.0)
 

@@ -84,30 +84,30 @@ def forward(
 
 def _kernel(n: Grid, call: AttentionCall, given: list[str], query: Any, key: Any, value: Any, *references: Any) -> None:
     call = call._replace(**dict(zip(given, references, strict=False)))
-    output, logsumexp, top, total, sums = references[len(given) :]
+    output, logsumexp, m_i, l_i, sums = references[len(given) :]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
     first, last = column_range(n, call, i)
 
     @pl.when(j == 0)
     def _start() -> None:
         sink = -jnp.inf if call.sinks is None else call.sinks[head]
-        top[...] = jnp.full(top.shape, sink, jnp.float32)
+        m_i[...] = jnp.full(m_i.shape, sink, jnp.float32)
         # a sink is a logit already seen
-        total[...] = jnp.where(top[...] == -jnp.inf, 0.0, 1.0)
+        l_i[...] = jnp.where(m_i[...] == -jnp.inf, 0.0, 1.0)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def step(cut: bool) -> None:
         logits, _ = scores(n, call, query[0, 0], key[0, 0], i, j, cut)
-        new_top = jnp.maximum(top[...], logits.max(axis=0, keepdims=True))
+        m_new = jnp.maximum(m_i[...], logits.max(axis=0, keepdims=True))
         # 0 where nothing was seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is not
-        finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         weights = jnp.exp(logits - finite)
-        shrink = jnp.exp(top[...] - finite)
-        top[...] = new_top
-        total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
+        alpha = jnp.exp(m_i[...] - finite)
+        m_i[...] = m_new
+        l_i[...] = l_i[...] * alpha + weights.sum(axis=0, keepdims=True)
         if call.seed is not None:
             weights = weights * keep_factor(n, call, batch * n.heads + head, i, j)
-        sums[...] = sums[...] * shrink + matmul(value[0, 0], weights.astype(value.dtype))
+        sums[...] = sums[...] * alpha + matmul(value[0, 0], weights.astype(value.dtype))
 
     visited = (j >= first) & (j < last)
     cut = is_cut(n, call, i, j)
@@ -116,8 +116,8 @@ def _kernel(n: Grid, call: AttentionCall, given: list[str], query: Any, key: Any
 
     @pl.when(j == n.column_tiles - 1)
     def _end() -> None:
-        empty = total[...] == 0.0
-        divisor = jnp.where(empty, 1.0, total[...])
+        empty = l_i[...] == 0.0
+        divisor = jnp.where(empty, 1.0, l_i[...])
         output[0, 0] = (sums[...] / divisor).astype(output.dtype)
-        reached = jnp.where(top[...] == -jnp.inf, 0.0, top[...])
+        reached = jnp.where(m_i[...] == -jnp.inf, 0.0, m_i[...])
         logsumexp[0, 0] = jnp.where(empty, jnp.inf, reached + jnp.log(divisor))

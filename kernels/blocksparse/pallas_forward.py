@@ -102,38 +102,38 @@ def _kernel(
     begin: Any, end: Any, *references: Any,
 ) -> None:  # fmt: skip
     call = call._replace(**dict(zip(given, references, strict=False)))
-    output, logsumexp, top, total, sums = references[len(given) :]
+    output, logsumexp, m_i, l_i, sums = references[len(given) :]
     batch, head, s = (pl.program_id(axis) for axis in range(3))
     i, (j, state) = owners[s + 1], step_of(tiles, batch, s)
 
     @pl.when(owners[s] != i)
     def _start() -> None:
         sink = -jnp.inf if call.sinks is None else call.sinks[head]
-        top[...] = jnp.full(top.shape, sink, jnp.float32)
+        m_i[...] = jnp.full(m_i.shape, sink, jnp.float32)
         # a sink is a logit already seen
-        total[...] = jnp.where(top[...] == -jnp.inf, 0.0, 1.0)
+        l_i[...] = jnp.where(m_i[...] == -jnp.inf, 0.0, 1.0)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
     def step(partial: bool) -> None:
         logits, _ = seen_scores(n, call, query[0, 0], key[0, 0], begin[0], end[0], i, j, partial)
-        new_top = jnp.maximum(top[...], logits.max(axis=0, keepdims=True))
+        m_new = jnp.maximum(m_i[...], logits.max(axis=0, keepdims=True))
         # 0 where nothing was seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is not
-        finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         weights = jnp.exp(logits - finite)
-        shrink = jnp.exp(top[...] - finite)
-        top[...] = new_top
-        total[...] = total[...] * shrink + weights.sum(axis=0, keepdims=True)
+        alpha = jnp.exp(m_i[...] - finite)
+        m_i[...] = m_new
+        l_i[...] = l_i[...] * alpha + weights.sum(axis=0, keepdims=True)
         if call.seed is not None:
             weights = weights * keep_factor(n, call, batch * n.heads + head, i, j)
-        sums[...] = sums[...] * shrink + matmul(value[0, 0], weights.astype(value.dtype))
+        sums[...] = sums[...] * alpha + matmul(value[0, 0], weights.astype(value.dtype))
 
     pl.when(state == PARTIAL)(functools.partial(step, True))
     pl.when(state == FULL)(functools.partial(step, False))
 
     @pl.when(owners[s + 2] != i)
     def _end() -> None:
-        empty = total[...] == 0.0
-        divisor = jnp.where(empty, 1.0, total[...])
+        empty = l_i[...] == 0.0
+        divisor = jnp.where(empty, 1.0, l_i[...])
         output[0, 0] = (sums[...] / divisor).astype(output.dtype)
-        reached = jnp.where(top[...] == -jnp.inf, 0.0, top[...])
+        reached = jnp.where(m_i[...] == -jnp.inf, 0.0, m_i[...])
         logsumexp[0, 0] = jnp.where(empty, jnp.inf, reached + jnp.log(divisor))

@@ -25,23 +25,23 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(b, H, R, D), (b, K, C, D), (b, K, C, Dv) -> output (b, H, R, Dv), logsumexp (b, H, R), +inf for an empty row."""
     scores, _ = _scores(query, key, seen, bias, scale, softcap)
-    top = scores.amax(-1, keepdim=True)
-    sink = None if sinks is None else sinks.to(top.dtype)[:, None, None] * LOG2E
+    m_i = scores.amax(-1, keepdim=True)
+    sink = None if sinks is None else sinks.to(m_i.dtype)[:, None, None] * LOG2E
     if sink is not None:
-        top = top.maximum(sink)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weights = scores.sub_(top).exp2_()
-    total = weights.sum(-1, keepdim=True)
+        m_i = m_i.maximum(sink)
+    m_i = torch.where(m_i == -torch.inf, 0.0, m_i)
+    weights = scores.sub_(m_i).exp2_()
+    l_i = weights.sum(-1, keepdim=True)
     if sink is not None:
-        total = total + torch.exp2(sink - top)
+        l_i = l_i + torch.exp2(sink - m_i)
     if keep is not None:
         weights = torch.where(keep, weights, 0.0)
-    empty = total == 0.0
+    empty = l_i == 0.0
     # the weights are multiplied in bfloat16 for such values: twice as fast, and as exact as a fused kernel
     matrix = weights.to(value.dtype) if value.dtype == torch.bfloat16 else weights
     output = _grouped(matrix, key) @ value.to(matrix.dtype)
-    output = output.view(*weights.shape[:3], -1) * (keep_scale / torch.where(empty, 1.0, total))
-    logsumexp = torch.where(empty, torch.inf, (top + total.log2()) * LN2)
+    output = output.view(*weights.shape[:3], -1) * (keep_scale / torch.where(empty, 1.0, l_i))
+    logsumexp = torch.where(empty, torch.inf, (m_i + l_i.log2()) * LN2)
     return output.to(query.dtype), logsumexp.squeeze(-1)
 
 

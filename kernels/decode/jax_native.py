@@ -38,15 +38,15 @@ def decode(
     offset = jnp.arange(keys) - ends[:, None] + 1  # 0 at the query's own key
     seen = offset <= 0 if left is None else (offset <= 0) & (offset >= -left)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    top = scores.max(axis=-1, keepdims=True)
+    m_i = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
-        top = jnp.maximum(top, sinks.astype(jnp.float32)[:, None])
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
+        m_i = jnp.maximum(m_i, sinks.astype(jnp.float32)[:, None])
+    m_i = jnp.where(m_i == -jnp.inf, 0.0, m_i)
+    weights = jnp.exp(scores - m_i)
+    l_i = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32)[:, None] - top)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
+        l_i = l_i + jnp.exp(sinks.astype(jnp.float32)[:, None] - m_i)
+    weights = weights / jnp.where(l_i == 0.0, 1.0, l_i)
     if lengths is not None:  # what lies beyond may be NaN, and zero times NaN is not zero
         value = jnp.where((offset <= 0)[:, :, None, None], value, 0)
     grouped = weights.reshape(batch, kv_heads, heads // kv_heads, keys)

@@ -112,7 +112,7 @@ def _blocks(n: Settings, end: Any) -> tuple[Any, Any]:
 def _kernel(
     n: Settings, has_added: bool, has_sinks: bool, ends: Any, query: Any, key: Any, value: Any, *refs: Any
 ) -> None:
-    extras, (output, tops, totals, sums) = list(refs[:-4]), refs[-4:]
+    extras, (output, m_refs, l_ref, sums) = list(refs[:-4]), refs[-4:]
     added = extras.pop(0) if has_added else None
     sinks = extras.pop(0) if has_sinks else None
     end, j = ends[pl.program_id(0)], pl.program_id(1)
@@ -120,8 +120,8 @@ def _kernel(
 
     @pl.when(j == 0)
     def _() -> None:
-        tops[...] = jnp.full_like(tops, -jnp.inf) if sinks is None else sinks[...]
-        totals[...] = jnp.where(tops[...] == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
+        m_refs[...] = jnp.full_like(m_refs, -jnp.inf) if sinks is None else sinks[...]
+        l_ref[...] = jnp.where(m_refs[...] == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
         sums[...] = jnp.zeros_like(sums)
 
     @pl.when((j >= first) & (j < last))
@@ -138,19 +138,19 @@ def _kernel(
             if added is not None:
                 scores = scores + added[0, head if added.shape[1] > 1 else 0]
             scores = jnp.where(seen, scores, -jnp.inf)
-            top = jnp.maximum(tops[head], scores.max(axis=-1, keepdims=True))
-            finite = jnp.where(top == -jnp.inf, 0.0, top)
-            weights, shrink = jnp.exp(scores - finite), jnp.exp(tops[head] - finite)
+            m_i = jnp.maximum(m_refs[head], scores.max(axis=-1, keepdims=True))
+            finite = jnp.where(m_i == -jnp.inf, 0.0, m_i)
+            weights, alpha = jnp.exp(scores - finite), jnp.exp(m_refs[head] - finite)
             # what lies beyond may be NaN, and zero times NaN is not zero
             values = jnp.where(written, value[0, :, head, :], jnp.zeros((), value.dtype))
-            totals[head] = totals[head] * shrink + weights.sum(axis=-1, keepdims=True)
-            sums[head] = sums[head] * shrink + _dot(weights.astype(values.dtype), values, 0, precision)
-            tops[head] = top
+            l_ref[head] = l_ref[head] * alpha + weights.sum(axis=-1, keepdims=True)
+            sums[head] = sums[head] * alpha + _dot(weights.astype(values.dtype), values, 0, precision)
+            m_refs[head] = m_i
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _() -> None:
-        total = totals[...]
-        output[0] = (sums[...] / jnp.where(total == 0.0, 1.0, total)).astype(output.dtype)
+        l_i = l_ref[...]
+        output[0] = (sums[...] / jnp.where(l_i == 0.0, 1.0, l_i)).astype(output.dtype)
 
 
 def _dot(a: Array, b: Array, contract: int, precision: lax.Precision) -> Array:

@@ -85,11 +85,11 @@ def capped(call: AttentionCall, products: Array) -> Array:
     return logits if call.softcap is None else call.softcap * jnp.tanh(logits / call.softcap)
 
 
-def merge(top: Array, logits: Array) -> tuple[Array, Array, Array]:
+def merge(m_i: Array, logits: Array) -> tuple[Array, Array, Array]:
     """The new maximum of each row, what the old sums shrink by, and the weights of `logits`; -inf weighs nothing."""
-    new_top = jnp.maximum(top, logits.max(axis=-1, keepdims=True))
-    finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    return new_top, jnp.exp(top - finite), jnp.exp(logits - finite)
+    m_new = jnp.maximum(m_i, logits.max(axis=-1, keepdims=True))
+    finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+    return m_new, jnp.exp(m_i - finite), jnp.exp(logits - finite)
 
 
 def precision_of(query: Array) -> lax.Precision:

@@ -47,18 +47,18 @@ def ragged_page_attention(
     blocks, taken = blocks_of(tokens, ROWS, context_lens, query_start_loc, num_seqs)
     first, last = page_range(call, blocks, ROWS, page_size)
     precision = precision_of(query)
-    top = jnp.full((kv_heads, group, 1, 1), -jnp.inf)
+    m_i = jnp.full((kv_heads, group, 1, 1), -jnp.inf)
     if sinks is not None:
-        top = sinks.astype(jnp.float32).reshape(top.shape)
-    top = jnp.broadcast_to(top, (kv_heads, group, ROWS, 1))
-    start = (top, jnp.where(top == -jnp.inf, 0.0, 1.0), jnp.zeros((kv_heads, group, ROWS, value_dim)))
+        m_i = sinks.astype(jnp.float32).reshape(m_i.shape)
+    m_i = jnp.broadcast_to(m_i, (kv_heads, group, ROWS, 1))
+    start = (m_i, jnp.where(m_i == -jnp.inf, 0.0, 1.0), jnp.zeros((kv_heads, group, ROWS, value_dim)))
 
     def block(i: Array) -> Array:
         own = (blocks.keys - blocks.length + blocks.row)[i] + jnp.arange(ROWS)[:, None]
         queries = query[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
 
         def tile(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, output = state
+            m_i, l_i, output = state
             place = first[i] + j * step + jnp.arange(step)
             pages = block_tables[blocks.sequence[i], jnp.minimum(place, last[i] - 1)]
             column = (place[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
@@ -72,17 +72,17 @@ def ragged_page_attention(
                 tails = tail_query[taken[i]].astype(jnp.float32).reshape(ROWS, kv_heads, group, -1)
                 products += jnp.einsum("rkgd,ckd->kgrc", tails, gather(tail_pages), precision=precision)
             visible = seen(call, own, column, blocks.keys[i])
-            top, shrink, weights = merge(top, jnp.where(visible, capped(call, products), -jnp.inf))
-            total = total * shrink + weights.sum(axis=-1, keepdims=True)
+            m_i, alpha, weights = merge(m_i, jnp.where(visible, capped(call, products), -jnp.inf))
+            l_i = l_i * alpha + weights.sum(axis=-1, keepdims=True)
             values = keys[..., :value_dim] if value_pages is None else gather(value_pages)
             # a slot that was never written may hold anything, NaN too
             values = jnp.where((column < blocks.keys[i])[:, None, None], values, 0.0)
-            output = output * shrink + jnp.einsum("kgrc,ckd->kgrd", weights, values, precision=precision)
-            return top, total, output
+            output = output * alpha + jnp.einsum("kgrc,ckd->kgrd", weights, values, precision=precision)
+            return m_i, l_i, output
 
         steps = (last[i] - first[i] + step - 1) // step
-        _, total, output = lax.fori_loop(0, steps, tile, start)
-        output = output / jnp.where(total == 0.0, 1.0, total)
+        _, l_i, output = lax.fori_loop(0, steps, tile, start)
+        output = output / jnp.where(l_i == 0.0, 1.0, l_i)
         return output.transpose(2, 0, 1, 3).reshape(ROWS, heads, value_dim)
 
     output = lax.map(block, jnp.arange(taken.shape[0])).reshape(-1, heads, value_dim)

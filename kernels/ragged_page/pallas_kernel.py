@@ -138,7 +138,7 @@ def _kernel(
 ) -> None:  # fmt: skip
     given = dict(zip(inputs, refs, strict=False))
     pages = dict(zip(pools, refs[len(inputs) :], strict=False))
-    output_ref, top_ref, total_ref, sum_ref, *rest = refs[len(inputs) + len(pools) :]
+    output_ref, m_ref, l_ref, sum_ref, *rest = refs[len(inputs) + len(pools) :]
     buffers, semaphores = dict(zip(pools, rest, strict=False)), rest[-1]
     i = pl.program_id(0)
     first, last, keys = first_page[i], last_page[i], key_count[i]
@@ -157,8 +157,8 @@ def _kernel(
 
         lax.fori_loop(jnp.int32(0), jnp.int32(n.pages), page_of, jnp.int32(0))
 
-    top_ref[...] = given["sinks"][...] if "sinks" in given else jnp.full_like(top_ref, -jnp.inf)
-    total_ref[...] = jnp.where(top_ref[...] == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
+    m_ref[...] = given["sinks"][...] if "sinks" in given else jnp.full_like(m_ref, -jnp.inf)
+    l_ref[...] = jnp.where(m_ref[...] == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
     sum_ref[...] = jnp.zeros_like(sum_ref)
 
     @pl.when(steps > 0)
@@ -186,18 +186,18 @@ def _kernel(
             if "tail" in buffers:
                 products += _dot(given["tail_query"][0, head], _head(buffers["tail"], slot, head), 1, precision)
             logits = jnp.where(visible, capped(call, products), -jnp.inf)
-            top, shrink, weights = merge(top_ref[head], logits)
-            top_ref[head] = top
-            total_ref[head] = total_ref[head] * shrink + weights.sum(axis=-1, keepdims=True)
+            m_i, alpha, weights = merge(m_ref[head], logits)
+            m_ref[head] = m_i
+            l_ref[head] = l_ref[head] * alpha + weights.sum(axis=-1, keepdims=True)
             value = _head(buffers["value"], slot, head) if "value" in buffers else key[:, : n.value_dim]
             # a slot that was never written may hold anything, NaN too
             value = jnp.where(written, value, jnp.zeros_like(value))
-            sum_ref[head] = sum_ref[head] * shrink + _dot(weights.astype(value.dtype), value, 0, precision)
+            sum_ref[head] = sum_ref[head] * alpha + _dot(weights.astype(value.dtype), value, 0, precision)
         return carry
 
     lax.fori_loop(jnp.int32(0), steps, step, jnp.int32(0))
-    total = total_ref[...]
-    output_ref[0] = (sum_ref[...] / jnp.where(total == 0.0, 1.0, total)).astype(output_ref.dtype)
+    l_i = l_ref[...]
+    output_ref[0] = (sum_ref[...] / jnp.where(l_i == 0.0, 1.0, l_i)).astype(output_ref.dtype)
 
 
 def _head(buffer: Any, slot: Any, head: int) -> Array:

@@ -73,11 +73,11 @@ def ring_forward(
             following = ring.shifted(held) if step + 1 < steps else held
             state = _switch(ring, step, query, key, call, branch, state, held)
             held = following
-        output, top = state
-        return output.astype(query.dtype), jnp.where(top == -jnp.inf, jnp.inf, top)
+        output, lse = state
+        return output.astype(query.dtype), jnp.where(lse == -jnp.inf, jnp.inf, lse)
 
     given = (query, key, value, call)
-    return _mapped(ring, local, given, ("btn", "top"))(*given)
+    return _mapped(ring, local, given, ("btn", "lse"))(*given)
 
 
 def ring_backward(
@@ -146,12 +146,12 @@ def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outpu
         "btn": PartitionSpec(ring.batch_axis, ring.axis, ring.head_axis, None),
         "ids": PartitionSpec(ring.batch_axis, ring.axis),
         "sinks": PartitionSpec(ring.head_axis),
-        "top": PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis),
+        "lse": PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis),
         None: None,
     }
     kinds = {"query_segment_ids": "ids", "key_segment_ids": "ids", "sinks": "sinks"}
     call = map_tensors(given[3], lambda name, _: specs[kinds[name]])
-    results = (specs[kind] for kind in ("btn", "top", "btn")[: len(given) - 4])
+    results = (specs[kind] for kind in ("btn", "lse", "btn")[: len(given) - 4])
     inputs = (*(specs["btn"],) * 3, call, *results)
     return jax.shard_map(
         local, mesh=ring.mesh, in_specs=inputs, out_specs=tuple(specs[kind] for kind in outputs), check_vma=False
@@ -202,9 +202,9 @@ def _tile(
 def _folded(state: tuple[Array, Array], tile: Tile, output: Array, logsumexp: Array) -> tuple[Array, Array]:
     """Take a tile into the rows' running output and logsumexp."""
     rows = slice(*tile.rows)
-    total, top = state
-    old, added = top[:, :, rows], jnp.where(logsumexp == jnp.inf, -jnp.inf, logsumexp)
+    total, lse = state
+    old, added = lse[:, :, rows], jnp.where(logsumexp == jnp.inf, -jnp.inf, logsumexp)
     new = jnp.logaddexp(old, added)
     base = jnp.where(new == -jnp.inf, 0.0, new)
     kept, taken = (jnp.exp(part - base).transpose(0, 2, 1)[..., None] for part in (old, added))
-    return total.at[:, rows].set(total[:, rows] * kept + output * taken), top.at[:, :, rows].set(new)
+    return total.at[:, rows].set(total[:, rows] * kept + output * taken), lse.at[:, :, rows].set(new)
