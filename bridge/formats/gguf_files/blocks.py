@@ -81,7 +81,10 @@ def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray]:
         rows = cast(piece, numpy_dtype(UNPACKED)).reshape(-1, array.shape[-1])
         largest = np.abs(rows, where=np.isfinite(rows), out=np.zeros_like(rows)).max(initial=0.0)
         if largest > _MOST_SCALE * _MOST_STEPS:
-            raise CastOverflow(f"holds {largest:.4g}, and {kind} ends at {_MOST_SCALE * _MOST_STEPS:.4g}; give another")
+            raise CastOverflow(
+                f"holds {largest:.4g}, and {kind} ends at {_MOST_SCALE * _MOST_STEPS:.4g}; give another dtype, as bf16 "
+                "or f32"
+            )
         yield _bytes(quantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
 
 

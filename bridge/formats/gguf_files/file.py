@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from easytorch.bridge.core.casting import CastOverflow
+from easytorch.bridge.core.casting import CastOverflow, cast
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.in_parts import InParts
@@ -35,7 +35,7 @@ from easytorch.bridge.formats.gguf_files.blocks import (
     stored_bytes,
     unpack,
 )
-from easytorch.bridge.formats.gguf_files.vocabulary import tokenizer_fields, write_tokenizer
+from easytorch.bridge.formats.gguf_files.vocabulary import write_tokenizer
 from easytorch.bridge.formats.gguf_files.walk import ALIGNMENT, MAX_DIMENSIONS, Header, Stored, as_text
 from easytorch.bridge.formats.sharding import shard_names, split
 
@@ -57,6 +57,7 @@ class GgufReader(Closing):
         self.files = tuple(files)
         self.tensors: dict[str, TensorInfo] = {}
         self.fields: dict[str, Any] = {}
+        self.types: dict[str, int] = {}
         self._maps: list[MappedFile] = []
         self._home: dict[str, tuple[MappedFile, Stored]] = {}
         try:
@@ -80,6 +81,7 @@ class GgufReader(Closing):
         header = Header(file, mapped.bytes, mapped.size)
         for key, value in header.fields.items():
             self.fields.setdefault(key, value)
+            self.types.setdefault(key, header.kinds[key])
         for stored in header.tensors:
             if stored.name in self.tensors:
                 raise CheckpointError(
@@ -97,8 +99,8 @@ class GgufReader(Closing):
         """Rotary factors follow from the config: they are read into it and are no weights."""
         from easytorch.bridge.formats.gguf_files.config import DERIVED
 
-        self._derived = {name: self.read(name) for name in DERIVED if name in self.tensors}
-        for name in self._derived:
+        self.derived = {name: self.read(name) for name in DERIVED if name in self.tensors}
+        for name in self.derived:
             del self.tensors[name]
 
     def config(self) -> dict[str, Any] | None:
@@ -106,7 +108,7 @@ class GgufReader(Closing):
         from easytorch.bridge.formats.gguf_files.config import config_from
 
         try:
-            return config_from(self.fields, self.tensors, self._derived)
+            return config_from(self.fields, self.tensors, self.derived)
         except CheckpointError as error:
             raise CheckpointError(str(error), file=self.files[0]) from error
 
@@ -195,29 +197,31 @@ class Gguf:
             if info.dtype not in _KINDS:
                 raise CheckpointError(f"GGUF has no dtype {info.dtype}; cast it to one it has", tensor=info.name)
             return _KINDS[info.dtype]
-        if len(info.shape) < 2 or not info.name.endswith(".weight") or _SMALL.fullmatch(info.name):
-            return "F32"
         most = self._most or _kind(info.dtype)
         if most is None:
             raise CheckpointError(f"is {info.dtype}; {_ACCEPTED}", tensor=info.name)
+        if len(info.shape) < 2 or not info.name.endswith(".weight") or _SMALL.fullmatch(info.name):
+            return "F32"
         return "F16" if most == "Q8_0" and info.shape[-1] % block_length(most) else most
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
         """One file; the first of several has the metadata and the rotary factors."""
-        from easytorch.bridge.formats.gguf_files.config import derived_tensors
-        from easytorch.bridge.formats.gguf_files.header import write_header
+        from easytorch.bridge.formats.gguf_files.header import carried_fields, write_header
 
         number, _ = _place(file)
-        derived = derived_tensors(_config(source)) if number == 0 else {}
+        derived = _derived(source) if number == 0 else {}
         kinds = {info.name: self._stored(info) for info in tensors}
         entries = [(info.name, info.shape, kinds[info.name]) for info in tensors]
         entries += [(name, array.shape, "F32") for name, array in derived.items()]
-        fields = source.origin.fields if isinstance(source.origin, GgufReader) else {}
+        fields, types = (
+            (source.origin.fields, source.origin.types) if isinstance(source.origin, GgufReader) else ({}, {})
+        )
         file_type = self._file_type(kinds)
         if any(kind == info.packed for kind, info in zip(kinds.values(), tensors, strict=True)):
             # A mixture of packed types, which only the file it comes from has a number for.
             file_type = fields.get("general.file_type", file_type)
-        write_header(folder / file, entries, _config(source), file_type, *_place(file), tokenizer_fields(fields))
+        carried = carried_fields(fields, whole=_is_own(source))
+        write_header(folder / file, entries, _config(source), file_type, *_place(file), carried, types)
         with (folder / file).open("ab") as stream:
             for info in tensors:
                 for piece in _stored_elements(info, kinds[info.name], source):
@@ -236,10 +240,9 @@ class Gguf:
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
         """How many tensors there are in all, which every part states."""
         if len(layout) > 1:
-            from easytorch.bridge.formats.gguf_files.config import derived_tensors
             from easytorch.bridge.formats.gguf_files.header import state_total
 
-            total = sum(len(infos) for infos in layout.values()) + len(derived_tensors(_config(source)))
+            total = sum(len(infos) for infos in layout.values()) + len(_derived(source))
             for file in layout:
                 state_total(folder / file, total)
 
@@ -272,6 +275,20 @@ def _config(source: Source) -> Config:
     if source.config is None:
         raise CheckpointError("GGUF states the model's config, and there is none; give it by `config`")
     return source.config
+
+
+def _is_own(source: Source) -> bool:
+    """Whether the weights come from a GGUF file, and the config is what that file says."""
+    return isinstance(source.origin, GgufReader) and source.origin.config() == _config(source).content
+
+
+def _derived(source: Source) -> Mapping[str, np.ndarray]:
+    """The rotary factors: of a file with its own config the very ones it has."""
+    from easytorch.bridge.formats.gguf_files.config import derived_tensors
+
+    if isinstance(source.origin, GgufReader) and _is_own(source):
+        return {name: cast(array, np.dtype(np.float32)) for name, array in source.origin.derived.items()}
+    return derived_tensors(_config(source))
 
 
 def _pad(stream: BinaryIO) -> None:

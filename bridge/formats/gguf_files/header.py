@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.formats.gguf_files.blocks import stored_bytes
+from easytorch.bridge.formats.gguf_files.config import OWN_CONFIG
+from easytorch.bridge.formats.gguf_files.vocabulary import tokenizer_fields
 
 Entry = tuple[str, tuple[int, ...], str]
 _TOTAL = "split.tensors.count"
+# What says how one file is stored, and our own key, which is written anew.
+_OF_ONE_FILE = re.compile(
+    rf"general\.(architecture|alignment|file_type|quantization_version|type)|split\..*|{re.escape(OWN_CONFIG)}"
+)
 
 
 def write_header(
@@ -20,12 +27,14 @@ def write_header(
     file_type: int,
     number: int,
     count: int,
-    tokenizer: Mapping[str, Any],
+    carried: Mapping[str, Any],
+    types: Mapping[str, int],
 ) -> None:
     """Writes a new file up to its data; the data of `entries` (name, shape, ggml's type) follows in that order.
 
     number, count: which part this is of how many; the first one has the metadata.
-    tokenizer: the metadata of one that another GGUF file had; without it, the one beside `config` is taken.
+    carried: the metadata that goes along from another GGUF file, `carried_fields`; types: of its single numbers.
+    Without a tokenizer in it, the one beside `config` is taken.
     """
     import gguf
     import numpy as np
@@ -45,6 +54,8 @@ def write_header(
         writer.kv_data[0].update(fields if number == 0 else {})
     if number == 0:
         for key, value in fields_of(config).items():
+            if key in carried:
+                continue
             if isinstance(value, bool):
                 writer.add_bool(key, value)
             elif isinstance(value, int):
@@ -56,10 +67,10 @@ def write_header(
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        if tokenizer:
-            add_fields(writer, tokenizer)
-        else:
+        if not tokenizer_fields(carried):
             add_tokenizer(writer, config)
+        made = writer.kv_data[0].keys()
+        add_fields(writer, {key: value for key, value in carried.items() if key not in made}, types)
     for name, shape, kind in entries:
         # The dtype only says that the shape counts elements.
         number_of = gguf.GGMLQuantizationType[kind]
@@ -70,6 +81,19 @@ def write_header(
     writer.close()
     with path.open("ab") as stream:
         stream.write(bytes(-stream.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def carried_fields(fields: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
+    """What goes along of the metadata `fields` of another GGUF file: its name, tokenizer, settings of anybody's.
+
+    whole: also what it says of the model, whose config is the file's own and no other one given in its place.
+    """
+    model = f"{fields.get('general.architecture')}."
+    return {
+        key: value
+        for key, value in fields.items()
+        if not _OF_ONE_FILE.fullmatch(key) and (whole or not key.startswith(model))
+    }
 
 
 def state_total(path: Path, tensors: int) -> None:

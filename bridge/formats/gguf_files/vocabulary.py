@@ -28,8 +28,8 @@ def tokenizer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key.startswith(_OF_TOKENIZERS)}
 
 
-def add_fields(writer: GGUFWriter, fields: Mapping[str, Any]) -> None:
-    """Adds metadata as `gguf_walk` reads it: scalars, lists of text, numpy arrays of numbers."""
+def add_fields(writer: GGUFWriter, fields: Mapping[str, Any], types: Mapping[str, int]) -> None:
+    """Adds metadata as `walk` reads it: scalars, lists of text, numpy arrays of numbers. types: of scalars, by key."""
     from gguf import GGUFValueType
 
     kinds = {
@@ -48,14 +48,8 @@ def add_fields(writer: GGUFWriter, fields: Mapping[str, Any]) -> None:
         elif isinstance(value, list) and value and all(isinstance(text, str) for text in value):
             texts = [text.encode("utf-8", "surrogateescape") for text in value]
             writer.add_key_value(key, texts, GGUFValueType.ARRAY, GGUFValueType.STRING)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
+        elif isinstance(value, bool | int | float | str):
+            writer.add_key_value(key, value, GGUFValueType(types[key]))
 
 
 def write_tokenizer(file: Path, fields: Mapping[str, Any], folder: Path) -> str | None:

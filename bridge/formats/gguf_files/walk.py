@@ -57,7 +57,10 @@ class Stored:
 
 
 class Header:
-    """`fields`: metadata by key (numbers, text, bool, lists, and numpy arrays of numbers). `tensors`: in file order."""
+    """`fields`: metadata by key (numbers, text, bool, lists, and numpy arrays of numbers). `tensors`: in file order.
+
+    `kinds`: the number of each field's type, which its value does not tell of a single number.
+    """
 
     def __init__(self, path: Path, data: mmap.mmap | ReadFile | bytes, size: int) -> None:
         self._path = path
@@ -65,6 +68,7 @@ class Header:
         self._size = size
         self._at = 0
         self.fields: dict[str, Any] = {}
+        self.kinds: dict[str, int] = {}
         self.tensors: list[Stored] = []
         if self._take(4) != _MAGIC:
             raise self._fail("is not GGUF: it does not begin with those letters")
@@ -107,7 +111,8 @@ class Header:
         key = self._text()
         if key in self.fields:
             raise self._fail(f"has the metadata {key!r} twice")
-        self.fields[key] = self._value(self._number("<I"), 0)
+        self.kinds[key] = self._number("<I")
+        self.fields[key] = self._value(self.kinds[key], 0)
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind in _SCALARS:

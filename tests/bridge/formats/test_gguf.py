@@ -333,8 +333,10 @@ def test_every_plain_type_is_read(tmp_path):
     ("dtype", "message"), [("float64", "f16 or bf16"), ("bool", "no dtype"), ("uint16", "no dtype")]
 )
 def test_what_gguf_cannot_hold(dtype, message):
-    with pytest.raises(ValueError, match=message):
-        Gguf().layout([TensorInfo("w.weight", (2, 2), dtype)], 1 << 30)
+    # Vectors too: nothing is rounded that nobody asked to be.
+    for name, shape in (("w.weight", (2, 2)), ("output_norm.weight", (2,)), ("blk.0.attn_q.bias", (2,))):
+        with pytest.raises(ValueError, match=message):
+            Gguf().layout([TensorInfo(name, shape, dtype)], 1 << 30)
 
 
 def test_eight_bit_floats_become_bfloat16():
@@ -461,7 +463,8 @@ def test_a_tokenizer_transformers_cannot_read_is_reported(saved, tmp_path):
     fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [b"\xe4\xbd".decode("utf-8", "surrogateescape")]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "easytorch.bridge.formats.gguf_files.tokenizer.add_tokenizer", lambda writer, _: add_fields(writer, fields)
+            "easytorch.bridge.formats.gguf_files.tokenizer.add_tokenizer",
+            lambda writer, _: add_fields(writer, fields, {"tokenizer.ggml.model": 8}),
         )
         convert(folder, tmp_path / "broken.gguf", to="gguf")
     (tmp_path / "in").mkdir()
@@ -471,6 +474,65 @@ def test_a_tokenizer_transformers_cannot_read_is_reported(saved, tmp_path):
     convert(tmp_path / "in", tmp_path / "again.gguf", to="gguf")
     with registry.open_reader(tmp_path / "again.gguf")[1] as reader:
         assert reader.fields["tokenizer.ggml.tokens"] == fields["tokenizer.ggml.tokens"]
+
+
+SCALARS = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 2**31, "int32": -70000}
+SCALARS |= {"uint64": 2**40, "int64": -(2**40), "float32": 0.5, "float64": 0.1, "bool": True, "string": "text"}
+
+
+def test_metadata_of_anybody_goes_along(saved, tmp_path):
+    """From file to file: every field with its type, also what no config holds, and the file's own factors."""
+    _, folder = saved("llama3")
+    convert(folder, tmp_path / "ours.gguf", to="gguf")
+    ours = gguf.GGUFReader(tmp_path / "ours.gguf")
+    theirs = tmp_path / "theirs.gguf"
+    writer = gguf.GGUFWriter(theirs, "llama")
+    for key, field in ours.fields.items():
+        if not key.startswith(("GGUF.", "general.", "easytorch.")):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    writer.add_name("Mine")
+    writer.add_author("somebody")
+    writer.add_custom_alignment(64)
+    for kind, value in SCALARS.items():
+        writer.add_key_value(f"mine.{kind}", value, gguf.GGUFValueType[kind.upper()])
+        writer.add_key_value(
+            f"mine.list.{kind}", [value] * 3, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind.upper()]
+        )
+    writer.add_string("llama.setting.of.tomorrow", "kept")
+    for tensor in ours.tensors:
+        # As other programs round them: within what is taken for Llama 3.1's.
+        data = np.nextafter(tensor.data, np.float32(9)) if tensor.name == "rope_freqs.weight" else tensor.data
+        writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    given = gguf.GGUFReader(theirs)
+    wanted = {
+        key: (field.types, field.contents())
+        for key, field in given.fields.items()
+        if not key.startswith("GGUF.") and key not in ("general.alignment", "general.file_type")
+    }
+    assert len(wanted) > 40
+    convert(theirs, tmp_path / "parts", to="gguf", max_shard_size="60KB")
+    for source, dtype in ((theirs, None), (theirs, "q8_0"), (tmp_path / "parts", None)):
+        out = tmp_path / f"{source.stem}-{dtype}.gguf"
+        convert(source, out, to="gguf", dtype=dtype, verify=True)
+        got = gguf.GGUFReader(out)
+        found = {key: (field.types, field.contents()) for key, field in got.fields.items() if key in wanted}
+        assert {key: (found.get(key), one) for key, one in wanted.items() if found.get(key) != one} == {}
+        factors = [
+            one.data.tobytes() for reader in (given, got) for one in reader.tensors if one.name == "rope_freqs.weight"
+        ]
+        assert len(factors) == 2 and factors[0] == factors[1]
+    # Another config in the place of the file's own is what the new file says.
+    content = {**json.loads((folder / "config.json").read_text()), "rms_norm_eps": 0.25}
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    convert(theirs, tmp_path / "other.gguf", to="gguf", config=tmp_path / "other.json")
+    fields = gguf.GGUFReader(tmp_path / "other.gguf").fields
+    assert fields["llama.attention.layer_norm_rms_epsilon"].contents() == 0.25
+    assert "llama.setting.of.tomorrow" not in fields
+    assert fields["general.author"].contents() == "somebody" and fields["mine.uint8"].contents() == 200
 
 
 def piece(text_: str, score: float, kind: int = 1) -> bytes:
