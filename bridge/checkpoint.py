@@ -15,7 +15,7 @@ import numpy as np
 from easytorch.bridge.core.config import Config, find_config, given_config
 from easytorch.bridge.core.context_manager import Closing
 from easytorch.bridge.core.reader import DescribedReader, PartialReader, Reader
-from easytorch.bridge.core.renamed_reader import RenamedReader, without
+from easytorch.bridge.core.renamed_reader import RenamedReader, matching, without
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_narrow, refuse_quantized
 from easytorch.bridge.errors import CheckpointError
@@ -154,7 +154,12 @@ class Checkpoint(Closing):
             weights = (
                 self._weights.as_stored() if stored and isinstance(self._weights, UnwrappedReader) else self._weights
             )
-            return NamedWeights(weights, notes=self._left_out())
+            if scheme == TORCH:
+                return NamedWeights(weights, notes=self._left_out())
+            # From one container to another, what the names have no place for stays beside.
+            side, kept, tied = self._kept_beside()
+            self._torch = self._torch if side is None else side
+            return NamedWeights(weights, {name: name for name in kept}, dict.fromkeys(tied, ""), self._left_out())
         refuse_quantized(self.needed_config.content, self.needed_config.file)
         self._outlined = self._by_outline(scheme) if strict else None
         if self.scheme == TORCH:
@@ -194,14 +199,34 @@ class Checkpoint(Closing):
                 file=self.reader.files[0],
             )
         same = same_data(self._weights)
+        side = None
         if scheme == TORCH:
-            plan = plan_to_torch(tensors, table, tie=True, same=same)
+            side, kept, tied = self._kept_beside()
+            plan = plan_to_torch(tensors, table, tie=True, same=same, kept=kept, tied=tied)
+            plan.keep(kept.values())
         else:
             plan = plan_from_torch(tensors, table, tie=True, same=same)
-        refuse_missing(plan, table)
+        refuse_missing(plan, table, self._dropped_names())
         plan.notes += self._left_out()
         self._torch = self._weights
-        return _named_weights(PlannedReader(self._weights, plan, spool=self.spool), plan)
+        return _named_weights(PlannedReader(self._weights, plan, side, self.spool), plan)
+
+    def _kept_beside(self) -> tuple[SideFile | None, Mapping[str, TensorInfo], list[str]]:
+        """The file of torch tensors beside a tree, which stays open; those tensors, and the repeats that torch had."""
+        if self._side is None:
+            self._side = SideFile.beside(self.reader.files[0])
+        return (None, {}, []) if self._side is None else (self._side, self._side.tensors, self._side.tied)
+
+    def _dropped_names(self) -> set[str]:
+        """What the tensors that the user left out would be called among the weights."""
+        dropped = matching(self.reader, self._dropped)
+        if self.scheme == TORCH or not isinstance(self._weights, RenamedReader):
+            return dropped
+        names = set()
+        for before, after in {_around(path, stored) for path, stored in self._weights.names.items()}:
+            inside = [name for name in dropped if name.startswith(before) and name.endswith(after)]
+            names |= {name[len(before) : len(name) - len(after)] for name in inside}
+        return names
 
     def _left_out(self) -> list[str]:
         """Notes on which step of a run and which tree of a training state are read, and on what is left out."""
@@ -228,10 +253,7 @@ class Checkpoint(Closing):
 
     def _to_torch(self, strict: bool) -> NamedWeights:
         rules = scheme_called(self.scheme).rules(self.needed_config, self._known, self._weights.tensors)
-        if self._side is None:
-            self._side = SideFile.beside(self.reader.files[0])
-        side = self._side
-        kept, tied = ({}, []) if side is None else (side.tensors, side.tied)
+        side, kept, tied = self._kept_beside()
         table = compile_rules(rules)
         if beside := tuple((name, None, BUFFER) for name in kept if not table.knows(name)):
             table = compile_rules((*rules, *beside))
@@ -374,6 +396,14 @@ def _refuse_unused(plan: Plan, tensors: Mapping[str, TensorInfo], table: RuleTab
         made = () if found is None else [pattern.fill(found[2]) for pattern in found[0].torch]
         if path not in used and not any(name in plan.tied or name in kept for name in made):
             raise CheckpointError("would be lost: no torch tensor is made of it", tensor=path)
+
+
+def _around(path: str, stored: str) -> tuple[str, str]:
+    """What stands before and after a leaf's path in the name it is stored under."""
+    # An nnx module's may be called by a collection that the file does not name.
+    path = path if path in stored else path.partition("/")[2]
+    before, _, after = stored.rpartition(path)
+    return before, after
 
 
 def _named_weights(reader: Reader, plan: Plan) -> NamedWeights:

@@ -15,8 +15,8 @@ from easytorch.bridge.jobs.locations import is_remote, local_destination, local_
 from easytorch.bridge.jobs.pipeline import Conversion, stored_as
 from easytorch.bridge.jobs.report import ConversionReport
 from easytorch.bridge.jobs.sources import Progress
-from easytorch.bridge.rules.table import Rules, as_rules
-from easytorch.bridge.rules.user_file import read_rules
+from easytorch.bridge.rules.table import Rules
+from easytorch.bridge.rules.user_file import given_rules
 from easytorch.bridge.storage.atomic import refuse_existing
 
 
@@ -52,7 +52,7 @@ def convert(
     thing; `dst` is not there then.
     """
     begun = time.perf_counter()
-    table = read_rules(rules) if isinstance(rules, str | PathLike) else None if rules is None else as_rules(rules)
+    table = given_rules(rules)
     target, shard_size = registry.target(to), parse_size(max_shard_size)
     stored_as(target.format, dtype)  # a dtype that is none is said before anything is fetched
     if resume and is_remote(dst):

@@ -17,6 +17,8 @@ from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_adapter
 from easytorch.bridge.jobs.locations import local_source
 from easytorch.bridge.jobs.steps import step_folder
+from easytorch.bridge.rules.table import Rules
+from easytorch.bridge.rules.user_file import given_rules
 from easytorch.bridge.schemes.registry import TORCH
 
 # Compared a piece at a time, so that memory does not grow with the tensor.
@@ -66,12 +68,15 @@ def diff(
     *,
     config: str | PathLike[str] | None = None,
     tolerance: float = 0.0,
+    rules: Rules | str | PathLike[str] | None = None,
 ) -> Difference:
     """Compares two checkpoints of any formats, names as torch's where their schemes differ.
 
     A tensor differs when its shape does, when its dtype does, or when some value is further than `tolerance` from the
-    first's (0: when some bit differs). `config` is the config.json of those that have none.
+    first's (0: when some bit differs). `config` is the config.json of those that have none. `rules` are the table of a
+    model of your own, as for `convert`: by it a tree is compared with torch's names, or two trees are.
     """
+    table = given_rules(rules)
     if not tolerance >= 0.0:
         raise ValueError(f"tolerance is {tolerance}; give a number from 0 on")
     with (
@@ -80,8 +85,10 @@ def diff(
         open_checkpoint(here, config=config) as one,
         open_checkpoint(there, config=config) as other,
     ):
-        scheme = one.scheme if one.scheme == other.scheme else TORCH
-        left, right = (_reader(checkpoint, scheme) for checkpoint in (one, other))
+        scheme = one.scheme if one.scheme == other.scheme and table is None else TORCH
+        if table is not None and one.scheme == other.scheme == TORCH:
+            raise ValueError("rules say how torch's names and a tree's are exchanged, and both checkpoints are torch's")
+        left, right = (_reader(checkpoint, scheme, table) for checkpoint in (one, other))
         shared = [name for name in left.tensors if name in right.tensors]
         found = (_compare(left, right, name, tolerance) for name in shared)
         return Difference(
@@ -100,8 +107,10 @@ def diff(
         )
 
 
-def _reader(checkpoint: Checkpoint, scheme: str) -> Reader:
-    return checkpoint.renamed(scheme).reader
+def _reader(checkpoint: Checkpoint, scheme: str, rules: Rules | None) -> Reader:
+    if rules is None or checkpoint.scheme == scheme:
+        return checkpoint.renamed(scheme).reader
+    return checkpoint.by_rules(rules, scheme).reader
 
 
 def _compare(left: Reader, right: Reader, name: str, tolerance: float) -> TensorDifference | None:

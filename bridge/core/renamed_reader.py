@@ -16,11 +16,11 @@ from easytorch.bridge.errors import CheckpointError, nearest
 
 
 class RenamedReader(Closing):
-    """The tensors of `reader` that `names` lists, name here -> stored name. Closing it closes `reader`."""
+    """The tensors of `reader` that `names` lists, name here -> name there. Closing it closes `reader`."""
 
     def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
         self._reader = reader
-        self._names = names
+        self.names = names
         self.tensors: Mapping[str, TensorInfo] = {
             path: replace(reader.tensors[name], name=path) for path, name in names.items()
         }
@@ -29,11 +29,11 @@ class RenamedReader(Closing):
 
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor, as `reader` gives it."""
-        return self._reader.read(self._names[name])
+        return self._reader.read(self.names[name])
 
     def read_in_parts(self, name: str) -> InParts:
         """The same, in parts where `reader` can."""
-        return read_in_parts(self._reader, self._names[name])
+        return read_in_parts(self._reader, self.names[name])
 
     def close(self) -> None:
         """Closes the reader behind it."""
@@ -52,7 +52,13 @@ def without(reader: Reader, patterns: Iterable[str]) -> Reader:
     """`reader` without the tensors that `patterns` name, with `*` for anything; one that fits none is an error."""
     if isinstance(patterns, str):
         raise TypeError(f"drop is a text, {patterns!r}; give a list of names")
-    dropped: set[str] = set()
+    dropped = matching(reader, patterns)
+    return _Without(reader, {name: name for name in reader.tensors if name not in dropped})
+
+
+def matching(reader: Reader, patterns: Iterable[str]) -> set[str]:
+    """The tensors of `reader` that `patterns` name, as `without` reads them."""
+    matched: set[str] = set()
     for pattern in patterns:
         # Names may hold brackets, as those of lists do.
         own = pattern.replace("[", "[[]").replace("?", "[?]")
@@ -60,8 +66,8 @@ def without(reader: Reader, patterns: Iterable[str]) -> Reader:
         if not found:
             message = f"no tensor to drop is called so{nearest(pattern, reader.tensors)}"
             raise CheckpointError(message, file=reader.files[0], tensor=pattern)
-        dropped |= found
-    return _Without(reader, {name: name for name in reader.tensors if name not in dropped})
+        matched |= found
+    return matched
 
 
 def by_paths(reader: Reader) -> RenamedReader:

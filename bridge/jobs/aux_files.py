@@ -13,6 +13,16 @@ from easytorch.bridge.core.weight_files import is_weights
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.jobs.steps import step_folder, steps_in
 
+# What transformers keeps beside weights and config.json.
+_OF_MODELS = frozenset(
+    (
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+        *("vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+        *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+        *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
+    )
+)
+
 
 def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[str]:
     """Copies every file of the folder `source` that is not weights, subfolders and all; notes on what is left out.
@@ -20,8 +30,18 @@ def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) ->
     weights: files and folders of the checkpoint itself. Hidden names are left out: they are caches and version control.
     Links are followed to files in the folder alone: a checkpoint from elsewhere may hold one to any file of its reader.
     Of a run's steps it is the one with the weights whose files go along, to where they stand in a model's folder.
+    A folder without config.json is none of a model: of what lies there beside a weight file only that goes along which
+    models have.
     """
     listed = list(weights)
+    if (
+        listed
+        and listed[0].is_file()
+        and not (source / "config.json").is_file()
+        and step_folder(source, listed[0]) is None
+    ):
+        others = [path for path in source.iterdir() if path.name not in _OF_MODELS]
+        return _copy(source, destination, [*listed, *others])
     step = step_folder(source, listed[0]) if listed else None
     if step is None:
         return _copy(source, destination, listed)

@@ -23,6 +23,7 @@ from easytorch.bridge.jobs.torch_buffers import write_side_file
 from easytorch.bridge.jobs.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.jobs.verify_source import lost_tensor
 from easytorch.bridge.jobs.writer import digest, write_files
+from easytorch.bridge.rules.fingerprint import fingerprint
 from easytorch.bridge.rules.plan import cast_plan
 from easytorch.bridge.rules.planned_reader import PlannedReader
 from easytorch.bridge.rules.table import Rules
@@ -165,7 +166,7 @@ class Conversion:
             "config": None if config is None else config.content,
             "options": [self._format.name, self._target.scheme, self._dtype, self._shard_size, self._file],
             "drop": self._drop,
-            "rules": None if self._rules is None else repr([(row[0], row[1], str(row[2])) for row in self._rules]),
+            "rules": None if self._rules is None else fingerprint(self._rules),
             "version": __version__,
         }
 

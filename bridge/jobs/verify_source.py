@@ -17,6 +17,7 @@ from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
+from easytorch.bridge.jobs.torch_buffers import SideFile
 from easytorch.bridge.schemes.registry import TORCH
 
 # Of factors and offsets that some layouts compute with, and of formats that round (blocks of eight bits).
@@ -33,7 +34,8 @@ def lost_tensor(
     tensors that the scheme has no place for were kept beside.
     """
     if checkpoint.scheme == scheme:
-        return None  # `verify.wrong_tensor` has compared the very same names
+        # `verify.wrong_tensor` has compared the very same names.
+        return _lost_beside(checkpoint, named, written) if whole else None
     content = checkpoint.needed_config.content if named.config is None else named.config
     config = Config(checkpoint.needed_config.file, content)
     given = checkpoint.torch_reader
@@ -50,6 +52,18 @@ def lost_tensor(
                 if not _same(array, found.read(place), tolerance, rounds):
                     return f"{name!r} comes back with other values"
             elif not _repeated(array, name, checkpoint, named, found, tolerance, rounds):
+                return f"{name!r} does not come back"
+    return None
+
+
+def _lost_beside(checkpoint: Checkpoint, named: NamedWeights, written: Path) -> str | None:
+    """A tensor that is to be kept beside the weights and is not, or not as it was."""
+    side = SideFile.beside(written)
+    if side is None:
+        return next((f"{name!r} does not come back" for name in named.kept), None)
+    with side:
+        for name, given in named.kept.items():
+            if name not in side.tensors or not identical(checkpoint.read_torch(given), side.read(name)):
                 return f"{name!r} does not come back"
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.rules.patterns import Bindings, Pattern
@@ -10,20 +10,34 @@ from easytorch.bridge.rules.plan import Plan
 from easytorch.bridge.rules.table import SPARE, RuleTable
 
 
-def refuse_missing(plan: Plan, table: RuleTable) -> None:
+def refuse_missing(plan: Plan, table: RuleTable, dropped: Collection[str] = ()) -> None:
     """`CheckpointError` where a row of `table` that must have data has none in `plan`.
 
     A table without variables is one model's, and every row of it must. One with variables may be a family's, which
     lists the heads and biases of all its models: there a module that has some of its weights must have all that the
-    same module has in other layers. Ties, buffers and spare rows may be absent.
+    same module has in other layers. Ties, buffers and spare rows may be absent, and so may what the user has left out:
+    `dropped`, names of the source, torch's or leaves.
     """
     names = {name for step in plan.steps for name in step.sources} | plan.targets.keys() | plan.tied.keys()
     # Torch's names are on one side or the other, old spellings among them.
     known = table.torch_names(sorted(names | plan.kept.keys())).keys()
     rows = [pattern for rule in table.weights if rule.kind != SPARE for pattern in rule.torch]
+    absent = _made_of(dropped, table)
     for name in _of_modules(rows, known) if any(row.variables for row in rows) else [row.fill(()) for row in rows]:
-        if name not in known and table.tie(name) is None:
+        if name not in known and name not in absent and table.tie(name) is None:
             raise CheckpointError(f"is missing, and the rules name it{nearest(name, names)}; add it", tensor=name)
+
+
+def _made_of(dropped: Collection[str], table: RuleTable) -> set[str]:
+    """The torch names of what is dropped on either side."""
+    found = [match for name in dropped for path in _in_collections(name) if (match := table.leaf_rule(path))]
+    made = {pattern.fill(bindings) for rule, _, bindings in found for pattern in rule.torch}
+    return made | table.torch_names(dropped).keys()
+
+
+def _in_collections(path: str) -> tuple[str, ...]:
+    """What tables may call a leaf of an nnx module, whose file does not say which are statistics."""
+    return path, f"params/{path}", f"batch_stats/{path}"
 
 
 def _of_modules(rows: list[Pattern], known: Set[str]) -> Iterator[str]:

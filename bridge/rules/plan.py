@@ -14,7 +14,7 @@ from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.rules.patterns import Bindings, Pattern
 from easytorch.bridge.rules.table import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
-from easytorch.bridge.rules.transforms import Transform, transform_called
+from easytorch.bridge.rules.transforms import Shape, Transform, transform_called
 
 # Whether two steps make bit-identical tensors.
 Same = Callable[["Step", "Step"], bool]
@@ -45,12 +45,17 @@ class Step:
         arrays = [source.whole() for source in sources]
         if self.transform.leaves > 1:
             change: Any = self.transform.to_torch if self.reverse else self.transform.to_flax
-            return [InParts.of(array) for array in change(arrays)]
+            return [InParts.of(array) for array in self._several(change(arrays))]
         if self.reverse:
-            return [InParts.of(array) for array in self.transform.to_torch(arrays[0])]
+            return [InParts.of(array) for array in self._several(self.transform.to_torch(arrays[0]))]
         if self.transform.to_flax_parts is not None:
             return [InParts.joined(self.transform.to_flax_parts(arrays), self.targets[0].shape)]
-        return [InParts.of(self.transform.to_flax(arrays))]
+        return [InParts.of(one) for one in self._several((self.transform.to_flax(arrays),))]
+
+    def _several(self, made: Any) -> Sequence[np.ndarray]:
+        """What a layout has made, which may be anybody's: an array for each target."""
+        names = ", ".join(target.name for target in self.targets)
+        return _listed(made, len(self.targets), np.ndarray, self.transform, "array", names)
 
 
 @dataclass
@@ -271,8 +276,12 @@ def _exchange(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bin
     listed = _all_of(infos, given, made[0], bindings)
     shapes: Any = rule.transform.torch_shapes if reverse else rule.transform.flax_shape
     targets = tuple(
-        TensorInfo(pattern.fill(bindings), tuple(shape), listed[0].dtype)
-        for pattern, shape in zip(made, shapes([info.shape for info in listed]), strict=True)
+        TensorInfo(pattern.fill(bindings), shape, listed[0].dtype)
+        for pattern, shape in zip(
+            made,
+            _shapes(shapes([info.shape for info in listed]), len(made), rule.transform, listed[0].name),
+            strict=True,
+        )
     )
     return Step(tuple(info.name for info in listed), targets, rule.transform, reverse)
 
@@ -284,7 +293,9 @@ def _fused(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindin
     for info in listed:
         _check_rank(info, rule.transform.torch_rank)
     dtype = listed[0].dtype if rule.cut else rule.transform.flax_dtype or listed[0].dtype
-    target = TensorInfo(whole.fill(bindings), rule.transform.flax_shape([info.shape for info in listed]), dtype)
+    given = rule.transform.flax_shape([info.shape for info in listed])
+    (shape,) = _shapes((given,), 1, rule.transform, listed[0].name)
+    target = TensorInfo(whole.fill(bindings), shape, dtype)
     return Step(tuple(info.name for info in listed), (target,), rule.transform, False)
 
 
@@ -309,10 +320,10 @@ def _all_of(
 def _cut(info: TensorInfo, rule: CompiledRule, patterns: Sequence[Pattern], bindings: Bindings) -> Step:
     """The tensors, called by `patterns`, that `info` holds."""
     _check_rank(info, rule.transform.rank)
-    shapes = rule.transform.torch_shapes(info.shape)
+    shapes = _shapes(rule.transform.torch_shapes(info.shape), len(patterns), rule.transform, info.name)
     dtype = info.dtype if rule.cut else rule.transform.torch_dtype or info.dtype
     targets = tuple(
-        TensorInfo(pattern.fill(bindings), tuple(shape), dtype, info.file)
+        TensorInfo(pattern.fill(bindings), shape, dtype, info.file)
         for pattern, shape in zip(patterns, shapes, strict=True)
     )
     return Step((info.name,), targets, rule.transform, True)
@@ -322,6 +333,23 @@ def _check_rank(info: TensorInfo, rank: int | None) -> None:
     if rank is not None and len(info.shape) != rank:
         message = f"has shape {info.shape}, and its rule needs {rank} dimensions; the checkpoint is not of this family"
         raise CheckpointError(message, file=info.file or None, tensor=info.name)
+
+
+def _shapes(made: Any, count: int, transform: Transform, names: str) -> list[Shape]:
+    """What a layout says of `count` shapes."""
+    return [tuple(shape) for shape in _listed(made, count, tuple | list, transform, "shape", names)]
+
+
+def _listed(made: Any, count: int, kind: Any, transform: Transform, what: str, names: str) -> Any:
+    """`made`, which a layout of anybody's has made; `CheckpointError` where that is no list of `count` of `kind`."""
+    if not isinstance(made, tuple | list) or len(made) != count or not all(isinstance(one, kind) for one in made):
+        given = f"{len(made)} of them" if isinstance(made, tuple | list) else f"a {type(made).__name__}"
+        raise CheckpointError(
+            f"the layout {transform.name!r} gives {given} where a tuple of {count} {what}{'s'[: count - 1]} is wanted; "
+            "correct it",
+            tensor=names,
+        )
+    return made
 
 
 def _as_it_is(info: TensorInfo) -> Step:

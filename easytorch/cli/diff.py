@@ -20,6 +20,10 @@ def command(
         float, typer.Option(min=0.0, help="Largest absolute difference of a value that is none; 0 compares bits.")
     ] = 0.0,
     config: Annotated[str | None, typer.Option(help="config.json, or its folder, for those that have none.")] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Python file with the RULES of a model of your own (docs/bridge.md)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and the largest difference of every tensor.
@@ -30,11 +34,12 @@ def command(
     Examples:
       easytorch diff ./bert-base ./bert-base-flax
       easytorch diff ./llama ./llama-finetuned --json
+      easytorch diff ./mine.msgpack ./mine-torch --rules table.py
       easytorch diff ./llama-fp32 ./llama-gguf/model.gguf --tolerance 0.01
     """
     from easytorch.bridge.diff import diff
 
-    found = diff(first, second, tolerance=tolerance, config=config)
+    found = diff(first, second, tolerance=tolerance, config=config, rules=rules)
     if as_json:
         typer.echo(json.dumps(_without_infinities(found.to_dict()), indent=2, allow_nan=False))
     else:

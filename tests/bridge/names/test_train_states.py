@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.memory.tree import MemoryTree
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.protocol import conversion
 
@@ -126,6 +127,24 @@ class OwnState:
     opt_state: tuple
     step: int
     name: str = struct.field(pytree_node=False, default="x")
+
+
+@struct.dataclass
+class OwnModel:
+    kernel: jax.Array
+    bias: jax.Array
+    act: object = struct.field(pytree_node=False, default=jnp.tanh)
+
+
+def test_functions_of_ones_own_classes_are_no_weights():
+    """What a class marks as no part of the tree is neither a leaf nor something that was left out."""
+    own = OwnModel(kernel=jnp.ones((2, 3)), bias=jnp.ones(3))
+    rules = (("out.weight", "out/kernel", "linear"), ("out.bias", "out/bias", "identity"))
+    assert MemoryTree({"out": own}).tensors.keys() == {"out/kernel", "out/bias"}
+    assert tree_to_state_dict({"out": own}, rules).keys() == {"out.weight", "out.bias"}
+    state = TrainState.create(apply_fn=lambda: None, params={"out": own}, tx=optax.sgd(1e-3))
+    assert tree_to_state_dict(state, rules).keys() == {"out.weight", "out.bias"}
+    assert not {"apply_fn", "tx"} & {name.partition("/")[0] for name in MemoryTree(state).left_out}
 
 
 def test_states_of_ones_own():
