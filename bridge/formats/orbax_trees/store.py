@@ -26,7 +26,7 @@ def load_tensorstore() -> Any:
     try:
         import tensorstore
     except ImportError as error:
-        raise ImportError("Orbax checkpoints need tensorstore: pip install tensorstore") from error
+        raise ImportError("Orbax and EasyDeL folders need tensorstore: pip install tensorstore") from error
     return tensorstore
 
 
