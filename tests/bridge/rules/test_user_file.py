@@ -193,7 +193,7 @@ KILLED = """
 import os, sys
 from easytorch.bridge import convert
 from easytorch.bridge.formats import registry
-form = type(registry.target("flax").form)
+form = type(registry.target("flax").format)
 write, files = form.write, []
 def one_file(self, folder, file, tensors, source):
     files.append(file)
