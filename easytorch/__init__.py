@@ -20,8 +20,10 @@ if (_root / "setup.py").is_file():
 # After __path__: this is the first import of the package itself. It is as light as this file.
 from easytorch import auto as _auto  # noqa: E402
 from easytorch.bridge_names import name_functions as _name_functions  # noqa: E402
+from easytorch.saved_programs import register_when_needed as _register_when_needed  # noqa: E402
 
 _name_functions()
+_register_when_needed()
 
 _EXPORTS = {
     "easytorch.auto": (*_auto.MODELS, *_auto.PASSED_ON),

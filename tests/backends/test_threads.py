@@ -11,6 +11,7 @@ import pytest
 
 from easytorch import backends
 from easytorch.backends import BackendError, make_shape
+from easytorch.backends.executable import TAKING
 
 NAMES = ("numpy", "torch", "xla")
 THREADS = 6
@@ -55,6 +56,33 @@ def test_a_donated_buffer_has_one_taker(name: str, backend_of: Callable[[str], A
         won = [found for found in results if not isinstance(found, BackendError)]
         assert len(won) == 1
         np.testing.assert_array_equal(backend.buffer_to_numpy(won[0][0]), np.full(64, 2, np.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_buffer_being_taken_is_seen_by_nobody_else(
+    name: str, backend_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between comparing a buffer and taking it a thread holds the lock, which no other can then enter."""
+    backend = backend_of(name)
+    executable, buffer = adding(backend), backend.buffer_from_numpy(np.ones(64, np.float32))
+    take = executable._take
+    entered: list[bool] = []
+
+    def enter() -> None:  # does not wait, so nothing depends on speed
+        entered.append(TAKING.acquire(blocking=False))
+        if entered[-1]:
+            TAKING.release()
+
+    def observed(*args: Any) -> Any:
+        other = threading.Thread(target=enter)
+        other.start()
+        other.join()
+        return take(*args)
+
+    monkeypatch.setattr(executable, "_take", observed)
+    (found,) = executable.execute([buffer], [True])
+    np.testing.assert_array_equal(backend.buffer_to_numpy(found), np.full(64, 2, np.float32))
+    assert entered == [False]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,161 @@
+"""torch's primitive operations, in which its decompositions of ATen end, and ATen's that would end in unusable ones.
+
+The operands of a primitive are of one shape and one type already.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from easytorch.backends.builder import Builder
+from easytorch.backends.dtypes import UNSIGNED, DType
+from easytorch.backends.graph import Op
+from easytorch.frontend.aten import pointwise
+from easytorch.frontend.context import Context
+from easytorch.frontend.registry import lowering
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_SAME_SIZE = {2: DType.INT16, 4: DType.INT32, 8: DType.INT64}  # bytes -> an integer of as many
+
+lowering(prims.abs.default)(pointwise.abs)
+lowering(prims.neg.default)(pointwise.neg)
+lowering(prims.where.default)(pointwise.where)
+
+
+@lowering(prims.div.default)
+def div(ctx: Context, x: Op, other: Op) -> Op:
+    """Of integers toward zero."""
+    return ctx.builder.div(*ctx.operands(x, other))
+
+
+@lowering(prims.gcd.default)
+def gcd(ctx: Context, x: Op, other: Op) -> Op:
+    """Euclid's algorithm on all elements at once, as long as one of them needs it."""
+    divisor, number = (pointwise.abs(ctx, value) for value in ctx.operands(x, other))
+    kind, axes = divisor.shape.dtype, tuple(range(divisor.shape.rank))
+    zero, one = ctx.scalar(0, kind), ctx.scalar(1, kind)
+
+    def unfinished(b: Builder, divisor: Op, number: Op) -> Op:
+        left = b.not_equal(divisor, zero)
+        return b.reduce_logical_or(left, *axes) if axes else left
+
+    def step(b: Builder, divisor: Op, number: Op) -> tuple[Op, Op]:
+        done = b.equal(divisor, zero)
+        rest = b.rem(number, b.where(done, b.add(divisor, one), divisor))
+        return b.where(done, divisor, rest), b.where(done, number, divisor)
+
+    return ctx.builder.while_loop(unfinished, step, divisor, number)[1]
+
+
+@lowering(aten.signbit.default)
+def signbit(ctx: Context, x: Op) -> Op:
+    """True of -0.0; of NaN as its bit is, which a conversion may have changed."""
+    b, kind = ctx.builder, x.shape.dtype
+    if kind is DType.BOOL or kind in UNSIGNED:
+        return ctx.full(x.shape.dimensions, False, DType.BOOL)
+    if kind.is_float:
+        x = b.bitcast(x, _SAME_SIZE[kind.size])
+    return b.less_than(x, ctx.scalar(0, x.shape.dtype))
+
+
+@lowering(aten.copysign.Tensor, aten.copysign.Scalar)
+def copysign(ctx: Context, x: Op, other: Op | float) -> Op:
+    """torch's decomposition ends in prims.signbit, whose dtype torch (2.13) states as that of its operand."""
+    kind = ctx.floating(ctx.promote(x, other))
+    first, second = ctx.operands(x, other, dtype=kind)
+    size = ctx.builder.abs(first)
+    return pointwise.where(ctx, signbit(ctx, second), ctx.builder.neg(size), size)
+
+
+@lowering(prims.fmax.default)
+def fmax(ctx: Context, x: Op, other: Op) -> Op:
+    return _but_nan(ctx, x, other, ctx.builder.max(*ctx.operands(x, other)))
+
+
+@lowering(prims.fmin.default)
+def fmin(ctx: Context, x: Op, other: Op) -> Op:
+    return _but_nan(ctx, x, other, ctx.builder.min(*ctx.operands(x, other)))
+
+
+def _but_nan(ctx: Context, x: Op, other: Op, result: Op) -> Op:
+    """`result`, and where one operand is NaN the other."""
+    if not result.shape.dtype.is_float:
+        return result
+    b = ctx.builder
+    return b.where(b.is_nan(x), other, b.where(b.is_nan(other), x, result))
+
+
+@lowering(prims.shift_left.default)
+def shift_left(ctx: Context, x: Op, places: Op) -> Op:
+    """0 where all bits go, or `places` is negative."""
+    b, kind = ctx.builder, x.shape.dtype
+    shifted = b.shift_left(x, _valid_places(ctx, places, 0))
+    return b.where(_shifts_out(ctx, places), ctx.scalar(0, kind), shifted)
+
+
+@lowering(prims.shift_right_arithmetic.default)
+def shift_right_arithmetic(ctx: Context, x: Op, places: Op) -> Op:
+    """The sign alone where all bits go, or `places` is negative."""
+    b, kind = ctx.builder, x.shape.dtype
+    if kind in UNSIGNED:
+        shifted = b.shift_right_logical(x, _valid_places(ctx, places, 0))
+        return b.where(_shifts_out(ctx, places), ctx.scalar(0, kind), shifted)
+    return b.shift_right_arithmetic(x, _valid_places(ctx, places, 8 * kind.size - 1))
+
+
+def _shifts_out(ctx: Context, places: Op) -> Op:
+    b, kind = ctx.builder, places.shape.dtype
+    far = b.greater_or_equal(places, ctx.scalar(8 * kind.size, kind))
+    return far if kind in UNSIGNED else b.logical_or(far, b.less_than(places, ctx.scalar(0, kind)))
+
+
+def _valid_places(ctx: Context, places: Op, instead: int) -> Op:
+    """`places`, and `instead` where a shift by so many is not defined by every backend."""
+    return ctx.builder.where(_shifts_out(ctx, places), ctx.scalar(instead, places.shape.dtype), places)
+
+
+@lowering(prims.hypot.default)
+def hypot(ctx: Context, x: Op, other: Op) -> Op:
+    """sqrt(x^2 + y^2) without overflow: of an infinity infinite, even beside NaN."""
+    b, kind = ctx.builder, x.shape.dtype
+    first, second = (b.abs(ctx.wide(value)) for value in (x, other))
+    large, small = b.max(first, second), b.min(first, second)
+    zero, infinite = ctx.scalar(0, large.shape.dtype), ctx.scalar(math.inf, large.shape.dtype)
+    # of two zeros, and of two infinities, the quotient would be NaN
+    ratio = b.div(small, b.where(b.equal(large, zero), ctx.scalar(1, large.shape.dtype), large))
+    length = b.mul(large, b.sqrt(b.add(b.mul(ratio, ratio), ctx.scalar(1, large.shape.dtype))))
+    unbounded = b.logical_or(b.equal(first, infinite), b.equal(second, infinite))
+    return ctx.cast(b.where(unbounded, infinite, length), kind)
+
+
+@lowering(prims.erf_inv.default)
+def erf_inv(ctx: Context, x: Op) -> Op:
+    """A rational approximation and two of Newton's steps, as ATen's (aten/src/ATen/native/Math.h, calc_erfinv)."""
+    b, kind = ctx.builder, x.shape.dtype
+    y = ctx.wide(x)
+    size, one = b.abs(y), ctx.scalar(1, y.shape.dtype)
+
+    def polynomial(z: Op, *coefficients: float) -> Op:
+        total = ctx.full(z.shape.dimensions, coefficients[0], z.shape.dtype)
+        for coefficient in coefficients[1:]:
+            total = b.add(b.mul(total, z), ctx.scalar(coefficient, z.shape.dtype))
+        return total
+
+    z = b.mul(y, y)
+    near = b.div(
+        b.mul(y, polynomial(z, -0.140543331, 0.914624893, -1.645349621, 0.886226899)),
+        polynomial(z, 0.012229801, -0.329097515, 1.442710462, -2.118377725, 1.0),
+    )
+    z = b.sqrt(b.neg(b.log(b.mul(b.sub(one, size), ctx.scalar(0.5, y.shape.dtype)))))
+    far = b.div(
+        b.mul(b.sign(y), polynomial(z, 1.641345311, 3.429567803, -1.624906493, -1.970840454)),
+        polynomial(z, 1.637067800, 3.543889200, 1.0),
+    )
+    found = b.where(b.less_or_equal(size, ctx.scalar(0.7, y.shape.dtype)), near, far)
+    for _ in range(2):
+        slope = b.mul(ctx.scalar(2 / math.sqrt(math.pi), y.shape.dtype), b.exp(b.neg(b.mul(found, found))))
+        found = b.sub(found, b.div(b.sub(b.erf(found), y), slope))
+    found = b.where(b.equal(size, one), b.mul(y, ctx.scalar(math.inf, y.shape.dtype)), found)
+    return ctx.cast(found, kind)
