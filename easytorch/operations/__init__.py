@@ -1,4 +1,4 @@
-"""Operations: one contract each, and the dispatch that picks an implementation for the tensors at hand."""
+"""Operations: one contract each, and the dispatch that selects an implementation for the given tensors."""
 
 from easytorch.operations.attention.blocksparse import BlockSparseAttention
 from easytorch.operations.attention.decode import DecodeAttention

@@ -1,4 +1,4 @@
-"""`causal_conv1d`: each channel's short convolution with its own past, and the state that carries it on."""
+"""`causal_conv1d`: a short depthwise causal convolution, and the state from which the next tokens continue."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class CrossEntropy(OperationImpl):
 @OperationRegistry.register
 class FusedLinearCrossEntropy(ProductImpl):
     """`fused_linear_cross_entropy(hidden, weight, labels, bias=None, *, ..., chunk_size=None)`: `cross_entropy` of
-    hidden (..., D) @ weight (V, D).T + bias (V,), of which no more than a chunk of rows is ever formed.
+    hidden (..., D) @ weight (V, D).T + bias (V,), computed a chunk of rows at a time.
     """
 
     @classmethod
@@ -90,7 +90,7 @@ class FusedLinearCrossEntropy(ProductImpl):
         **options: Unpack[FusedLossOptions],
     ) -> Tensor:  # fmt: skip
         hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
-        options.pop("chunk_size", None)  # of no consequence for the result
+        options.pop("chunk_size", None)  # it does not change the result
         return native.linear_cross_entropy(hidden, weight, labels, bias, **options)
 
     def forward_native(

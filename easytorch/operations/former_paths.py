@@ -1,6 +1,6 @@
-"""The modules of operations by their paths from before `dispatch/` and `attention/`: `easytorch.operations.base`, ...
+"""Aliases for the modules' paths before `dispatch/` and `attention/` existed: `easytorch.operations.base`, ...
 
-Code that names them runs on, and objects pickled under them load. New code says `easytorch.operations.dispatch.base`.
+Code that imports them keeps working, and so do their pickles. New code imports `easytorch.operations.dispatch.base`.
 """
 
 import importlib

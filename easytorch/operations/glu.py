@@ -14,7 +14,7 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 class _GatedLinearUnit(OperationImpl):
-    """What the two share: their kernels' folder, their typical call, and what Triton carries of them."""
+    """What the two share: their kernels' folder, their typical call, and what Triton supports of them."""
 
     folder = "glu"
 

@@ -1,4 +1,4 @@
-"""`grouped_matmul`: the experts of a mixture, each on its own rows."""
+"""`grouped_matmul`: one matrix product per expert of a mixture, each on its own rows."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Linear(OperationImpl):
         if platform != "cpu":
             return super().choose_freely(platform, args, kwargs)
         if len(args) > 1 and args[1].numel() < smallest_weight() and not torch.compiler.is_compiling():
-            return self._small  # too small for oneDNN, whatever else the call is
+            return self._small  # too small for oneDNN in any call
         given = self._cast(*_named(*args, **kwargs))
         reason = onednn.supports(*given)
         if reason is None:

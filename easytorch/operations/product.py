@@ -1,4 +1,4 @@
-"""What the operations around a matrix product share: the dtype it is computed in."""
+"""What the operations on a matrix product share: the dtype it is computed in."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from easytorch.operations.dispatch.impl import OperationImpl
 
 
 class ProductImpl(OperationImpl):
-    """An operation around the product of an x and a weight."""
+    """An operation that multiplies x by a weight."""
 
     def product_dtype(self, x: Tensor) -> torch.dtype | None:
-        """The dtype of the product: `runtime_dtype`, or autocast's, as F.linear would take it; None for the inputs'."""
+        """The dtype of the product: `runtime_dtype`, else autocast's, as for F.linear; None for that of the inputs."""
         device = x.device.type
         if self.metadata.runtime_dtype is not None or device == "meta" or not torch.is_autocast_enabled(device):
             return self.metadata.runtime_dtype

@@ -16,7 +16,7 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 class RMSNorm(OperationImpl):
     """`rms_norm(x, weight=None, eps=1e-6)`: (..., N) normalized over its last dimension.
 
-    ATen on the CPU is within 15% of the definition at every size and dtype measured, and gives its bits; Triton on GPU
+    ATen on the CPU is within 15% of the definition at every size and dtype measured, and bit-equal; Triton on GPU
     reads and writes each row once.
     """
 

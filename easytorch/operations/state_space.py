@@ -1,4 +1,4 @@
-"""What the operations with a recurrent state share: their result, and how a path of theirs is run."""
+"""What the operations with a recurrent state share: their result, and how their paths run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from easytorch.operations.dispatch.output import OperationOutput
 class StateSpaceOutput(OperationOutput):
     """Result of an operation with a recurrent state.
 
-    outputs: one for each token, shaped and typed as the tokens.
-    final_state: what the next tokens take as `initial_state`, float32 (float64 for float64 tokens).
+    outputs: one for each token, of the tokens' shape and dtype.
+    final_state: the `initial_state` of the next tokens, float32 (float64 for float64 tokens).
     """
 
     outputs: torch.Tensor | None = None
@@ -29,7 +29,7 @@ torch.export.register_dataclass(StateSpaceOutput, serialized_type_name="easytorc
 
 
 class StateSpaceImpl(OperationImpl):
-    """An operation whose paths are functions (tokens, ...) -> outputs, final_state of one signature."""
+    """An operation whose paths are functions (tokens, ...) -> (outputs, final_state) of one signature."""
 
     casts: ClassVar[tuple[str, ...]] = ("x", "z")  # the arguments `metadata.runtime_dtype` applies to
 

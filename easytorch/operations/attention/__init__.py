@@ -1,4 +1,4 @@
-"""The attention operations: `attention`, which selects one of the others for each call, and those others."""
+"""The attention operations: the implementations, and `attention`, which selects one of them for each call."""
 
 from easytorch.operations.attention.selection import PREFERENCES, Attention
 

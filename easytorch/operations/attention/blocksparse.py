@@ -1,4 +1,4 @@
-"""`blocksparse`: attention that skips what no query sees: windows, chunks, prefixes, documents, masks; any length."""
+"""`blocksparse`: attention that skips masked blocks: windows, chunks, prefixes, documents, masks; any length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 class BlockSparseFeatures(AttentionFeatures, total=False):
-    """Beyond the contract of every attention; kernels/blocksparse/native.py says what they mean."""
+    """The features of every attention and blocksparse's own, which kernels/blocksparse/native.py defines."""
 
     chunk_size: int | None
     prefix_length: int | Tensor | None
@@ -28,7 +28,7 @@ BEYOND_THE_CONTRACT = frozenset({"chunk_size", "prefix_length"})
 
 @OperationRegistry.register
 class BlockSparseAttention(AttentionImpl):
-    """Every feature of the contract, chunks and prefixes; blocks of keys that no query of a block sees cost nothing."""
+    """Every feature of the contract, chunks and prefixes; key blocks masked for a whole query block are skipped."""
 
     takes_seed = frozenset({"native", "aten", "triton", "pallas"})
 

@@ -27,7 +27,7 @@ The float32 products are MKL's either way, and ATen's kernel keeps its tiles in 
 products are three times as fast as those of ATen's kernel, which pays for scores in float32 where tiles are skipped.
 Below about 2 million scores (B H T S) the dozen calls of a tile cost more than they save.
 
-What ATen's kernel lacks, over the definition, which is all there is besides; 64, 256, 1024 rows:
+Features that ATen's kernel lacks, `flash` over the definition; 64, 256, 1024 rows:
 
     softcap                              0.86, 0.65, 0.17 / 0.87, 0.72, 0.14
     softcap, training                    1.3, 0.74, 0.21 / 1.35, 1.04, 0.21
@@ -38,7 +38,7 @@ What ATen's kernel lacks, over the definition, which is all there is besides; 64
 `blocksparse` (kernels/blocksparse/aten_blocks.py) over `flash`, inference, 1024 and 4096 rows:
 
     softcap                              0.74, 0.90 / 0.66, 0.86
-    8 documents                          0.91, 0.55 / 1.21, 0.86   but few documents are as no window is
+    8 documents                          0.91, 0.55 / 1.21, 0.86   few documents look like no window
     window of an eighth of the rows      1.00, 0.82 / 1.23, 1.13
     window of half the rows              1.12, 1.18 / 1.67, 1.70
     sinks                                1.06, 1.15 / 1.02, 1.15
@@ -80,17 +80,17 @@ FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen
 BLOCKS_FIRST: Preferences = (("blocksparse", "skips blocks that nothing sees, measured ahead of flash here"), _ATEN)
 SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, ATen's kernel does not"), _ATEN)
 
-# Every one of them, as `attention` asks for when it is made.
+# All of them: `attention` builds a choice for each when it is created.
 ANY = tuple({one for order in (DECODE_FIRST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST, SKIPPING_FIRST) for one in order})
 
 
 def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> Preferences:
-    """(implementation, why) in the order to ask; the definition comes after them."""
-    # an exported program should need nothing but ATen where it runs, and its lengths may be symbolic
+    """(implementation, why) in order of preference; the definition comes after them."""
+    # an exported program should depend on ATen alone, and its lengths may be symbolic
     if torch.compiler.is_exporting() or query.dim() != 4 or key.dim() != 4:
         return ATEN_ONLY
     batch, rows, heads, _ = query.shape
-    if rows == 1:  # heads that share no key/value head leave nothing to fold: ATen as it is
+    if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
         return DECODE_FIRST if heads > key.shape[2] else DECODE_LAST
     if rows < LACKING_ROWS:
         return ATEN_ONLY
@@ -124,12 +124,12 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
 
 
 def _may_skip(get: Callable[[str], Any]) -> bool:
-    """Whether the call may leave tiles that nothing sees."""
+    """Whether the call may have fully masked tiles."""
     return bool(get("causal")) or not (get("mask") is get("sliding_window") is get("query_segment_ids") is None)
 
 
 def _by_blocks(query: Tensor, keys: int, get: Callable[[str], Any]) -> bool:
-    """Whether blocksparse is the fastest measured for a call that computes no gradient."""
+    """Whether blocksparse was measured fastest for this call; inference only."""
     rows = query.shape[1]
     if rows < BLOCK_ROWS or get("mask") is not None or get("bias") is not None or get("dropout_prob"):
         return False

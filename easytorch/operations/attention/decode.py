@@ -15,7 +15,7 @@ from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
-# (implementation, why it is asked first) where `attention` is given one query
+# (implementation, why it comes first) where `attention` is given one query
 ONE_QUERY = ("decode", "one query: the heads of a key/value head are rows, and the cache is read once")
 
 

@@ -18,7 +18,7 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 class FlashFeatures(AttentionFeatures, total=False):
-    """What every attention takes, and the ends of packed sequences; kernels/attention/varlen.py says what they mean."""
+    """The features of every attention, and the bounds of packed sequences (kernels/attention/varlen.py)."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -32,7 +32,7 @@ class FlashAttention(AttentionImpl):
 
     XLA (jax) runs on the CPU too where it is forced: `backend="flash:xla"`.
     With `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,) the tokens are sequences of different lengths packed in one
-    row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself alone: see `varlen`.
+    row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself only: see `varlen`.
     """
 
     takes_seed = frozenset({"native", "aten", "xla", "triton"})

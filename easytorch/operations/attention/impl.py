@@ -1,4 +1,4 @@
-"""What the attention implementations share: the call's arguments, and the metadata's settings brought into them."""
+"""What the attention implementations share: their keyword arguments, and the defaults they take from the metadata."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class AttentionImpl(OperationImpl):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
         given = self.metadata
-        # asked once here instead of at each call: without settings a call's arguments are already the kernel's
+        # checked once here instead of at each call: without settings a call's arguments are already the kernel's
         self._settled_as_given = (
             given.runtime_dtype is given.runtime_softmax_dtype is given.softmax_scale is None
             and given.dropout_prob == 0.0
         )
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # written out: it is a tenth of the dispatch of a small call
+        # unrolled: this check is a tenth of the dispatch of a small call
         if len(args) != 3 or not (
             isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and isinstance(args[2], Tensor)
         ):
@@ -83,7 +83,7 @@ class AttentionImpl(OperationImpl):
         return self.supports_features(backend, query, key, value, features)
 
     def supports_features(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> str | None:
-        """`supports` with the features as one mapping, which is not changed: handing each on by name takes 1 us."""
+        """`supports` with the features as one mapping, which is not changed: passing them on as keywords takes 1 us."""
         if backend == "native":
             return None
         if BEYOND_COMMON and (reason := self.beyond_common(backend, features)) is not None:
@@ -95,7 +95,7 @@ class AttentionImpl(OperationImpl):
         return self.refusal(backend, *self.prepare(query, key, value, features.copy()))
 
     def beyond_common(self, backend: str, features: Mapping[str, Any]) -> str | None:
-        """The refusal of a feature that `backend` does not say it carries, of those that not every kernel has."""
+        """The refusal of an optional feature that `backend` does not list in `carries`; None without one."""
         carried = self.carries.get(backend, frozenset())
         lacking = [name for name in BEYOND_COMMON if name not in carried and features.get(name) is not None]
         return f"it does not carry {', '.join(lacking)}" if lacking else None
@@ -135,6 +135,6 @@ class AttentionImpl(OperationImpl):
 
 
 def without_float64(features: Any) -> Any:
-    """The features with what is float64 of them in float32, in which XLA computes scores: jax has no wider type."""
+    """The features with float64 tensors cast to float32, in which XLA computes scores: jax has no wider type."""
     wide = [name for name in DIFFERENTIABLE if getattr(features.get(name), "dtype", None) == torch.float64]
     return {**features, **{name: features[name].to(torch.float32) for name in wide}} if wide else features

@@ -28,15 +28,15 @@ class MultiLatentAttention(AttentionImpl):
     """`op(query, query_rope, latent, key_rope, up_key=None, up_value=None, **features)` -> `AttentionOutput`.
 
     (B, T, H, Dn), (B, T, H, R), (B, S, L), (B, S, R), (H, Dn, L), (H, Dv, L) -> (B, T, H, Dv), with the features of the
-    attention contract; kernels/multi_latent/contract.py says the rest. What is expanded to the keys and values of every
-    head is `attention`, which chooses for itself.
+    attention contract; kernels/multi_latent/contract.py says the rest. The expanded form, with keys and values of every
+    head, runs `attention`, which selects its own implementation.
     """
 
     takes_seed = frozenset({"native"})
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        # the force is this operation's; scale and dropout are settled here
+        # a forced backend is meant for this operation alone; scale and dropout are resolved here
         self.attention = Attention(dataclasses.replace(self.metadata, backend=None, softmax_scale=None, dropout_prob=0))
 
     @classmethod
@@ -153,7 +153,7 @@ class MultiLatentAttention(AttentionImpl):
         return AttentionOutput(attention_outputs=kernel(*tensors, **kept))
 
     def _expands(self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
-        """On an accelerator: whether to form every head's keys. A call that the absorbed kernel lacks does, if it can.
+        """On accelerators: whether to expand every head's keys, as for calls that the absorbed kernel refuses.
 
         The kernel has no backward, so training expands.
         """

@@ -18,7 +18,7 @@ from easytorch.operations.dispatch.impl import Choice, OperationImpl, Unsupporte
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
-# part of the attention contract, and why it has no place here
+# features of the attention contract that are refused here, and why
 _REFUSED = {
     "mask": "a boolean mask over ragged rows and pages has no shape; leave tokens out of the batch instead",
     "bias": "an additive bias over ragged rows and pages has no shape",
@@ -47,7 +47,7 @@ class RaggedPageFeatures(TypedDict, total=False):
 
 
 class PagedImpl(OperationImpl):
-    """What the operations over pages share: the features they refuse, the metadata's settings."""
+    """What the operations over pages share: the features they refuse, and the metadata's defaults."""
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
@@ -67,7 +67,7 @@ class PagedImpl(OperationImpl):
                 raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
 
     def settle(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """The kernel's keyword arguments: the call's, the metadata's scale where the call has none."""
+        """The kernel's keyword arguments: those of the call, with the metadata's scale where the call gives none."""
         self.refuse(features)
         settled = {name: value for name, value in features.items() if name not in _REFUSED}
         if self.metadata.softmax_scale is not None and settled.get("softmax_scale") is None:
@@ -85,8 +85,8 @@ class RaggedPageAttention(PagedImpl):
     """`op(query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs=None, **features)`.
 
     (tokens, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> `AttentionOutput` of (tokens, H, Dv);
-    kernels/ragged_page/contract.py says the rest. What the integer tensors hold is checked where it is read on the CPU,
-    and by the definition; kernels on other devices do not wait for it: EASYTORCH_CHECK=1 does.
+    kernels/ragged_page/contract.py says the rest. The values of the integer tensors are checked on the CPU and by the
+    definition; on other devices that would synchronize, so only EASYTORCH_CHECK=1 does it.
     """
 
     folder = "ragged_page"

@@ -25,12 +25,12 @@ class RaggedPageMultiLatentAttention(PagedImpl):
     up_value=None, **features)` -> `AttentionOutput` of (tokens, H, Dv), or (tokens, H, L) without `up_value`.
 
     (tokens, H, Dn), (tokens, H, R), (P, page_size, L + R) or a pair of (P, page_size, L) and (P, page_size, R);
-    kernels/multi_latent/paged.py says the rest. What the integer tensors hold is checked where it is read on the CPU.
+    kernels/multi_latent/paged.py says the rest. The values of the integer tensors are checked on the CPU.
 
-    On TPU make the width of each pool a multiple of 128: XLA lays others out in another order, and the kernel's call
-    begins with a copy of the whole pool (160 MiB of temporary memory for 2048 pages of 64 x 576 in bfloat16). Zeros at
-    the end of `query_rope` and of its keys do it: R = 64 filled up to 128, with `softmax_scale` given, which would else
-    count them. As a pair only the second is copied.
+    On TPU make the width of each pool a multiple of 128: XLA lays out other widths differently, and the kernel's call
+    starts with a copy of the whole pool (160 MiB of temporary memory for 2048 pages of 64 x 576 in bfloat16). Pad
+    `query_rope` and its keys with zeros: R = 64 to 128, and give `softmax_scale`, whose default would count the
+    padding. Of a pair of pools only the second is copied.
     """
 
     @classmethod

@@ -23,7 +23,7 @@ __all__ = ["RingAttention", "RingFeatures", "position_ids", "zigzag_shard", "zig
 
 
 class RingFeatures(AttentionFeatures, total=False):
-    """What every attention takes, and `layout`, which overrides `OperationMetadata.sequence_layout` for a call."""
+    """The features of every attention, and `layout`, which overrides `OperationMetadata.sequence_layout` for a call."""
 
     layout: str | None
 
@@ -32,14 +32,14 @@ class RingFeatures(AttentionFeatures, total=False):
 class RingAttention(AttentionImpl):
     """`attn(query, key, value, **features)` on each rank's shards: (B, T/n, H, D), (B, S/n, K, D), (B, S/n, K, Dv).
 
-    The ranks are those of `OperationMetadata.mesh` along `sequence_axis`; without a mesh a process is a ring of one,
+    The ranks are those of `OperationMetadata.mesh` along `sequence_axis`; without a mesh each process is a ring of one,
     and under a torch_xla mesh the tensors are the whole sequence, sharded over the axis. Every feature of the contract
-    means what it means for the whole sequence; `mask` and `bias` are given for the rank's queries and all keys, the
-    keys in order of position. All ranks make the same call, and run its backward. The gradients of `sinks` and of a
+    keeps its meaning over the whole sequence; `mask` and `bias` cover the rank's queries and all keys, the keys in
+    order of position. All ranks make the same call, and run its backward. The gradients of `sinks` and of a
     `bias` that the ranks share are each rank's part of the sum, as those of any shared parameter are.
     """
 
-    takes_seed = frozenset()  # each rank would draw a seed of its own, which only the call itself reconciles
+    takes_seed = frozenset()  # each rank would draw its own seed; only the call itself makes them agree
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -47,7 +47,7 @@ class RingAttention(AttentionImpl):
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        # found here, since a compiled call cannot ask a mesh; without a mesh the process group may not be there yet
+        # looked up here, since a compiled call cannot query a mesh; without one the process group may not exist yet
         self._placement = None if self.metadata.mesh is None else placement_of(self.metadata)
 
     @property
@@ -67,8 +67,8 @@ class RingAttention(AttentionImpl):
         return super().choose_on(platform, args, kwargs)
 
     def supports_features(self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: Any) -> str | None:
-        if backend == "native" and not self._sees_all(query):  # ranks add up what they find in their own dtype
-            # their blocks are a computation of their own, which carries no more than it says
+        if backend == "native" and not self._sees_all(query):  # ranks accumulate partial results in their own dtype
+            # the blockwise computation is not the definition's, and carries only the features it lists
             if (reason := self.beyond_common(backend, features)) is not None:
                 return reason
             return self.metadata.softmax_refusal(query.dtype)
@@ -101,9 +101,9 @@ class RingAttention(AttentionImpl):
         if isinstance(placement, str) or placement.axis is None:
             return missing("jax")
         if dense:
-            return "the ring in XLA takes no mask and no bias: their columns would be dealt out anew at each step"
+            return "the ring in XLA takes no mask and no bias: their columns would be redistributed at each step"
         if dropout_prob > 0.0:
-            return "the ring in XLA drops no weights"
+            return "the ring in XLA has no dropout"
         count = placement.size * len(chunks_of(self._layout(features), 0, placement.size))
         if query.shape[1] % count or key.shape[1] % count:
             return f"{query.shape[1]} queries and {key.shape[1]} keys cannot be cut into {count} equal chunks"
@@ -161,7 +161,7 @@ class RingAttention(AttentionImpl):
         return AttentionOutput(attention_outputs=output)
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, features: Any) -> AttentionOutput:
-        """The definition on the whole sequence, put in order of position; XLA partitions it as it sees fit."""
+        """The definition on the whole sequence in order of position; XLA decides how to partition it."""
         size = self._ring().size
         layout = self._layout(features) if size > 1 else "contiguous"  # one rank's chunks are in order already
         query, key, value, settled = self.prepare(query, key, value, _plain(features))
@@ -183,7 +183,7 @@ class RingAttention(AttentionImpl):
         return AttentionOutput(attention_outputs=output[:, places[0]])
 
     def _sees_all(self, query: Tensor) -> bool:
-        """Whether the definition is given the whole sequence, not a rank's part of it."""
+        """Whether this process holds the whole sequence, not one rank's shard of it."""
         return query.device.type == "xla" or transforming()
 
     def _ring(self) -> Placement:
@@ -196,7 +196,7 @@ class RingAttention(AttentionImpl):
         return features.get("layout") or self.metadata.sequence_layout
 
 
-# what the ring in XLA refuses: here it is absent or says nothing
+# features that the ring in XLA refuses: by now they are absent or without effect
 _NOT_IN_XLA = ("mask", "bias", "dropout_prob", "seed")
 
 

@@ -28,7 +28,7 @@ class SdpaAttention(AttentionImpl):
     ) -> str | None:
         get = features.get
         if get("softcap") is get("sinks") is get("bias") is get("seed") is None:
-            return None  # as of most calls, and sooner than by handing on every keyword
+            return None  # the common case, answered before the features are passed on
         return aten.supports(query, key, value, **features)
 
     def forward_native(

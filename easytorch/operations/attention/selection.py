@@ -1,4 +1,4 @@
-"""`attention`: for each call, the implementation that carries it and is the fastest measured for it."""
+"""`attention`: for each call, the fastest measured implementation that supports it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.platform import platform_of_device
 from easytorch.operations.dispatch.registry import OperationRegistry
 
-# platform -> (implementation, why it stands here): the first that carries the call is taken, `vanilla` if none does.
-# The CPU's order depends on the size of the call: attention_cpu.py. Elsewhere decode stands before them for one query.
+# platform -> (implementation, why it is preferred): the first that supports the call is taken, `vanilla` if none does.
+# The CPU's order depends on the size of the call: cpu_order.py. Elsewhere decode comes before them for one query.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda": (
         ("flash", "the Triton kernel carries every feature"),
@@ -39,11 +39,11 @@ PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
 
 @OperationRegistry.register
 class Attention(AttentionImpl):
-    """The chooser: `metadata.backend` and EASYTORCH_OPS name an implementation, a backend or both ("flash:triton")."""
+    """Selects an implementation; `metadata.backend` and EASYTORCH_OPS force one, a backend or both ("flash:triton")."""
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        # the force is this operation's; what it is made of chooses freely
+        # a forced backend is meant for this operation alone; the implementations below select automatically
         inner = dataclasses.replace(self.metadata, backend=None)
         self.implementations: dict[str, AttentionImpl] = {
             cls.primary_name(): cls(inner)
@@ -104,7 +104,8 @@ class Attention(AttentionImpl):
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None = None) -> Tensor | None:
         """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv): a call without features.
 
-        None where the call has to be made: something is forced, compared or set, or the kernel needs a closer look.
+        None where the full dispatch is needed: a backend is forced, results are compared, metadata is set, or the
+        kernel must check more.
         """
         if not (self._free and self._settled_as_given and untouched()):
             return None
@@ -137,14 +138,14 @@ class Attention(AttentionImpl):
                 f"{', '.join(self._by_name)} and the backends {', '.join(backends)} (forced by metadata.backend, "
                 f"attn_implementation or EASYTORCH_OPS)"
             )
-        if len(holders) > 1:  # one that would be chosen anyway goes before the first of them
+        if len(holders) > 1:  # prefer the one that the automatic choice would take
             choice = self.choose_freely(platform, args, kwargs)
             if choice.backend == forced:
                 return choice._replace(reason="forced")
         return holders[0].choose_forced(forced, platform, args, kwargs)
 
     def _fall_back(self, platform: str, query: Tensor, refusals: list[str], instead: str, level: int) -> str:
-        """The refusals as one reason, logged once, unless the platform is only asked about."""
+        """The refusals as one reason, logged once, unless the tensors are on another platform."""
         reason = "; ".join(refusals)
         if platform == platform_of_device(query.device.type):
             log_fallback(self._name, platform, reason, instead, level)

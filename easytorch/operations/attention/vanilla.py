@@ -1,4 +1,4 @@
-"""`vanilla`: the definition of attention, which forms all scores and returns the weights."""
+"""`vanilla`: the definition of attention, which computes all scores and returns the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differential mode: what an implementation gave against what the definition gives."""
+"""`EASYTORCH_CHECK`: the result of an implementation compared with that of the definition."""
 
 from __future__ import annotations
 

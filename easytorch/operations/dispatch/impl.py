@@ -1,4 +1,4 @@
-"""`OperationImpl`: an operation with settings, that chooses its implementation by asking and says why."""
+"""`OperationImpl`: an operation with settings, which selects its implementation by `supports` and says why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PartitionSpec = tuple["str | tuple[str, ...] | None", ...]
 
 
 class UnsupportedOperationError(ValueError, NotImplementedError):
-    """The implementation asked for does not carry this call; the message says which part and what to do."""
+    """The requested implementation does not support this call; the message says which part and what to do."""
 
 
 class Choice(NamedTuple):
@@ -49,15 +49,15 @@ class Choice(NamedTuple):
 class OperationImpl(BaseOperation):
     """A registered operation: `get_impl_name`, `forward_native` and, where faster, `forward_<platform>`.
 
-    `supports(backend, *args, **kwargs)` answers None, or the reason why that backend does not carry the call. The
+    `supports(backend, *args, **kwargs)` returns None, or the reason why that backend does not support the call. The
     automatic choice falls back to the definition and logs why, once; a forced one is obeyed or refused.
     """
 
-    falls_back = True  # to the definition; False where the name itself promises a library
+    falls_back = True  # to the definition; False where the operation's name names a library
     paths: ClassVar[Mapping[str, str]] = {}  # platform -> the backend whose kernel `run` is given there
     folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
-    _positional: ClassVar[tuple[str, ...] | None]  # what may be given without its name; None: anything
+    _positional: ClassVar[tuple[str, ...] | None]  # the names of positional arguments; None: any number of them
     _leading: ClassVar[int]  # how many tensors stand first
     _no_tensor_before: ClassVar[int]  # the place of the first tensor after those, else the number of places
     _required: ClassVar[int]  # how many tensors may not be left out
@@ -81,9 +81,9 @@ class OperationImpl(BaseOperation):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
         self._name = self.primary_name()
-        # nothing to look at before `choose_freely` while the environment forces nothing either
+        # nothing forces a backend here: unless the environment does, `choose_freely` is called directly
         self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
-        self._unrefused = {  # platform -> the choice of a call that its path carries, as nearly every one
+        self._unrefused = {  # platform -> the choice where its path supports the call, which is the common case
             platform: Choice(self, method, platform, backend, _reason_of(method))
             for platform, (method, backend) in self._paths.items()
         }
@@ -91,7 +91,7 @@ class OperationImpl(BaseOperation):
     @classmethod
     @abstractmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """The name it is registered under; of a tuple the first is the name and the rest are aliases."""
+        """The name it is registered under; of a tuple, the first is the name and the rest are aliases."""
 
     @classmethod
     def primary_name(cls) -> str:
@@ -110,7 +110,7 @@ class OperationImpl(BaseOperation):
         return kernel(*args, **kwargs)
 
     def supports(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
-        """None when `backend` carries this call, else the reason why not. The arguments are those of the call."""
+        """None when `backend` supports this call, else the reason why not. The arguments are those of the call."""
         return None
 
     def emulates(self, backend: str, platform: str) -> bool:
@@ -131,7 +131,7 @@ class OperationImpl(BaseOperation):
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of an everyday call, on the meta device; `table.choices` asks what they would run."""
+        """The arguments of a typical call, on the meta device; `table.choices` reports what they would run."""
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,11 +147,11 @@ class OperationImpl(BaseOperation):
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`TypeError` for too many positional arguments and for what must be a tensor and is not.
 
-        It is asked before anything looks at a tensor; all else is for the contracts of the kernels to check.
+        It runs before anything reads a tensor; everything else is checked by the contracts of the kernels.
         """
         given, most = len(args), self._positional
         if self._required <= given <= self._no_tensor_before and (not kwargs or self._tensor_names.isdisjoint(kwargs)):
-            # tensors first and by their places, as nearly always: a fifth of the time of asking for each by name
+            # the common case, all tensors first and positional: a fifth of the time of looking each up by name
             leading = self._leading
             for value in args[:leading]:
                 if not isinstance(value, Tensor):
@@ -200,14 +200,14 @@ class OperationImpl(BaseOperation):
         return self.choose_on(platform_of(args, kwargs), args, kwargs)
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """`choose` for a platform that need not be present: the tensors are only asked for shape and dtype."""
+        """`choose` for a platform that need not be present: only shapes and dtypes of the tensors are read."""
         forced = self.metadata.backend or forced_by_environment(self._name)
         if forced is not None:
             return self.choose_forced(forced, platform, args, kwargs)
         return self.choose_freely(platform, args, kwargs)
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The path of the platform, or the definition where that path does not carry the call."""
+        """The path of the platform, or the definition where that path does not support the call."""
         choice = self._unrefused[platform]
         refusal = self.supports(choice.backend, *args, **kwargs)
         if refusal is None:
@@ -218,7 +218,7 @@ class OperationImpl(BaseOperation):
             lacking = self.supports("native", *args, **kwargs)
             if lacking is not None:
                 raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {reason}; native: {lacking}")
-            if platform == platform_of(args, kwargs):  # not for a platform that is only asked about
+            if platform == platform_of(args, kwargs):  # not for a platform that the tensors are not on
                 log_fallback(self._name, platform, reason, "native")
             return Choice(self, "forward_native", platform, "native", reason)
         raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {refusal}")
@@ -230,7 +230,7 @@ class OperationImpl(BaseOperation):
         return choice._replace(reason="forced" if kept else f"forced; {choice.reason}")
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The choice `forced`, or `UnsupportedOperationError` with the reason why it cannot be obeyed.
+        """The choice `forced`, or `UnsupportedOperationError` with the reason why it cannot run.
 
         A backend ("aten"), this operation with a backend ("flash:triton"), or its own name: any path it has.
         """
@@ -278,7 +278,7 @@ class OperationImpl(BaseOperation):
             return k, v
         return k.repeat_interleave(num_reps, dim=2), v.repeat_interleave(num_reps, dim=2)
 
-    # the name that older code knows it by
+    # its former name
     repeat_kv = repeat_kv_heads
 
     def create_stable_sharding(
@@ -335,7 +335,7 @@ _TENSOR = re.compile(r"(torch\.)?Tensor|Optional|<class 'torch.Tensor'>")  # mul
 
 
 def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str, bool], ...], tuple[str, ...] | None]:
-    """Off a method's signature: the place and name of each tensor, and whether it may be None; the names of all
+    """From a method's signature: position and name of each tensor, and whether it may be None; the names of all
     positional arguments, None where it takes any number of them.
     """
     parameters = list(inspect.signature(definition).parameters.values())[1:]
@@ -351,7 +351,7 @@ def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str,
 
 
 def _flags_of(definition: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
-    """Off a method's signature: place and name of what is a `bool`, those of `**options: Unpack[Options]` with it."""
+    """From a method's signature: position and name of each `bool`, those of `**options: Unpack[Options]` included."""
     found: list[tuple[int, str]] = []
     for place, parameter in enumerate(list(inspect.signature(definition).parameters.values())[1:]):
         if parameter.kind is parameter.VAR_KEYWORD:

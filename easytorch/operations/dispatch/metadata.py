@@ -19,11 +19,11 @@ class OperationMetadata:
 
     runtime_dtype: floating dtype the inputs are cast to, and that of the output; None keeps the inputs' own.
     runtime_softmax_dtype: dtype of attention's scores and softmax; None means float32, or float64 for float64 inputs.
-        The definitions compute in any; the kernels, and the whole of `ring`, refuse all but that one.
+        The definitions accept any; the kernels, and all of `ring`, accept only that default.
     softmax_scale: factor of the scores when the call gives none; None means head_dim ** -0.5.
     dropout_prob: probability of dropping an attention weight when the call gives none.
     mesh: a `torch.distributed.device_mesh.DeviceMesh`, process group or torch_xla `Mesh` for the sharded operations.
-    sequence_axis: the axis of the mesh that shards the sequence; None means one called "sp", "cp", "sequence",
+    sequence_axis: the axis of the mesh that shards the sequence; None means one named "sp", "cp", "sequence",
         "context" or "seq", else the only axis.
     sequence_layout: "contiguous", or "zigzag" for equal work under a causal mask; kernels/ring/layout.py says what a
         rank holds.
@@ -59,7 +59,7 @@ class OperationMetadata:
             raise ValueError(f"mode must be one of {', '.join(MODES)} or None, got {self.mode!r}")
 
     def softmax_refusal(self, dtype: torch.dtype) -> str | None:
-        """Why a kernel that computes its softmax in float32, or float64 for inputs of that dtype, cannot obey."""
+        """Why a kernel with a float32 softmax (float64 for float64 inputs) refuses `runtime_softmax_dtype`, or None."""
         wanted = self.runtime_softmax_dtype
         own = torch.float64 if (self.runtime_dtype or dtype) == torch.float64 else torch.float32
         return None if wanted in (None, own) else f"its softmax is not computed in {wanted}"

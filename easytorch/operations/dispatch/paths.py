@@ -1,4 +1,4 @@
-"""`forward_*` methods made of a table, platform -> backend: a kernel's file is named by its backend in every folder.
+"""`forward_*` methods from a table, platform -> backend: in every folder a kernel's file is named after its backend.
 
 `paths = {"cpu": "aten", "gpu": "triton"}` of the operation `rms_norm` gives it a `forward_cpu` that runs
 kernels/rms_norm/aten.py, and a `forward_gpu` that runs triton_op.py beside it. A method that a class defines itself
@@ -34,7 +34,7 @@ def path(platform: str, backend: str, folder: str, function: str) -> Callable[..
     if backend not in FILES:
         raise ValueError(f"paths: {platform} has the backend {backend!r}; known are {', '.join(FILES)}")
     method = f"forward_{platform}"
-    if backend == "aten":  # what every process runs is imported with the operation: a call does not look for it
+    if backend == "aten":  # imported with the operation, since every process runs it: no import at a call
         kernel = getattr(import_module(f"easytorch.kernels.{folder}.aten"), function)
 
         def made(self: Any, *args: Any, **kwargs: Any) -> Any:

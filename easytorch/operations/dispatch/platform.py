@@ -1,4 +1,4 @@
-"""Which platform a call runs on, read off the tensors it was given."""
+"""The platform a call runs on, determined by its tensors."""
 
 from __future__ import annotations
 

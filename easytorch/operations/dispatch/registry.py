@@ -1,4 +1,4 @@
-"""`OperationRegistry`: operations by the names users know them by."""
+"""`OperationRegistry`: operations by name."""
 
 from __future__ import annotations
 

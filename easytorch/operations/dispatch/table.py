@@ -1,4 +1,4 @@
-"""What every operation would run on every platform, present or not: the table of `easytorch env` and `demo`."""
+"""What every operation would run on every platform, installed or not: the table of `easytorch env` and `demo`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Row(NamedTuple):
 
 
 def choices(metadata: OperationMetadata | None = None) -> list[Row]:
-    """One row for each registered operation and platform: the choice for its `typical_call`, computed on no device.
+    """One row for each registered operation and platform: the choice for its `typical_call`, without running it.
 
-    EASYTORCH_OPS and `metadata` count, and the installed libraries. A choice that is refused has "-" for implementation
-    and backend, and the refusal as its reason.
+    EASYTORCH_OPS, `metadata` and the installed libraries are taken into account. A refused choice has "-" for
+    implementation and backend, and the refusal as its reason.
     """
     rows = []
     for name in OperationRegistry.names():
