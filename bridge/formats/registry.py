@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.unsupported import refuse_adapter
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Format, WritableFormat
-from easytorch.bridge.formats.gguf_files.file import Gguf
-from easytorch.bridge.formats.msgpack_files.easydel_msgpack import EasydelMsgpack
-from easytorch.bridge.formats.msgpack_files.flax_msgpack import FlaxMsgpack
-from easytorch.bridge.formats.numpy_files.npz import Npz
-from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
-from easytorch.bridge.formats.safetensors_files.easydel_safetensors import EasydelSafetensors
-from easytorch.bridge.formats.safetensors_files.flax_safetensors import FlaxSafetensors
-from easytorch.bridge.formats.safetensors_files.torch_safetensors import TorchSafetensors
-from easytorch.bridge.formats.torch_files.torch_bin import TorchBin
-from easytorch.bridge.formats.torch_files.torch_dcp import TorchDcp
-from easytorch.bridge.formats.zarr_folders.easydel_store import EasydelStore
-from easytorch.bridge.formats.zarr_folders.t5x_folder import T5xFolder
+from easytorch.bridge.formats.known import KNOWN, Known, names_at
 
 # Whose weights a folder may hold side by side, as on the Hub: torch's, GGUF's, and a tree of arrays.
 Kind = Literal["torch", "gguf", "tree"]
@@ -34,28 +23,32 @@ Found = Mapping[Kind, tuple[Format, Path]]
 class Target:
     """What a `--to` writes: a container, and the naming scheme of what it holds."""
 
-    format: WritableFormat
+    format_name: str
     scheme: str
 
+    @property
+    def format(self) -> WritableFormat:
+        """The container."""
+        return cast(WritableFormat, _FORMATS[self.format_name].make())
 
-# In order of preference where a folder holds several of one kind.
-_FORMATS: dict[str, Format] = {}
+
+_FORMATS: dict[str, Known] = {known.name: known for known in KNOWN}
 # What `--to` accepts.
 TARGETS: dict[str, Target] = {
-    "torch": Target(TorchSafetensors(), "torch"),
-    "flax": Target(FlaxMsgpack(), "flax"),
-    "flax-safetensors": Target(FlaxSafetensors(), "flax"),
-    "easydel": Target(EasydelStore(), "easydel"),
-    "easydel-msgpack": Target(EasydelMsgpack(), "easydel"),
-    "t5x": Target(T5xFolder(), "t5x"),
-    "big_vision": Target(Npz(), "big_vision"),
-    "dcp": Target(TorchDcp(), "torch"),
-    "gguf": Target(Gguf(), "gguf"),
-    "orbax": Target(OrbaxTree(), "flax"),
-    "orbax-zarr": Target(OrbaxZarr(), "flax"),
-    "maxtext": Target(OrbaxTree(), "maxtext"),
-    "maxtext-unscanned": Target(OrbaxTree(), "maxtext-unscanned"),
-    "gemma": Target(OrbaxTree(), "gemma"),
+    "torch": Target("torch safetensors", "torch"),
+    "flax": Target("Flax msgpack", "flax"),
+    "flax-safetensors": Target("Flax safetensors", "flax"),
+    "easydel": Target("EasyDeL", "easydel"),
+    "easydel-msgpack": Target("EasyDeL msgpack", "easydel"),
+    "t5x": Target("T5X", "t5x"),
+    "big_vision": Target("npz", "big_vision"),
+    "dcp": Target("torch DCP", "torch"),
+    "gguf": Target("GGUF", "gguf"),
+    "orbax": Target("Orbax", "flax"),
+    "orbax-zarr": Target("Orbax zarr", "flax"),
+    "maxtext": Target("Orbax", "maxtext"),
+    "maxtext-unscanned": Target("Orbax", "maxtext-unscanned"),
+    "gemma": Target("Orbax", "gemma"),
 }
 
 
@@ -63,30 +56,16 @@ def register(format_: Format) -> None:
     """Makes a format known; a taken name is an error."""
     if format_.name in _FORMATS:
         raise ValueError(f"a format called {format_.name!r} is registered already; choose another name")
-    _FORMATS[format_.name] = format_
-
-
-for _format in (
-    TARGETS["torch"].format,
-    TorchBin(),
-    TARGETS["dcp"].format,
-    TARGETS["flax"].format,
-    TARGETS["flax-safetensors"].format,
-    TARGETS["gguf"].format,
-    TARGETS["easydel"].format,
-    TARGETS["easydel-msgpack"].format,
-    EasydelSafetensors(),
-    TARGETS["big_vision"].format,
-    # Before Orbax, whose first checkpoints had a file of the same name.
-    TARGETS["t5x"].format,
-    TARGETS["orbax"].format,
-):
-    register(_format)
+    _FORMATS[format_.name] = Known(format_.name, ".*", lambda: format_)
 
 
 def formats() -> list[Format]:
     """Every format that is read here."""
-    return list(_FORMATS.values())
+    return [known.make() for known in _FORMATS.values() if known.files is not None]
+
+
+def _read() -> str:
+    return ", ".join(known.name for known in _FORMATS.values() if known.files is not None)
 
 
 def target_names() -> list[str]:
@@ -112,8 +91,9 @@ def classify(path: Path) -> Found:
     Of the same weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
     """
     found: dict[Kind, tuple[Format, Path]] = {}
-    for format_ in _FORMATS.values():
-        if (file := format_.detect(path)) is not None:
+    names = names_at(path)
+    for known in _FORMATS.values():
+        if known.may_be(names) and (file := (format_ := known.make()).detect(path)) is not None:
             found.setdefault(kind_of(format_), (format_, file))
     return found
 
@@ -137,7 +117,7 @@ def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) 
             raise CheckpointError(
                 f"no weights found, and links to nothing: {', '.join(broken)}; fetch it again", file=path
             )
-        raise CheckpointError(f"no weights found; read here: {', '.join(_FORMATS)}", file=path)
+        raise CheckpointError(f"no weights found; read here: {_read()}", file=path)
     if prefer is not None and prefer in found:
         return found[prefer]
     if len(found) > 1:

@@ -58,20 +58,17 @@ def _without_infinities(value: Any) -> Any:
 
 
 def _print(found: Difference) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     for sign, names in (("-", found.only_first), ("+", found.only_second)):
         for name in names:
-            console.print(f"{sign} {printable(name)}")
+            typer.echo(f"{sign} {printable(name)}")
     for difference in found.differing:
-        console.print(f"~ {printable(difference.name)}  {_line(difference)}")
+        typer.echo(f"~ {printable(difference.name)}  {_line(difference)}")
     for note in found.notes:
-        console.print(printable(f"note: {note}"))
+        typer.echo(printable(f"note: {note}"))
     if found.same:
-        console.print(f"the same: {found.compared} tensors")
+        typer.echo(f"the same: {found.compared} tensors")
     else:
-        console.print(
+        typer.echo(
             f"{found.compared} tensors in both, {len(found.differing)} differ; "
             f"{len(found.only_first)} only in {printable(found.first)}, "
             f"{len(found.only_second)} only in {printable(found.second)}"
