@@ -114,11 +114,16 @@ class Checkpoint(Closing):
     @cached_property
     def architecture(self) -> Architecture:
         """The parameters the config describes."""
+        return architecture_of(self.needed_config, *self._given)
+
+    @property
+    def _given(self) -> tuple[int, Collection[str]]:
+        """The most layers there may be, and the names that a table must know: torch's and Flax's."""
         tensors = self._weights.tensors
-        given = tensors if self.scheme in (TORCH, "flax") else ()
+        if self.scheme in (TORCH, "flax"):
+            return len(tensors), tensors
         # Schemes that stack layers have fewer leaves than layers.
-        deepest = max((min(info.shape) for info in tensors.values() if len(info.shape) > 1), default=0)
-        return architecture_of(self.needed_config, len(tensors) if given else len(tensors) + deepest, given)
+        return len(tensors) + max((min(info.shape) for info in tensors.values() if len(info.shape) > 1), default=0), ()
 
     @property
     def _known(self) -> Architecture:
@@ -127,13 +132,15 @@ class Checkpoint(Closing):
 
     def _by_outline(self, scheme: str) -> Architecture | None:
         """The architecture off its family's outline, where the weights are just those it lists."""
-        if {scheme, self.scheme} != {TORCH, "flax"}:
+        schemes = {scheme, self.scheme}
+        if not all(scheme_called(one).by_outline for one in schemes - {TORCH}):
             return None
-        tensors = self._weights.tensors
-        found = outline_of(self.needed_config, len(tensors), tensors)
-        if found is None or native_rules(self.needed_config.model_type) is not None:
+        tensors, given = self._given
+        found = outline_of(self.needed_config, tensors, given)
+        native = native_rules(self.needed_config.model_type) is not None
+        if found is None or (native and schemes == {TORCH, "flax"}):
             return found
-        return found if outlined_rules(found.names, tensors) is not None else None
+        return found if outlined_rules(found.names, given) is not None else None
 
     def _apart(self, torch: Reader) -> Architecture:
         """The architecture, with the tied weights that `torch` holds apart."""

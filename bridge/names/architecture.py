@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # What transformers and torch raise for values of the wrong kind or size.
-UNBUILDABLE = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+UNBUILDABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 
 # What a config calls the number of its layers, blocks or experts, and how many of them are built in no time.
 _COUNT = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?|(num_)?blocks|depth|(\w+_)?experts")

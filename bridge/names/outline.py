@@ -9,7 +9,7 @@ so that an outline decides how soon an answer comes and never which.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -34,10 +34,14 @@ class Unsure(Exception):
 
 @dataclass(frozen=True)
 class Outline:
-    """A family's file. `classes` hold their rows, templates with counts; `fits` what values go together."""
+    """A family's file. `classes` hold their rows, templates with counts; `fits` what values go together.
+
+    `labels` is how many a classifier has where the config does not say.
+    """
 
     model_type: str
     default: str
+    labels: int
     fields: Mapping[str, Field]
     made: Mapping[str, str]
     same: Mapping[str, str]
@@ -47,7 +51,7 @@ class Outline:
     def settings(self, content: Mapping[str, Any]) -> dict[str, Any] | None:
         """The settings that `content` gives and leaves to their defaults; None where one is not known here."""
         settings = {key: field.default for key, field in self.fields.items()}
-        given = dict(_flat(content, {key.partition(".")[0] for key in self.fields if "." in key}))
+        given = dict(_flat(content, *_places(self.fields)))
         for key, value in given.items():
             if key in self.same and key not in self.fields:
                 if self.same[key] not in given or repr(given[self.same[key]]) != repr(value):
@@ -56,13 +60,26 @@ class Outline:
             if key not in self.fields or not self.fields[key].accepts(value):
                 return None
             settings[key] = value
-        settings[LABELS] = 2 if settings["id2label"] is None else len(settings["id2label"])
+        settings[LABELS] = self.labels if settings["id2label"] is None else len(settings["id2label"])
         for key, expression in self.made.items():
             if settings[key] is None:
                 settings[key] = value_of(expression, settings)
                 if settings[key] is None:
                     return None
         return settings if all(_fits(condition, settings) for condition in self.fits) else None
+
+    def architecture(self, config: Config, name: str, given: Collection[str] = ()) -> Architecture | None:
+        """What `config` makes of a class, None where the outline cannot say."""
+        described = self.classes.get(name)
+        settings = self.settings(config.content)
+        if settings is None or described is None or not all(holds(one, settings) for one in described.get("where", ())):
+            return None
+        try:
+            names = OutlinedNames(self, name, settings)
+        except Unsure:
+            return None
+        tie = bool(names.ties) or (described["tie"] and bool(settings["tie_word_embeddings"]))
+        return Architecture(name, names.shapes, names.base, tie, names, given)
 
     def rows(self, name: str, settings: Settings) -> list[Row]:
         """The rows of a class; `Unsure` where a size is none."""
@@ -144,17 +161,14 @@ def outline_of(config: Config, tensors: int, given: Collection[str] = ()) -> Arc
     if outline is None:
         return None
     name = config.architecture or outline.default
-    described = outline.classes.get(name)
-    settings = outline.settings(config.content)
-    if settings is None or described is None or not all(holds(one, settings) for one in described.get("where", ())):
+    # No config can ask for a class that transformers keeps to itself.
+    if not (outline.classes.get(name) or {}).get("public", True):
         return None
     try:
         refuse_counts(config.content, config, tensors)
-        names = OutlinedNames(outline, name, settings)
-    except (CheckpointError, Unsure):
+    except CheckpointError:
         return None
-    tie = bool(names.ties) or (described["tie"] and bool(settings["tie_word_embeddings"]))
-    return Architecture(name, names.shapes, names.base, tie, names, given)
+    return outline.architecture(config, name, given)
 
 
 @cache
@@ -164,7 +178,8 @@ def read_outline(model_type: str) -> Outline | None:
     if not file.is_file():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    fields = dict(COMMON)
+    parts, _ = _places(found["keys"])
+    fields = {(f"{part}." if part else "") + key: field for part in parts for key, field in COMMON.items()}
     for key, (kind, default, *values) in found["keys"].items():
         if kind == "rotary":
             fields |= rotary(key.removesuffix("rope_parameters"))
@@ -173,6 +188,7 @@ def read_outline(model_type: str) -> Outline | None:
     return Outline(
         model_type,
         found["default"],
+        found["labels"],
         fields,
         found["made"],
         found["same"],
@@ -181,17 +197,32 @@ def read_outline(model_type: str) -> Outline | None:
     )
 
 
-def _flat(content: Mapping[str, Any], parts: Collection[str], start: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a config, and of its parts with dots between."""
+def _places(keys: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of a config's parts, "" of the config itself, and of its lists: `depths.length` says there is one."""
+    lists = frozenset(key.removesuffix(".length") for key in keys if key.endswith(".length"))
+    return frozenset(key.rpartition(".")[0] for key in keys) - lists, lists
+
+
+def _flat(
+    content: Mapping[str, Any], parts: Collection[str], lists: Collection[str], start: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """A config's keys, those of its parts and lists with dots: `text_config.size`, `depths.0`, `depths.length`."""
     for key, value in content.items():
-        if not start and key in parts and type(value) is dict:
-            yield from _flat(value, parts, f"{key}.")
+        name = start + key
+        if name in parts and type(value) is dict:
+            yield from _flat(value, parts, lists, f"{name}.")
+        elif name in lists and type(value) is list:
+            yield f"{name}.length", len(value)
+            yield from ((f"{name}.{place}", one) for place, one in enumerate(value))
         else:
-            yield start + key, value
+            yield name, value
 
 
 def _fits(condition: str, settings: Settings) -> bool:
-    """Whether `size%heads` leaves no rest, `token<size` is so; a key that is none fits."""
+    """Whether `size%heads` leaves no rest, `token<size` is so, `types#layers` are so many; a key that is none fits."""
+    if "#" in condition:
+        listed, count = (settings[key] for key in condition.split("#"))
+        return listed is None or count == sum(1 if type(one) is str else len(one[0]) * one[1] for one in listed)
     if "%" in condition:
         one, other = (int(key) if key.isdecimal() else settings[key] for key in condition.split("%"))
         return one is None or other is None or (other > 0 and one % other == 0)

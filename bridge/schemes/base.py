@@ -15,6 +15,8 @@ class Scheme(Protocol):
     """The names and layouts of one program's checkpoints, whatever file they stand in."""
 
     name: str
+    # Whether `rules` need no more of the architecture than names, shapes and ties, as an outline has them.
+    by_outline: bool
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """Whether `tensors` (by path, with "/") carry this scheme's names."""

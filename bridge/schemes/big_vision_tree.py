@@ -81,6 +81,7 @@ class BigVisionTree:
     """The scheme of Google's ViT and SigLIP checkpoints."""
 
     name = "big_vision"
+    by_outline = False
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """By an attention of flax.linen inside an `encoderblock`."""

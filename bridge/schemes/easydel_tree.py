@@ -42,6 +42,7 @@ class EasydelTree:
     """The scheme of every model EasyDeL has or would have."""
 
     name = "easydel"
+    by_outline = False
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """By what HF Flax never writes: a norm's one-dimensional `kernel`, or experts in one three-dimensional one."""

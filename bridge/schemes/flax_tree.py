@@ -16,6 +16,7 @@ class FlaxTree:
     """The scheme of every tree that is no other's."""
 
     name = "flax"
+    by_outline = True
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """Always: it is asked last."""

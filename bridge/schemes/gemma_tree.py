@@ -51,6 +51,7 @@ class GemmaTree:
     """DeepMind's Gemma, in any of the library's layouts."""
 
     name = "gemma"
+    by_outline = True
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """Whether there is the library's embedding and an attention of its kind."""

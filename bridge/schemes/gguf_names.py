@@ -34,6 +34,7 @@ class GgufNames:
     """The scheme of GGUF files."""
 
     name = "gguf"
+    by_outline = False
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """Whether the token embedding has GGUF's name."""

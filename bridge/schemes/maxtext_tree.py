@@ -84,6 +84,8 @@ _EXPERT_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "u
 class MaxTextTree:
     """MaxText's names, stacked (`scanned`) or with a subtree for every layer."""
 
+    by_outline = True
+
     def __init__(self, *, scanned: bool) -> None:
         self.name = "maxtext" if scanned else "maxtext-unscanned"
         self._scanned = scanned

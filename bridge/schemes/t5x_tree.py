@@ -67,6 +67,7 @@ class T5xTree:
     """The scheme of T5X's encoder-decoder models."""
 
     name = "t5x"
+    by_outline = False
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """By the norm at the end of the encoder."""

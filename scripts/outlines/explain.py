@@ -5,7 +5,8 @@ The language of the expressions and conditions is `bridge.names.outlines.languag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import combinations, product
 from operator import or_
@@ -26,9 +27,10 @@ class Unexplained(Exception):
 class Explainer:
     """Expressions over the keys of some configs."""
 
-    def __init__(self, samples: Sequence[Built], switches: Iterable[str]) -> None:
+    def __init__(self, samples: Sequence[Built], switches: Iterable[str], keys: Collection[str] = ()) -> None:
+        """keys: those that may stand in expressions; all without."""
         self._settings = [sample.values for sample in samples]
-        first = self._settings[0]
+        first = [key for key in self._settings[0] if not keys or key in keys]
         self._sizes = [key for key in first if all(_is_size(values[key]) for values in self._settings)]
         self._sizes = [key for key in self._sizes if len({values[key] for values in self._settings}) > 1]
         # Those that are None in some configs: only where they are a number in all that matter.
@@ -39,9 +41,16 @@ class Explainer:
         ]
         self._switches = [key for key in switches if len({repr(values[key]) for values in self._settings}) > 1]
         self._atoms = self._true()
+        self._numbers: dict[tuple[tuple[int, int], ...], str] = {}
 
     def number(self, found: Sequence[tuple[int, int]]) -> str:
         """The expression that is the number of each (sample, number)."""
+        known = tuple(found)
+        if known not in self._numbers:
+            self._numbers[known] = self._searched(found)
+        return self._numbers[known]
+
+    def _searched(self, found: Sequence[tuple[int, int]]) -> str:
         if len({sample for sample, _ in found}) < FEWEST:
             raise Unexplained("too few samples")
         for expression in self._expressions(found):
@@ -119,6 +128,10 @@ def written_value(value: object) -> str:
     return {True: "true", False: "false", None: "null"}[value] if value in (True, False, None) else str(value)
 
 
+# A part of a template: a count, in which points may stand, or a name.
+_PART = re.compile(r"\{[^}]*\}|[^.]+")
+
+
 class Folded:
     """The names of several models with a count in each place where they have a running number."""
 
@@ -145,7 +158,7 @@ class Folded:
         """How many there are below `start`, a template; None where they are the same ones in all samples."""
         if start not in self._counts:
             self._counts[start] = None
-            pieces = start.split(".") if start else []
+            pieces = _PART.findall(start)
             found: list[tuple[int, int]] = []
             for sample, names in enumerate(self._names):
                 below: dict[Indexes, set[int]] = {}
@@ -181,9 +194,9 @@ def merged(orders: Iterable[Sequence[str]]) -> list[str]:
     return made
 
 
-def explain(samples: Sequence[Built], switches: Sequence[str]) -> dict[str, Any]:
-    """The rows and ties of a class, as the outline holds them."""
-    explainer = Explainer(samples, switches)
+def explain(samples: Sequence[Built], switches: Sequence[str], keys: Collection[str]) -> dict[str, Any]:
+    """The rows and ties of a class, as the outline holds them, by expressions of `keys`."""
+    explainer = Explainer(samples, switches, keys)
     folded = Folded([[row[0] for row in sample.rows] for sample in samples], explainer)
     rows = _table(
         explainer,
@@ -220,7 +233,7 @@ def _leaf(folded: Folded, name: str, path: str | None, kind: str) -> str | None:
     *start, last = path.split("/")
     if kind not in ("tied", "tied_always") and start == name.split(".")[:-1]:
         return last
-    return folded.template(path.replace("/", "."))[0].replace(".", "/")
+    return "/".join(_PART.findall(folded.template(path.replace("/", "."))[0]))
 
 
 def _table(explainer: Explainer, samples: list[list[tuple[str, Indexes, tuple, tuple | None]]]) -> list[list[Any]]:
@@ -257,7 +270,7 @@ def _table(explainer: Explainer, samples: list[list[tuple[str, Indexes, tuple, t
 
 
 def _ranges(template: str, samples: list, explainer: Explainer) -> list[tuple[int, Indexes]]:
-    counts = [part[1:-1] for part in template.split(".") if part.startswith("{")]
+    counts = re.findall(r"\{([^}]*)\}", template)
     made = []
     for number, settings in enumerate(explainer._settings):
         sizes = [value_of(count, settings) or 0 for count in counts]

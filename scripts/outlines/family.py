@@ -7,15 +7,17 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from easytorch.bridge.names.flax_convention import convention_rules, outlined_rules
 from easytorch.bridge.names.native_rules import native_rules
-from easytorch.bridge.names.outline import outline_of, read_outline
+from easytorch.bridge.names.outline import read_outline
 from easytorch.bridge.names.outlines.language import value_of
 from scripts.outlines.explain import FEWEST, Explainer, Unexplained, explain, written_value
-from scripts.outlines.samples import LABELS, Built, Sampler, Settings
+from scripts.outlines.samples import LABELS, LISTS, TIE, Built, Sampler, Settings, same_keys
 
 # Configs that a class is explained by.
 _SAMPLES = 40
@@ -33,24 +35,26 @@ class Family:
         # Held at their default, as some value of them is refused or cannot be explained.
         self.held: dict[str, Any] = {}
         self.fits: list[str] = []
+        self.affecting: set[str] = set()
 
     def _buildable_start(self) -> Settings:
-        for often in (1.1, 1.1, 1.1, *[1.1] * 60):
-            small = (
-                self.sampler.small()
-                if often == 1.1 and not hasattr(self, "_tried")
-                else self.sampler.drawn(self._random, often=often)
-            )
-            self._tried = True
+        sampler = self.sampler
+        for small in (sampler.small(), *(sampler.drawn(self._random, often=1.1) for _ in range(60))):
             small.pop("id2label", None)
-            if self.sampler.buildable(small, self.sampler.default) is not None:
-                return small
-        raise Unexplained(f"no small {self.sampler.model_type} can be built")
+            usual = sampler.buildable(small, sampler.default)
+            if usual is None:
+                continue
+            for key in sampler.keys.values():
+                if key.kind == "maybe" and sampler.buildable({**small, key.name: None}, sampler.default) != usual:
+                    # The number is needed, whatever the annotation says.
+                    sampler.keys[key.name] = replace(key, kind="size", values=key.numbers)
+            return small
+        raise Unexplained(f"no small {sampler.model_type} can be built")
 
     def outline(self) -> dict[str, Any]:
         """The content of the family's file."""
         sampler = self.sampler
-        affecting = self._affecting()
+        affecting = self.affecting = self._affecting()
         made: dict[str, str] = {}
         for key in sampler.keys.values():
             if key.default is None and key.kind == "size":
@@ -63,15 +67,19 @@ class Family:
             try:
                 described = self._described(name, switches, made)
                 unexpected = self._unexpected(name)
-                classes[name] = described | ({"unexpected": unexpected} if unexpected else {})
+                private = {} if sampler.public(name) else {"public": False}
+                classes[name] = described | private | ({"unexpected": unexpected} if unexpected else {})
             except (Unexplained, ValueError) as error:
                 print(f"{sampler.model_type}: {name} is left out: {error}", file=sys.stderr)
                 classes[name] = None
+        if not any(classes.values()):
+            raise Unexplained("no class can be explained")
         content = {
             "default": default,
+            "labels": sampler.config_class().num_labels,
             "keys": dict(self._fields(affecting)),
             "made": made,
-            "same": dict(getattr(sampler.config_class, "attribute_map", None) or {}),
+            "same": same_keys(sampler.config_class),
             "fits": self.fits,
             "classes": _shared(classes),
         }
@@ -101,8 +109,14 @@ class Family:
     def _explained(self, samples: list[Built], switches: list[str], made: dict[str, str]) -> dict[str, Any]:
         """`explain`; where a size that is none stands for one made of others, that is found too."""
         samples = [_filled_in(one, made) for one in samples]
+        # Few keys make a short search; one that matters by others alone (a head's size by the number of heads) is not
+        # among them.
+        keys = {LABELS, *self.affecting}
+        with suppress(Unexplained):
+            return explain(samples, switches, keys)
+        keys = set(samples[0].values)
         try:
-            return explain(samples, switches)
+            return explain(samples, switches, keys)
         except Unexplained:
             values = [one.values for one in samples]
             sizes = [key for key in values[0] if all(type(one.get(key)) is int for one in values)]
@@ -112,7 +126,7 @@ class Family:
                 for start, size in product(("4*", "", "2*"), sizes):
                     more = {**made, key.name: f"{start}{size}"}
                     try:
-                        found = explain([_filled_in(one, more) for one in samples], switches)
+                        found = explain([_filled_in(one, more) for one in samples], switches, keys)
                     except Unexplained:
                         continue
                     made[key.name] = more[key.name]
@@ -142,7 +156,7 @@ class Family:
                     if key.name in affecting or key.name in self.held:
                         continue
                     others = [value for value in key.values if value != start.get(key.name, key.default)]
-                    for value in others if key.kind == "word" else others[:1]:
+                    for value in others if key.kind == "word" else others[: 2 if None in key.values else 1]:
                         changed = {**start, key.name: value}
                         found = sampler.buildable(changed, name)
                         if found is not None and found != usual:
@@ -183,6 +197,7 @@ class Family:
                             wrong.setdefault(key.name, []).append(changed)
                         else:
                             right.append(changed)
+        self.fits += [f"{key.name}#{sampler.count_of(key)}" for key in sampler.keys.values() if key.kind in LISTS]
         sizes = [key.name for key in sampler.keys.values() if key.kind in ("size", "token", "tokens")]
         full = [self._full(one, made) for one in right]
         for key, cases in wrong.items():
@@ -249,7 +264,7 @@ class Family:
     def _tie(self, samples: list[Built]) -> bool:
         """Whether the config's setting says it, where no weight is tied."""
         untied = [one for one in samples if not one.ties]
-        if any(one.tie != bool(one.values.get("tie_word_embeddings")) for one in untied):
+        if any(one.tie != bool(one.values[TIE]) for one in untied):
             raise Unexplained("ties by something else than the config's setting")
         return any(one.tie for one in untied)
 
@@ -263,10 +278,12 @@ class Family:
                 or (key.name in affecting and key.kind not in ("size", "flag", "word", "token", "tokens"))
             ):
                 yield key.name, ["only", _plain(key.default)]
-            elif key.kind == "word":
+            elif key.kind in ("word", *LISTS):
                 yield key.name, [key.kind, key.default, list(key.values)]
             else:
                 yield key.name, [key.kind, float(key.default) if key.kind in ("share", "number") else key.default]
+        if TIE not in self.sampler.keys and getattr(self.sampler.config_class(), TIE, False):
+            yield TIE, ["flag", True]
 
 
 def _without_values(one: Built | None) -> tuple | None:
@@ -356,7 +373,7 @@ def _under(start: str, leaf: str | None) -> str | None:
 def written(content: Mapping[str, Any]) -> str:
     """The file: a row or a key a line."""
     lines = ["{"]
-    for key in ("default", "made", "same", "fits"):
+    for key in ("default", "labels", "made", "same", "fits"):
         lines.append(f"  {json.dumps(key)}: {json.dumps(content[key])},")
     lines.append('  "keys": {')
     lines.append(",\n".join(f"    {json.dumps(key)}: {json.dumps(field)}" for key, field in content["keys"].items()))
@@ -379,30 +396,27 @@ def written(content: Mapping[str, Any]) -> str:
 
 def differences(model_type: str, seed: int, configs: int, only: str | None = None) -> Iterator[str]:
     """Where the outline of a family and transformers disagree, of further configs of every class."""
-    from easytorch.bridge.errors import CheckpointError
-    from easytorch.bridge.names.architecture import architecture_of
-
     sampler = Sampler(model_type)
     outline = read_outline(model_type)
     assert outline is not None, model_type
     generator = random.Random(f"further {model_type} {seed}")
     for name in [name for name, found in outline.classes.items() if found is not None and only in (None, name)]:
         answered = 0
-        for number in range(configs):
+        for number in range(40 * configs):
+            if answered == configs:
+                break
             settings = sampler.drawn(generator, often=0.95 if number % 2 else 0.6)
-            config = sampler.config(settings, name)
-            outlined = outline_of(config, 100_000)
+            outlined = outline.architecture(sampler.config(settings, None), name)
             if outlined is None:
                 continue
             answered += 1
-            try:
-                built = architecture_of(config, 100_000)
-            except CheckpointError as error:
-                yield f"{name} {settings}: transformers refuses it: {error}"
+            built = sampler.architecture(settings, name)
+            if isinstance(built, str):
+                yield f"{name} {settings}: transformers refuses it: {built}"
                 continue
             yield from (f"{name} {settings}: {text}" for text in compared(outlined, built))
         if not answered:
-            yield f"{name}: no config of {configs} was answered"
+            yield f"{name}: no config of {40 * configs} was answered"
 
 
 def compared(outlined: Any, built: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,11 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture, architecture_of
+from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture, architecture_like, architecture_of
 from easytorch.bridge.names.flax_convention import model_rows
 from easytorch.bridge.names.outlines.fields import ACTIVATIONS, LABELS
 from easytorch.bridge.rules.table import BUFFER, TIES
@@ -50,6 +52,10 @@ _ENDINGS: Mapping[str, tuple[Any, ...]] = {
 _WORDS: Mapping[str, tuple[str, ...]] = {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "gated-relu")}
 
 
+# What a config says of ties, whether or not its class declares it.
+TIE = "tie_word_embeddings"
+# Kinds of keys that are lists.
+LISTS = ("each", "turns")
 # Keys of `COMMON` that every config class has.
 _OF_ALL = frozenset(("architectures", "transformers_version", "dtype", "id2label", "label2id"))
 # Of `COMMON`: what no model reads is drawn too, to see that it is so.
@@ -72,6 +78,19 @@ _UNREAD: Mapping[str, Any] = {
     "initializer_range": 0.03,
     "pruned_heads": {},
     "bos_token_id": 1,
+    "add_bias_logits": False,
+    "add_cross_attention": False,
+    "add_final_layer_norm": True,
+    "cross_attention_hidden_size": None,
+    "extra_pos_embeddings": 2,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "normalize_before": True,
+    "normalize_embedding": False,
+    "static_position_embeddings": True,
+    "tie_encoder_decoder": False,
+    "tie_word_embeddings": True,
+    "tf_legacy_loss": False,
 }
 
 _ANGLES = {
@@ -83,6 +102,11 @@ _ANGLES = {
 }
 
 
+# The words in lists with an entry a layer: `["full_attention", ...]`, `[[["global", "local"], 12]]`.
+_LAYERS = ("full_attention", "sliding_attention")
+_TURNS = ("global", "local")
+
+
 @dataclass(frozen=True)
 class Key:
     """A key of a family's config.json, dotted in a part's, and the values that are tried."""
@@ -91,6 +115,17 @@ class Key:
     default: Any
     kind: str
     values: tuple[Any, ...]
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The values but None."""
+        return tuple(value for value in self.values if value is not None)
+
+    @property
+    def past_tables(self) -> bool:
+        """Whether the default is a token that no small vocabulary has."""
+        tokens = self.default if isinstance(self.default, list) else [self.default]
+        return self.kind in ("token", "tokens") and any(one is not None and one > 90 for one in tokens)
 
 
 @dataclass(frozen=True)
@@ -112,10 +147,12 @@ class Sampler:
         self.model_type = model_type
         self.config_class: Any = transformers.CONFIG_MAPPING[model_type]
         self.keys = {key.name: key for key in _keys(self.config_class, "")}
+        self.parts = [f"{name}." for name in _parts(self.config_class)]
         default: Any = transformers.MODEL_MAPPING[self.config_class]
         self.default = (default[0] if isinstance(default, tuple) else default).__name__
-        module = sys.modules[getattr(transformers, self.default).__module__]
-        self.classes = [name for name, found in inspect.getmembers(module, inspect.isclass) if self._is_class(found)]
+        self.module = sys.modules[getattr(transformers, self.default).__module__]
+        members = inspect.getmembers(self.module, inspect.isclass)
+        self.classes = [name for name, found in members if self._is_class(found)]
 
     def _is_class(self, found: type) -> bool:
         return (
@@ -127,11 +164,14 @@ class Sampler:
     def small(self) -> Settings:
         """Sizes alone, the first value of each."""
         sizes = iter(_SIZES * 20)
-        return {
-            key.name: next(sizes) if key.values == _SIZES else key.values[0]
+        firsts = {
+            key.name: next(sizes) if key.numbers == _SIZES else key.numbers[0]
             for key in self.keys.values()
-            if key.kind == "size" and key.values and key.values[0] is not None
+            if key.kind in ("size", "maybe") and key.numbers and key.default is not None
         }
+        generator = random.Random(0)
+        firsts |= {key.name: generator.choice(key.numbers) for key in self.keys.values() if key.past_tables}
+        return firsts | self._lists(firsts, generator)
 
     def drawn(self, generator: random.Random, held: Mapping[str, Any] = {}, often: float = 0.75) -> Settings:
         """One of each key's values, sizes all different, the default of a switch `often`; `held` ones as they are."""
@@ -141,8 +181,10 @@ class Sampler:
             if key.name in held:
                 if held[key.name] is not None:
                     settings[key.name] = held[key.name]
-            elif key.values == _SIZES:
+            elif key.numbers == _SIZES and (key.kind == "size" or generator.random() < often):
                 settings[key.name] = next(sizes)
+            elif key.past_tables:
+                settings[key.name] = generator.choice(key.numbers)
             elif key.values and (key.kind == "size" or generator.random() > often):
                 value = generator.choice(key.values)
                 if value is not None or key.kind == "maybe":
@@ -157,10 +199,36 @@ class Sampler:
                         {key.replace("rope_parameters", "rope_theta"): 500.0},
                     )
                 )
-        settings |= {key: value for key, value in _UNREAD.items() if key not in self.keys and generator.random() < 0.2}
+        settings |= self._lists(settings, generator)
+        settings |= {
+            f"{start}{key}": value
+            for start in ("", *self.parts)
+            for key, value in _UNREAD.items()
+            if f"{start}{key}" not in self.keys and generator.random() < 0.2
+        }
         if generator.random() < 0.5:
             settings["id2label"] = {str(one): f"label {one}" for one in range(generator.randrange(1, 6))}
         return settings
+
+    def _lists(self, settings: Settings, generator: random.Random) -> Settings:
+        """Lists with an entry a layer, of just so many layers."""
+        made: Settings = {}
+        for key in self.keys.values():
+            if key.kind not in LISTS:
+                continue
+            count = settings.get(self.count_of(key), self.keys[self.count_of(key)].default)
+            if key.kind == "turns":
+                single = [[_TURNS[:1], 1]] if count % 2 else []
+                made[key.name] = [[_TURNS, count // 2], *single] if count > 1 else single
+            elif generator.random() < 0.5:
+                made[key.name] = [generator.choice(key.values) for _ in range(count)]
+        return made
+
+    def count_of(self, key: Key) -> str:
+        """The key that counts the entries of a list."""
+        start = key.name.rpartition(".")[0]
+        start += "." if start else ""
+        return next(one for one in (f"{start}num_hidden_layers", f"{start}num_layers") if one in self.keys)
 
     def config(self, settings: Settings, name: str | None) -> Config:
         """config.json with these settings."""
@@ -169,35 +237,61 @@ class Sampler:
             content["architectures"] = [name]
         for key, value in settings.items():
             *parts, last = key.split(".")
-            inside = content
-            for part in parts:
-                inside = inside.setdefault(part, {})
-            inside[last] = value
-        return Config(Path("config.json"), content)
+            inside: Any = content
+            for depth, part in enumerate(parts):
+                length = self.keys.get(".".join((*parts[: depth + 1], "length")))
+                inside = inside.setdefault(part, {} if length is None else self._defaults(parts, length.default))
+            inside[int(last) if last.isdecimal() else last] = value
+        return Config(Path("config.json"), json.loads(json.dumps(content)))
+
+    def _defaults(self, parts: list[str], length: int) -> list[Any]:
+        return [self.keys[".".join((*parts, str(place)))].default for place in range(length)]
 
     def built(self, settings: Settings, name: str) -> Built | None:
         """What transformers builds; None where it refuses the config."""
-        config = self.config(settings, name)
-        try:
-            architecture = architecture_of(config, 100_000)
-            made = self.config_class.from_dict(config.content)
-        except CheckpointError:
+        model = self.model(settings, name)
+        if model is None:
             return None
-        return _built(architecture, {**{key: _value(made, key) for key in self.keys}, LABELS: made.num_labels})
+        values = {key: _value(model.config, key) for key in self.keys}
+        values |= {LABELS: model.config.num_labels, TIE: getattr(model.config, TIE, False)}
+        return _built(architecture_like(model), values)
 
     def buildable(self, settings: Settings, name: str) -> tuple | None:
         """Names, shapes and ties of the model in memory, sooner than `built`; None where the config is refused."""
-        import torch
-
-        try:
-            made = self.config_class.from_dict(self.config(settings, name).content)
-            with torch.device("meta"):
-                model = getattr(sys.modules[getattr(transformers, self.default).__module__], name)(made)
-        except (StrictDataclassError, *UNBUILDABLE):
+        model = self.model(settings, name)
+        if model is None:
             return None
         shapes = tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
         scratch = tuple(key for key, _ in model.named_buffers())
         return shapes, scratch, tuple(model.all_tied_weights_keys.items())
+
+    def model(self, settings: Settings, name: str) -> PreTrainedModel | None:
+        """The model on the meta device, None where transformers refuses the config."""
+        import torch
+
+        try:
+            made = self.config_class.from_dict(self.config(settings, name).content)
+            # Of weights without memory the values take most of the time.
+            with torch.device("meta"), no_init_weights():
+                model = getattr(self.module, name)(made)
+            model.tie_weights()  # which goes with the values
+            return model
+        except (StrictDataclassError, *UNBUILDABLE):
+            return None
+
+    def architecture(self, settings: Settings, name: str) -> Architecture | str:
+        """What a conversion has without an outline, or why it has none."""
+        if not self.public(name):
+            model = self.model(settings, name)
+            return "cannot be built" if model is None else architecture_like(model)
+        try:
+            return architecture_of(self.config(settings, name), 100_000)
+        except CheckpointError as error:
+            return str(error)
+
+    def public(self, name: str) -> bool:
+        """Whether it is one of transformers' own names: a config may name the class then."""
+        return hasattr(transformers, name)
 
 
 def _built(architecture: Architecture, values: Settings) -> Built:
@@ -223,23 +317,53 @@ def _built(architecture: Architecture, values: Settings) -> Built:
 def _value(config: PreTrainedConfig, key: str) -> Any:
     found: Any = config
     for part in key.split("."):
-        found = getattr(found, part, None)
+        if isinstance(found, list | tuple):
+            found = len(found) if part == "length" else found[int(part)]
+        else:
+            found = getattr(found, part, None)
     return found
 
 
+def _parts(config_class: Any) -> dict[str, Any]:
+    """The config classes of a composite model's parts; not of those that may be of any family."""
+    found = getattr(config_class, "sub_configs", None) or {}
+    return {name: part for name, part in found.items() if dataclasses.is_dataclass(part)}
+
+
+def same_keys(config_class: Any) -> dict[str, str]:
+    """Other names of keys."""
+    same = dict(getattr(config_class, "attribute_map", None) or {})
+    for name, part in _parts(config_class).items():
+        same |= {f"{name}.{other}": f"{name}.{key}" for other, key in same_keys(part).items()}
+    return same
+
+
 def _keys(config_class: Any, start: str) -> Iterator[Key]:
-    parts = getattr(config_class, "sub_configs", None) or {}
+    parts = _parts(config_class)
+    if start:
+        yield Key(f"{start}model_type", config_class.model_type, "only", ())
     for field in dataclasses.fields(config_class):
+        name = f"{start}{field.name}"
         if field.name in parts:
-            yield from _keys(parts[field.name], f"{start}{field.name}.")
+            yield Key(f"{name}_dict", None, "only", ())  # the same in configs of old
+            yield from _keys(parts[field.name], f"{name}.")
             continue
         if field.name in _OF_ALL:
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if default is dataclasses.MISSING:
             continue
-        kind, values = _kind(field.name, default, str(field.type))
-        yield Key(start + field.name, default, kind, values)
+        if field.name == "layer_types":
+            yield Key(name, None, "each", _LAYERS)
+        elif field.name == "attention_types":
+            yield Key(name, getattr(config_class(), field.name), "turns", _TURNS)
+            yield Key(f"{start}attention_layers", None, "each", _TURNS)
+        elif isinstance(default, list | tuple) and default and all(type(one) is int and one > 0 for one in default):
+            yield Key(f"{name}.length", len(default), "only", ())
+            for place, one in enumerate(default):
+                yield Key(f"{name}.{place}", one, *_kind(field.name, one, ""))
+        else:
+            yield Key(name, default, *_kind(field.name, default, str(field.type)))
 
 
 def _kind(name: str, default: Any, annotation: str) -> tuple[str, tuple[Any, ...]]:
@@ -251,9 +375,8 @@ def _kind(name: str, default: Any, annotation: str) -> tuple[str, tuple[Any, ...
         if default < 1:
             return "only", ()
         ending = next((values for end, values in _ENDINGS.items() if name.endswith(end)), None)
-        if "None" in annotation:
-            return "maybe", (None, default)
-        return "size", ending or (_SIZES if default >= 16 else (default, default + 1, default + 2))
+        sizes = ending or (_SIZES if default >= 16 else (default, default + 1, default + 2))
+        return ("maybe", (None, *sizes)) if "None" in annotation else ("size", sizes)
     if default is None and "int" in annotation and "float" not in annotation and "list" not in annotation:
         ending = next((values for end, values in _ENDINGS.items() if name.endswith(end)), _SIZES[:4])
         return "size", (None, *ending)

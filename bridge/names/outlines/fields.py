@@ -6,7 +6,7 @@ Narrower than transformers is: a value that is refused here is not wrong, it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,26 @@ def tokens(default: int | None = None) -> Field:
     return Field(default, lambda value: value is None or _natural(value) or _naturals(value))
 
 
+def each(default: list[str] | None, known: Collection[str]) -> Field:
+    """A word a layer, or none."""
+    return Field(default, lambda value: value is None or (_several(value) and all(map(_among(known), value))))
+
+
+def turns(default: list[Any], known: Collection[str]) -> Field:
+    """Words that take turns, with how often: `[[["global", "local"], 12]]`."""
+
+    def is_turn(value: object) -> bool:
+        return (
+            type(value) is list
+            and len(value) == 2
+            and _several(value[0])
+            and all(map(_among(known), value[0]))
+            and _natural(value[1])
+        )
+
+    return Field(default, lambda value: _several(value) and all(map(is_turn, value)))
+
+
 def rotary(start: str = "") -> Mapping[str, Field]:
     """Rotary angles, as this and as earlier versions of transformers write them; weights do not depend on them."""
     return {
@@ -89,6 +109,14 @@ def rotary(start: str = "") -> Mapping[str, Field]:
         f"{start}rope_theta": number(),
         f"{start}rope_scaling": Field(None, lambda value: value is None or _angles(value, set())),
     }
+
+
+def _several(value: object) -> bool:
+    return type(value) is list and len(value) > 0
+
+
+def _among(known: Collection[str]) -> Callable[[object], bool]:
+    return lambda value: type(value) is str and value in known
 
 
 def _natural(value: object) -> bool:
@@ -173,6 +201,24 @@ _UNREAD: Mapping[str, Field] = {
     **{key: size() for key in ("n_positions", "n_ctx")},
     "pruned_heads": only({}),
     "position_embedding_type": only("absolute"),
+    # Of fairseq's models, and of the one file they had in transformers.
+    **{
+        key: flag(False)
+        for key in (
+            "add_bias_logits",
+            "add_final_layer_norm",
+            "normalize_before",
+            "normalize_embedding",
+            "static_position_embeddings",
+        )
+    },
+    "extra_pos_embeddings": size(),
+    # Of every config that transformers 4 wrote whole, as it did of a part.
+    **{
+        key: only(False)
+        for key in ("add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "tf_legacy_loss")
+    },
+    "cross_attention_hidden_size": only(None),
     "decoder_start_token_id": token(),
     "sep_token_id": token(),
     "attn_pdrop": share(None),
@@ -206,6 +252,8 @@ KINDS: Mapping[str, Callable[..., Field]] = {
     "number": number,
     "share": share,
     "word": lambda default, known: one_of(default, frozenset(known)),
+    "each": each,
+    "turns": turns,
     "activation": activation,
     "token": token,
     "tokens": tokens,

@@ -171,8 +171,8 @@ def twice(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def is_outlined(source: Path, to: str) -> bool:
-    with open_checkpoint(source) as checkpoint:
+def is_outlined(source: Path, to: str, config: Path | None = None) -> bool:
+    with open_checkpoint(source, config=config) as checkpoint:
         checkpoint.renamed(to)
         return "architecture" not in vars(checkpoint)
 
@@ -230,6 +230,227 @@ def test_checkpoints_that_hold_more_less_or_other_names(
         result = same_without_outlines(folder, "flax", monkeypatch, results)
         if answered and not isinstance(result, str):
             assert is_outlined(folder, "flax")
+
+
+def tensors_of(folder: Path) -> tuple[dict[str, np.ndarray], str]:
+    with open_checkpoint(folder) as checkpoint:
+        arrays = {name: checkpoint.reader.read(name).copy() for name in checkpoint.reader.tensors}
+    return arrays, (folder / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "to"),
+    [
+        ("llama", "LlamaForCausalLM", "maxtext"),
+        ("qwen3", "Qwen3ForCausalLM", "maxtext-unscanned"),
+        ("gemma2", "Gemma2ForCausalLM", "gemma"),
+    ],
+)
+def test_other_programs_trees_are_the_same_with_the_model_built(
+    family: str, name: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 32}
+    config = config_of(family, name, tie_word_embeddings=True, **settings)
+    write(tmp_path / "torch", config)
+    convert(tmp_path / "torch", tmp_path / "tree", to=to)
+    convert(tmp_path / "tree", tmp_path / "back", to="torch", config=tmp_path / "torch")
+    assert is_outlined(tmp_path / "torch", to) and is_outlined(tmp_path / "tree", "torch", tmp_path / "torch")
+    with monkeypatch.context() as patched:
+        patched.setattr("easytorch.bridge.checkpoint.outline_of", lambda *given: None)
+        convert(tmp_path / "torch", tmp_path / "usual tree", to=to)
+        convert(tmp_path / "usual tree", tmp_path / "usual back", to="torch", config=tmp_path / "torch")
+    for one in ("tree", "back"):
+        (made, said), (usual, usually_said) = tensors_of(tmp_path / one), tensors_of(tmp_path / f"usual {one}")
+        assert list(made) == list(usual) and said == usually_said
+        assert all(np.array_equal(made[key], usual[key]) for key in usual)
+
+
+_GENERATION = {"num_beams": 4, "early_stopping": True, "forced_eos_token_id": 2, "no_repeat_ngram_size": 3}
+_PART = {
+    "_name_or_path": "",
+    "add_cross_attention": False,
+    "architectures": None,
+    "attention_dropout": 0.0,
+    "bad_words_ids": None,
+    "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "do_sample": False,
+    "finetuning_task": None,
+    "hidden_act": "quick_gelu",
+    "initializer_range": 0.02,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 12,
+    "prefix": None,
+    "problem_type": None,
+    "pruned_heads": {},
+    "return_dict": True,
+    "tie_encoder_decoder": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": None,
+    "torchscript": False,
+    "transformers_version": "4.16.0.dev0",
+    "use_bfloat16": False,
+}
+# As checkpoints on the Hub have them, written by several versions of transformers.
+_IN_THE_WILD: dict[str, dict[str, Any]] = {
+    "BartForConditionalGeneration": {
+        "model_type": "bart",
+        "_name_or_path": "bart-base",
+        "activation_dropout": 0.1,
+        "activation_function": "gelu",
+        "add_bias_logits": False,
+        "add_final_layer_norm": False,
+        "attention_dropout": 0.1,
+        "bos_token_id": 0,
+        "classif_dropout": 0.1,
+        "classifier_dropout": 0.0,
+        "d_model": 768,
+        "decoder_attention_heads": 12,
+        "decoder_ffn_dim": 3072,
+        "decoder_layerdrop": 0.0,
+        "decoder_layers": 6,
+        "decoder_start_token_id": 2,
+        "dropout": 0.1,
+        "encoder_attention_heads": 12,
+        "encoder_ffn_dim": 3072,
+        "encoder_layerdrop": 0.0,
+        "encoder_layers": 6,
+        "eos_token_id": 2,
+        "gradient_checkpointing": False,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"},
+        "init_std": 0.02,
+        "is_encoder_decoder": True,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2},
+        "max_position_embeddings": 1024,
+        "normalize_before": False,
+        "normalize_embedding": True,
+        "num_hidden_layers": 6,
+        "pad_token_id": 1,
+        "scale_embedding": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.12.0.dev0",
+        "use_cache": True,
+        "vocab_size": 50265,
+        **_GENERATION,
+    },
+    "OPTForCausalLM": {
+        "model_type": "opt",
+        "_remove_final_layer_norm": False,
+        "activation_function": "relu",
+        "attention_dropout": 0.0,
+        "bos_token_id": 2,
+        "do_layer_norm_before": True,
+        "dropout": 0.1,
+        "eos_token_id": 2,
+        "ffn_dim": 3072,
+        "hidden_size": 768,
+        "init_std": 0.02,
+        "layerdrop": 0.0,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "pad_token_id": 1,
+        "prefix": "</s>",
+        "torch_dtype": "float16",
+        "transformers_version": "4.21.0.dev0",
+        "use_cache": True,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 768,
+    },
+    "GPTNeoForCausalLM": {
+        "model_type": "gpt_neo",
+        "activation_function": "gelu_new",
+        "attention_dropout": 0.0,
+        "attention_layers": ["global", "local"] * 6,
+        "attention_types": [[["global", "local"], 6]],
+        "bos_token_id": 50256,
+        "embed_dropout": 0.0,
+        "eos_token_id": 50256,
+        "gradient_checkpointing": False,
+        "hidden_size": 768,
+        "initializer_range": 0.02,
+        "intermediate_size": None,
+        "layer_norm_epsilon": 1e-05,
+        "max_position_embeddings": 2048,
+        "num_heads": 12,
+        "num_layers": 12,
+        "resid_dropout": 0.0,
+        "transformers_version": "4.9.0.dev0",
+        "use_cache": True,
+        "vocab_size": 50257,
+        "window_size": 256,
+    },
+    "CLIPModel": {
+        "model_type": "clip",
+        "initializer_factor": 1.0,
+        "logit_scale_init_value": 2.6592,
+        "projection_dim": 512,
+        "text_config": {
+            **_PART,
+            "bos_token_id": 0,
+            "dropout": 0.0,
+            "eos_token_id": 2,
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "max_position_embeddings": 77,
+            "model_type": "clip_text_model",
+            "vocab_size": 49408,
+        },
+        "text_config_dict": None,
+        "torch_dtype": "float32",
+        "transformers_version": None,
+        "vision_config": {
+            **_PART,
+            "hidden_size": 768,
+            "image_size": 224,
+            "intermediate_size": 3072,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 12,
+            "patch_size": 32,
+        },
+        "vision_config_dict": None,
+    },
+}
+
+
+@pytest.mark.parametrize("name", _IN_THE_WILD)
+def test_configs_on_the_hub_are_answered_as_transformers_does(name: str) -> None:
+    from easytorch.bridge.names.architecture import architecture_of
+
+    config = Config(Path("config.json"), {"architectures": [name], **_IN_THE_WILD[name]})
+    outlined = outline_of(config, 1000)
+    assert outlined is not None
+    assert not list(compared(outlined, architecture_of(config, 1000)))
+
+
+def test_lists_with_an_entry_a_layer() -> None:
+    """Of so many layers, of words that are known; a mapping in a list's place, a list in a part's, get no answer."""
+    neo = _IN_THE_WILD["GPTNeoForCausalLM"]
+    for wrong in ([[["global", "local"], 5]], [[["global", "far"], 6]], [["global", 6]], [], None, "global"):
+        assert outline_of(Config(Path("config.json"), {**neo, "attention_types": wrong}), 1000) is None, wrong
+    qwen = config_of("qwen3", "Qwen3ForCausalLM", num_hidden_layers=2).content
+    full = ["full_attention", "sliding_attention"]
+    assert outline_of(Config(Path("config.json"), {**qwen, "layer_types": full}), 1000) is not None
+    for types in (full[:1], [*full, *full], ["full_attention", "linear_attention"], {"0": "full_attention"}, full[0]):
+        assert outline_of(Config(Path("config.json"), {**qwen, "layer_types": types}), 1000) is None, types
+    clip = _IN_THE_WILD["CLIPModel"]
+    for part in ([], 1, {"vocab_size": "many"}, {"something": 1}, {"model_type": "siglip_text_model"}):
+        assert outline_of(Config(Path("config.json"), {**clip, "text_config": part}), 1000) is None, part
+
+
+def test_a_class_that_transformers_keeps_to_itself_is_none_of_a_config() -> None:
+    hidden = [name for name, one in outline("bart").classes.items() if one and not one.get("public", True)]
+    assert hidden
+    for name in hidden:
+        assert outline_of(Config(Path("config.json"), {"model_type": "bart", "architectures": [name]}), 1000) is None
+
+
+def test_labels_that_a_family_has_without_being_told() -> None:
+    outlined = outline_of(config_of("bart", "BartForSequenceClassification"), 1000)
+    assert outlined is not None and outlined.shapes["classification_head.out_proj.bias"] == (3,)
 
 
 _HEAVY = """
