@@ -212,6 +212,8 @@ def _around(base: str, torch_names: tuple[str, ...], path: Path, kind: str | Tra
 
 def model_rows(names: HubNames) -> Iterator[Row]:
     """Every row of one class, without prefixes of any kind but its own."""
+    from transformers.core_model_loading import dot_natural_key
+
     modules = dict(names.model.named_modules())
     members = members_of(names)
     paths: dict[str, Path] = {}
@@ -226,7 +228,7 @@ def model_rows(names: HubNames) -> Iterator[Row]:
         one, path = names.hub_name(repeat), paths.get(names.hub_name(source) or "")
         if one is not None and path is not None:
             yield (one,), path, TIED_ALWAYS if repeat in always else TIED
-    for name in sorted(names.scratch):
+    for name in sorted(names.scratch, key=dot_natural_key):  # layer 10 after layer 9
         yield (name,), None, BUFFER
 
 

@@ -192,7 +192,7 @@ class Family:
                 if key.kind in ("size", "token", "tokens") and key.name not in self.held:
                     odds: tuple[int, ...] = _ODD if key.values and key.values[-1] and key.values[-1] > 16 else _ODD[:2]
                     for odd in odds if key.kind == "size" else (1000, 96):
-                        changed = {**start, key.name: odd}
+                        changed = sampler.with_lists({**start, key.name: odd})
                         if sampler.buildable(changed, name) is None:
                             wrong.setdefault(key.name, []).append(changed)
                         else:
@@ -204,7 +204,7 @@ class Family:
             left = [self._full(one, made) for one in cases]
             # The outline has no answer where a size cannot be made.
             left = [settings for settings in left if all(settings[one] is not None for one in made)]
-            for sign, one, other in product("%<", sizes, [*sizes, "2"]):
+            for sign, one, other in sorted(product("%<", sizes, [*sizes, "2"]), key=_in_two_parts):
                 if (
                     key not in (one, other, *_made_of(made.get(one, "")))
                     or one == other
@@ -304,6 +304,12 @@ def _rest(one: Built) -> tuple:
 
 def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda one: repr(one)))
+
+
+def _in_two_parts(condition: tuple[str, str, str]) -> bool:
+    """Whether it is on sizes of two parts of a config, which seldom have to do with one another."""
+    _, one, other = condition
+    return one.rpartition(".")[0] != other.rpartition(".")[0] and other != "2"
 
 
 def _made_of(expression: str) -> list[str]:

@@ -79,6 +79,7 @@ _UNREAD: Mapping[str, Any] = {
     "pruned_heads": {},
     "bos_token_id": 1,
     "add_bias_logits": False,
+    "dropout": 0.2,
     "add_cross_attention": False,
     "add_final_layer_norm": True,
     "cross_attention_hidden_size": None,
@@ -223,6 +224,15 @@ class Sampler:
             elif generator.random() < 0.5:
                 made[key.name] = [generator.choice(key.values) for _ in range(count)]
         return made
+
+    def with_lists(self, settings: Settings) -> Settings:
+        """The same, its lists as long as it has layers."""
+        others = {
+            name: value
+            for name, value in settings.items()
+            if name not in self.keys or self.keys[name].kind not in LISTS
+        }
+        return others | self._lists(others, random.Random(0))
 
     def count_of(self, key: Key) -> str:
         """The key that counts the entries of a list."""

@@ -224,6 +224,7 @@ _UNREAD: Mapping[str, Field] = {
     "attn_pdrop": share(None),
     "activation_dropout": share(None),
     "classif_dropout": share(None),
+    "dropout": share(None),
 }
 COMMON: Mapping[str, Field] = {
     **{key: Field(None, _anything) for key in _OF_GENERATION},
