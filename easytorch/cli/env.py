@@ -41,7 +41,7 @@ def command(
 
 def collect() -> dict[str, Any]:
     """Everything the command shows, as plain data that `json` can write."""
-    from easytorch.operations.dispatch.table import choices
+    from easytorch.operations.dispatch.table import choices, cpu_kernels
 
     return {
         "easytorch": easytorch.__version__,
@@ -49,6 +49,7 @@ def collect() -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": _cpu(),
+        "cpu_kernels": cpu_kernels(),
         "devices": _devices(),
         "operations": [choice._asdict() for choice in choices()],
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)},
@@ -65,6 +66,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     devices = Table("platform", "device", "detail", title="Devices", box=box.SIMPLE, title_justify="left")
     cpu = facts["cpu"]
     devices.add_row("cpu", cpu["model"], f"{cpu['cores']} cores, torch uses {cpu['torch_threads']} threads")
+    devices.add_row("cpu", "C++ kernels", facts["cpu_kernels"])
     for device in facts["devices"]:
         devices.add_row(device["platform"], device["name"], device["detail"])
     console.print(versions, devices, operations_table(facts["operations"]))

@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from easytorch.kernels.linear.preference import smallest_weight
+from easytorch.kernels.linear import cpu
+from easytorch.kernels.linear.preference import prefers_cpu, smallest_weight
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 
 _OPERATION = OperationRegistry.create("linear")
 
-# The least numbers of a weight, whatever the table of `linear` says: oneDNN rounds otherwise than MKL, and the layers
-# of MiniLM then lie 1.3e-5 from transformers', where less than 1e-5 is promised. Small models gain little anyway.
+# The least numbers of a float32 weight, whatever the table of `linear` says: others round otherwise than MKL, and the
+# layers of MiniLM then lie 1.3e-5 from transformers', where less than 1e-5 is promised. Small models gain little.
 SMALLEST_WEIGHT = 2**20
 
 _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
@@ -27,24 +28,34 @@ _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
 def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`layer(x)`: x (..., K) -> (..., N).
 
-    The operation computes it for a float32 `nn.Linear` on a CPU whose table says that its size profits, or where
-    EASYTORCH_OPS or EASYTORCH_CHECK asks; of other calls of a plain `nn.Linear` the product is made without
-    `nn.Module.__call__`. A layer that something stands in for or listens to (PEFT, quantization, FSDP, accelerate,
-    hooks, parametrizations) is called as it is, and so is one in a graph that is traced, for its name there.
+    On a CPU few rows go to the operator in C++ where it is ahead. The operation computes it for a float32 `nn.Linear`
+    whose size profits by the table, or where EASYTORCH_OPS or EASYTORCH_CHECK asks; of other calls of a plain
+    `nn.Linear` the product is made without `nn.Module.__call__`. A layer that something stands in for or listens to
+    (PEFT, quantization, FSDP, accelerate, hooks, parametrizations) is called as it is, and so is one in a graph that is
+    traced, for its name there.
     """
     if type(layer) is not nn.Linear or _watched(layer):
         return layer(x)
-    # the dtype first: it answers for nearly every layer of a model in half precision
-    if (x.dtype == torch.float32 or not untouched()) and (_profits(layer, x) or _asked()):
-        return _OPERATION(x, layer.weight, layer.bias)
     parameters = layer._parameters
     weight = parameters.get("weight")
+    plain = untouched()
+    if plain and weight is not None and "bias" in parameters and _few_rows(x, weight, parameters["bias"]):
+        return cpu.run(x, weight, parameters["bias"])
+    # the dtype first: it answers for nearly every layer of a model in half precision
+    if (x.dtype == torch.float32 or not plain) and (_profits(layer, x) or _asked()):
+        return _OPERATION(x, layer.weight, layer.bias)
     if weight is None or "bias" not in parameters:  # FSDP, for one, puts them elsewhere
         return layer(x)
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return layer(x)
     # a call of the module takes 2 us more, of 7: it looks the weights up as attributes, which they are not
     return F.linear(x, weight, parameters["bias"])
+
+
+def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """True where the operator in C++ is to compute the product."""
+    large = x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT
+    return large and prefers_cpu(x, weight) and cpu.takes(x, weight, bias)
 
 
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:

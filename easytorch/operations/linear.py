@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording
-from easytorch.kernels.linear import native, onednn
-from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
+from easytorch.kernels.linear import cpu, native, onednn
+from easytorch.kernels.linear.preference import prefers_cpu, prefers_onednn, smallest_weight
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
@@ -19,10 +19,12 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 
 @OperationRegistry.register
 class Linear(OperationImpl):
-    """(..., K), weight (N, K), bias (N,) -> (..., N). ATen; oneDNN for float32 on CPUs where torch's MKL is slower."""
+    """(..., K), weight (N, K), bias (N,) -> (..., N). ATen; on a CPU for few rows the operator in C++, and oneDNN for
+    float32 where torch's MKL is slower."""
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
+        self._few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the weight of few rows at the speed of memory")
         self._small = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for a weight of this size")
 
     @classmethod
@@ -30,6 +32,8 @@ class Linear(OperationImpl):
         return "linear"
 
     def supports(self, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:  # type: ignore[override]
+        if backend == "cpu":
+            return cpu.supports(*self._cast(x, weight, bias))
         return onednn.supports(*self._cast(x, weight, bias)) if backend == "onednn" else None
 
     def emulates(self, backend: str, platform: str) -> bool:
@@ -38,6 +42,10 @@ class Linear(OperationImpl):
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         if platform != "cpu":
             return super().choose_freely(platform, args, kwargs)
+        if self.metadata.runtime_dtype is None:
+            given = _named(*args, **kwargs)
+            if prefers_cpu(given[0], given[1]) and cpu.takes(*given):
+                return self._few
         if len(args) > 1 and args[1].numel() < smallest_weight() and not torch.compiler.is_compiling():
             return self._small  # too small for oneDNN in any call
         given = self._cast(*_named(*args, **kwargs))
@@ -54,6 +62,10 @@ class Linear(OperationImpl):
     @backend("onednn")
     def forward_cpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return onednn.linear(*self._cast(x, weight, bias))
+
+    @backend("cpu")
+    def forward_cpp(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cpu.linear(*self._cast(x, weight, bias))
 
     @backend("aten")
     def forward_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

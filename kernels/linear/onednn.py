@@ -6,8 +6,6 @@ into oneDNN is the operator that inductor emits for fused linear layers, `mkldnn
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch.autograd import forward_ad
 
 from easytorch.kernels.interop.torch_func import recording, transforming
 from easytorch.kernels.linear.native import check_tensors
+from easytorch.kernels.linear.operator import define
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
@@ -71,46 +70,4 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@torch.library.custom_op("easytorch::onednn_linear", mutates_args=(), device_types="cpu")
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(M, K), (N, K), (N,) -> (M, N)."""
-    return _run(x, weight, bias)
-
-
-@_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    x, weight, _ = inputs
-    # the gradient of each needs the other only
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    return (
-        None if weight is None else _linear(grad, weight.t(), None),
-        None if x is None else _linear(grad.t(), x.t(), None),
-        grad.sum(0) if ctx.needs_input_grad[2] else None,
-    )
-
-
-_linear.register_autograd(_backward, setup_context=_setup_context)
-
-
-@_linear.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
-    """Many inputs of one layer are more rows of it; many layers are ATen's batched product."""
-    x_dim, weight_dim, bias_dim = in_dims
-    if weight_dim is None and bias_dim is None and x_dim is not None:
-        rows = x.movedim(x_dim, 0)
-        return _linear(rows.flatten(0, 1), weight, bias).unflatten(0, rows.shape[:2]), 0
-    x, weight = (
-        tensor[None] if dim is None else tensor.movedim(dim, 0) for tensor, dim in ((x, x_dim), (weight, weight_dim))
-    )
-    result = x @ weight.transpose(1, 2)
-    if bias is not None:
-        result = result + (bias if bias_dim is None else bias.movedim(bias_dim, 0)[:, None])
-    return result, 0
+_linear = define("onednn_linear", _run)

@@ -1,4 +1,18 @@
-"""Which float32 products oneDNN computes faster than the MKL behind F.linear: a table by CPU vendor.
+"""Which products are faster elsewhere than by F.linear: few rows by the operator in C++, float32 by oneDNN.
+
+Time of the operator in C++ over the best of torch's, one thread of a loaded AMD EPYC (Zen 4), torch 2.13. It is chosen
+only on CPUs with dot products of bfloat16, where it was measured; on others ATen multiplies one row itself.
+
+    M, dtype       (64, 64)   (128, 128)   (256, 256)   (512, 512)   (1024, 1024)   (4096, 1024)
+    1  bfloat16      1.0         0.23         0.27         0.33         0.60           0.53
+    4  bfloat16      0.24        0.31         0.40         0.30         0.47           0.45
+    16 bfloat16      0.38        0.55         0.77         0.26         0.59           0.73
+    1  float32       1.5         1.3          0.93         0.22         0.65           0.77
+    4  float32       1.3         1.1          0.73         0.43         0.47           0.59
+    16 float32       1.6         1.2          1.3          0.92         0.65           1.05
+    4  float16       0.61        0.41         0.30         0.17         0.35           0.22
+
+Float32, oneDNN or MKL: a table by CPU vendor.
 
 Time of oneDNN over MKL on 2 cores of an AMD EPYC (Zen 4, AVX-512), torch 2.13, M rows by a weight (N, K):
 
@@ -18,27 +32,43 @@ import math
 import platform
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, bfloat16, float16, float32
 
 # vendor -> the numbers a weight must have for oneDNN to be ahead; a vendor that is not listed keeps F.linear
 TABLE = {"AuthenticAMD": 2**19}
 # The gradient of the weight of few rows is an outer product, bound by memory: nothing to gain there.
 TRAINING_ROWS = 64
 
+# dtype -> the rows up to which the operator in C++ is ahead, and the numbers the weight must have
+FEW_ROWS = {bfloat16: (16, 2**14), float16: (16, 2**14), float32: (8, 2**17)}
 
-def _vendor() -> str:
-    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where the system does not tell."""
+
+def _cpuinfo() -> str:
+    """What the system tells of its first processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         with cpuinfo.open() as file:
-            text = file.read(1024)  # of the first processor: the file grows with their number
-    else:
-        text = platform.processor()
-    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in text), "")
+            return file.read(8192)  # the file grows with their number
+    return platform.processor()
+
+
+def _vendor(cpuinfo: str) -> str:
+    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where the system does not tell."""
+    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in cpuinfo), "")
 
 
 # once, here: inside a traced function the file could not be read
-VENDOR = _vendor()
+VENDOR = _vendor(_cpuinfo())
+BFLOAT16_DOT_PRODUCTS = "avx512_bf16" in _cpuinfo()
+
+
+def prefers_cpu(x: Tensor, weight: Tensor) -> bool:
+    """True where the operator in C++ is ahead of ATen and oneDNN, without gradients."""
+    limits = FEW_ROWS.get(x.dtype) if BFLOAT16_DOT_PRODUCTS else None
+    if limits is None or weight.dim() != 2:
+        return False
+    rows, least = limits
+    return 0 < x.numel() <= rows * weight.shape[1] and weight.numel() >= least
 
 
 def smallest_weight() -> float:

@@ -24,6 +24,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         return operation(x, *rest)
 
     monkeypatch.setattr(preference, "VENDOR", "AuthenticAMD")
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
     monkeypatch.setattr(module, "_OPERATION", record)
     return seen
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from easytorch.kernels.cpu import library
 from easytorch.kernels.linear import onednn, preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
 
-FORCED = [None, "native", "aten", "onednn"]
+FORCED = [None, "native", "aten", "onednn", *(["cpu"] if library.missing() is None else [])]
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
@@ -22,6 +23,7 @@ def linear(backend: str | None = None) -> OperationImpl:
 @pytest.fixture(params=["AuthenticAMD", "GenuineIntel"])
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(preference, "VENDOR", request.param)
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
     return request.param
 
 

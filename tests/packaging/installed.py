@@ -24,6 +24,11 @@ def main(tree: Path, kind: str) -> None:
         assert inside == (kind == "editable"), f"{kind}: {home} was imported"
     assert importlib.metadata.version("easytorch") == easytorch.__version__
     assert (Path(easytorch.__file__).parent / "py.typed").is_file()
+    from easytorch.kernels.cpu import build
+
+    there = {path.relative_to(tree / "kernels") for path in tree.glob("kernels/*/*") if path.suffix in (".cpp", ".h")}
+    installed = {path.relative_to(build.SOURCES) for path in build.SOURCES.glob("*/*") if path.suffix in (".cpp", ".h")}
+    assert installed == there, f"the sources of the C++ kernels: {sorted(there ^ installed)}"
 
     with tempfile.TemporaryDirectory() as site:
         (Path(site) / "kernels").mkdir()

@@ -88,8 +88,12 @@ class BaseOperation(ABC):
 
     @classmethod
     def backends(cls) -> dict[str, str]:
-        """Every backend of this operation and the method that runs it, the definition first."""
+        """Every backend of this operation and the method that runs it: the definition, the platforms' paths, and then
+        those an operation chooses by itself, `forward_*` methods of no platform."""
         found = {cls.backend_of("forward_native"): "forward_native"}
         for method, name in cls._paths.values():
             found.setdefault(name, method)
+        for method in dir(cls):
+            if method.startswith("forward_") and hasattr(getattr(cls, method), "backend"):
+                found.setdefault(cls.backend_of(method), method)
         return found

@@ -114,8 +114,9 @@ class OperationImpl(BaseOperation):
         return None
 
     def emulates(self, backend: str, platform: str) -> bool:
-        """True when `backend` can run on `platform` although it is not made for it: Triton in its interpreter."""
-        return backend == "triton" and platform == "cpu" and interpreted()
+        """True when `backend` can run on `platform` although its path is another: Triton in its interpreter, and the
+        operators in C++, which an operation chooses beside ATen."""
+        return platform == "cpu" and (backend == "cpu" or (backend == "triton" and interpreted()))
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in `metadata.runtime_dtype`, where there is one."""
@@ -247,7 +248,7 @@ class OperationImpl(BaseOperation):
         if backend != here:
             method = methods[backend]
             if backend != "native" and not self.emulates(backend, platform):
-                homes = ", ".join(p for p in PLATFORMS if self.path(p)[1] == backend)
+                homes = ", ".join(p for p in PLATFORMS if self.path(p)[1] == backend or self.emulates(backend, p))
                 raise UnsupportedOperationError(
                     f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them or force "
                     f"another"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from easytorch.kernels.cpu import library
 from easytorch.operations.dispatch.impl import UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.platform import PLATFORMS
@@ -38,3 +39,8 @@ def choices(metadata: OperationMetadata | None = None) -> list[Row]:
             else:
                 rows.append(Row(name, platform, choice.implementation, choice.backend, choice.reason))
     return rows
+
+
+def cpu_kernels() -> str:
+    """Whether the operators in C++ are built, in a line; nothing is built for it."""
+    return library.described()

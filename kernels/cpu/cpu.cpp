@@ -1,0 +1,24 @@
+// The operators of every kernels/<operation>/cpu*.cpp, registered with torch when the library is loaded.
+#include "levels.h"
+#include "torch_abi.h"
+
+namespace easytorch {
+
+void register_linear(Library& library);
+
+namespace {
+
+struct Registration {
+  Registration() {
+    register_linear(library);
+  }
+  Library library;
+};
+
+const Registration registration;
+
+}  // namespace
+}  // namespace easytorch
+
+// The level of this CPU, see levels.h.
+extern "C" int64_t easytorch_cpu_level() { return easytorch::best_level(); }

@@ -1,0 +1,82 @@
+"""The library of C++ operators, loaded at first use, and built then where that was not done before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+from easytorch.kernels.cpu import build
+
+logger = logging.getLogger(__name__)
+
+# The instruction sets of levels.h by number; a call gets the best of its CPU that is not above the one it names.
+LEVELS = tuple(build.LEVELS)
+BEST = len(LEVELS) - 1
+
+_OFF = ("0", "false", "no", "off")
+_lock = threading.Lock()
+_asked = False
+_reason: str | None = None
+
+
+def missing() -> str | None:
+    """None when the operators are there, else why not. The first call loads the library, and builds it if need be."""
+    return _reason if _asked else _load()
+
+
+def described() -> str:
+    """The state of the library in a line; nothing is built for it."""
+    if _asked:
+        return "ATen runs: " + _reason if _reason is not None else f"loaded from {build.library_path()}"
+    reason = _switched_off() or build.refusal()
+    if reason is not None:
+        return f"ATen runs: {reason}"
+    path = build.library_path()
+    if path.exists():
+        return f"built: {path}"
+    return f"not built yet: the first call that gains by them compiles them with {build.compiler()} (10 to 30 s, once)"
+
+
+def _switched_off() -> str | None:
+    value = os.environ.get("EASYTORCH_CPU_KERNELS", "")
+    return f"EASYTORCH_CPU_KERNELS={value}" if value.strip().lower() in _OFF else None
+
+
+def _load() -> str | None:
+    global _asked, _reason
+    with _lock:
+        if not _asked:
+            _reason = _switched_off() or _try_to_load()
+            _asked = True
+            if _reason is not None:
+                logger.info("C++ kernels: %s; ATen runs", _reason)
+    return _reason
+
+
+def _try_to_load() -> str | None:
+    reason = build.refusal()
+    if reason is not None:
+        return reason
+    path = build.library_path()
+    if not path.exists():
+        logger.warning(
+            "compiling the C++ kernels into %s: 10 to 30 s, once (EASYTORCH_CPU_KERNELS=0 does without)", path.parent
+        )
+    try:
+        path = build.build()
+    except build.BuildError as error:
+        logger.warning("no C++ kernels: %s", error)
+        return str(error)
+    return _load_file(path)
+
+
+def _load_file(path: Path) -> str | None:
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} does not load ({error}); remove it to have it built again"
+    return None

@@ -1,0 +1,160 @@
+// What the operators need of torch, through its C interface for ahead-of-time compiled code: that one is stable, so a
+// library built with one torch loads in others (2.9 and later), and takes a tenth of the time of ATen's headers to compile.
+#pragma once
+
+#include <stdint.h>
+
+#include <stdexcept>
+#include <string>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+// Looked for when the library is loaded: torch has the first since 2.10, before it the OpenMP that it runs on is asked.
+extern "C" __attribute__((weak)) AOTITorchError
+torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
+extern "C" __attribute__((weak)) void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+extern "C" __attribute__((weak)) int omp_get_thread_num();
+extern "C" __attribute__((weak)) int omp_get_num_threads();
+extern "C" __attribute__((weak)) int omp_in_parallel();
+
+namespace easytorch {
+
+inline void check(AOTITorchError code, const char* what) {
+  if (code != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("easytorch: torch refused to give ") + what);
+}
+
+inline void require(bool condition, const char* message) {
+  if (!condition) throw std::runtime_error(std::string("easytorch: ") + message);
+}
+
+// The numbers of vector.h's Element for a dtype of torch, or -1.
+inline int32_t element_of(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_float32()) return 0;
+  if (dtype == aoti_torch_dtype_bfloat16()) return 1;
+  return dtype == aoti_torch_dtype_float16() ? 2 : -1;
+}
+
+// A tensor as an operator receives it: a reference that it owns.
+class Tensor {
+ public:
+  explicit Tensor(uint64_t value) : handle_(reinterpret_cast<AtenTensorHandle>(value)) {
+    check(aoti_torch_get_data_ptr(handle_, &data), "the memory of a tensor");
+    check(aoti_torch_get_dim(handle_, &dim), "the dimensions of a tensor");
+    check(aoti_torch_get_sizes(handle_, &sizes), "the sizes of a tensor");
+    check(aoti_torch_get_strides(handle_, &strides), "the strides of a tensor");
+    check(aoti_torch_get_dtype(handle_, &dtype), "the dtype of a tensor");
+  }
+  ~Tensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+
+  // The reference, handed on as an operator's result.
+  uint64_t release() {
+    const uint64_t value = reinterpret_cast<uint64_t>(handle_);
+    handle_ = nullptr;
+    return value;
+  }
+
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int64_t d = 0; d < dim; ++d) count *= sizes[d];
+    return count;
+  }
+
+  // Of the last dimensions, from `first` on: whether they lie one after another.
+  bool contiguous(int64_t first = 0) const {
+    int64_t expected = 1;
+    for (int64_t d = dim - 1; d >= first; --d) {
+      if (sizes[d] != 1 && strides[d] != expected) return false;
+      expected *= sizes[d];
+    }
+    return true;
+  }
+
+  void* data = nullptr;
+  int64_t dim = 0;
+  int64_t* sizes = nullptr;
+  int64_t* strides = nullptr;
+  int32_t dtype = 0;
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+// A new tensor on the CPU; the sizes are those of `like` but for the last.
+inline uint64_t empty_like_rows(const Tensor& like, int64_t last) {
+  int64_t sizes[64], strides[64], stride = 1;
+  require(like.dim >= 1 && like.dim <= 64, "a tensor of 1 to 64 dimensions is needed");
+  for (int64_t d = like.dim - 1; d >= 0; --d) {
+    sizes[d] = d == like.dim - 1 ? last : like.sizes[d];
+    strides[d] = stride;
+    stride *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  check(aoti_torch_empty_strided(like.dim, sizes, strides, like.dtype, aoti_torch_device_type_cpu(), 0, &handle),
+        "a new tensor");
+  return reinterpret_cast<uint64_t>(handle);
+}
+
+// Where the rows (all dimensions but the last) of a tensor begin, in numbers.
+inline int64_t row_offset(const Tensor& tensor, int64_t row) {
+  int64_t offset = 0;
+  for (int64_t d = tensor.dim - 2; d >= 0; --d) {
+    offset += row % tensor.sizes[d] * tensor.strides[d];
+    row /= tensor.sizes[d];
+  }
+  return offset;
+}
+
+template <class Body>
+struct Region {
+  const Body* body;
+  int64_t count;
+  static void range(int64_t begin, int64_t end, void* context) { (*static_cast<Region*>(context)->body)(begin, end); }
+  static void share(void* context) {
+    const Region& self = *static_cast<Region*>(context);
+    const int64_t each = (self.count + omp_get_num_threads() - 1) / omp_get_num_threads();
+    const int64_t begin = each * omp_get_thread_num();
+    const int64_t end = begin + each < self.count ? begin + each : self.count;
+    if (begin < end) (*self.body)(begin, end);
+  }
+};
+
+// body(begin, end) on parts of 0..count, each of at least `grain`, by torch's threads. It must not throw.
+template <class Body>
+inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  Region<Body> region{&body, count};
+  if (count <= grain) {
+    body(static_cast<int64_t>(0), count);
+  } else if (torch_parallel_for != nullptr) {
+    check(torch_parallel_for(0, count, grain, Region<Body>::range, &region), "its threads");
+  } else if (GOMP_parallel != nullptr && omp_in_parallel != nullptr && !omp_in_parallel()) {
+    GOMP_parallel(Region<Body>::share, &region, 0, 0);
+  } else {
+    body(static_cast<int64_t>(0), count);
+  }
+}
+
+// Registers operators in torch's namespace easytorch_cpu while it lives.
+class Library {
+ public:
+  Library() {
+    check(aoti_torch_library_init_fragment("easytorch_cpu", __FILE__, __LINE__, &definitions_), "a library");
+    check(aoti_torch_library_init_impl("easytorch_cpu", "CPU", __FILE__, __LINE__, &kernels_), "a library");
+  }
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  // The kernel reads its arguments from the stack, which it owns, and leaves its results there.
+  void define(const char* schema, const char* name, void (*kernel)(uint64_t*, uint64_t, uint64_t)) {
+    check(aoti_torch_library_def(definitions_, schema), "an operator");
+    check(aoti_torch_library_impl(kernels_, name, kernel), "an operator");
+  }
+
+ private:
+  TorchLibraryHandle definitions_ = nullptr, kernels_ = nullptr;
+};
+
+}  // namespace easytorch

@@ -1,0 +1,104 @@
+"""A linear map of few rows by the C++ operator: the weight is read once, at the speed of memory (cpu*.cpp here)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.interop.torch_func import eager, recording, transforming
+from easytorch.kernels.linear.native import check_tensors
+from easytorch.kernels.linear.operator import define
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter)
+# What stands for no bias: the operator takes tensors only.
+_NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
+
+
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """None when `linear` carries this call, else the reason. Asking may build the library."""
+    for tensor in (x, weight, bias):
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES:
+            return f"it computes in float32, bfloat16 and float16, got {tensor.dtype}"
+        if tensor.layout != torch.strided or (type(tensor) not in _PLAIN and not torch.compiler.is_compiling()):
+            return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast wants another dtype"
+    if transforming():
+        return "torch.func's transforms are ATen's"
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return "forward-mode gradients are ATen's"
+    return _missing()
+
+
+def _missing() -> str | None:
+    return library.missing()
+
+
+# A constant where a graph is traced: torch.compiler.assume_constant_result, which would import dynamo and Triton.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True where `run` may compute the call at once: plain tensors that fit, no gradient, no graph. It may build the
+    library."""
+    return (
+        x.dtype is weight.dtype
+        and x.dtype in _NONE
+        and x.is_cpu
+        and weight.is_cpu
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and (bias is None or _adds(bias, weight))
+        and not recording(x, weight, bias)
+        and eager()
+        and torch._C._get_tracing_state() is None
+        and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0
+        and library.missing() is None
+    )
+
+
+def _adds(bias: Tensor, weight: Tensor) -> bool:
+    return (
+        type(bias) in _PLAIN and bias.is_cpu and bias.dtype is weight.dtype and bias.shape == weight.shape[:1]
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(..., K), weight (N, K), bias (N,) -> (..., N) in one dtype; summed in float32, differentiable.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one.
+    """
+    check_tensors(x, weight, bias)
+    if (reason := supports(x, weight, bias)) is not None:
+        raise NotImplementedError(reason)
+    if eager() and not recording(x, weight, bias) and torch._C._get_tracing_state() is None:
+        return run(x, weight, bias)
+    rows = _linear(x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias)
+    return rows.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` without its checks and without gradients: the tensors must be what `native.check_tensors` lets pass."""
+    if weight.stride(1) != 1 or (bias is not None and bias.stride(0) != 1):
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    if 0 in weight.shape:
+        return F.linear(x, weight, bias)
+    return torch.ops.easytorch_cpu.linear.default(x, weight, _NONE[x.dtype] if bias is None else bias, library.BEST)
+
+
+def _run_or_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """An exported program may come to run where nothing can be compiled."""
+    return run(x, weight, bias) if library.missing() is None else F.linear(x, weight, bias)
+
+
+_linear = define("cpu_linear", _run_or_aten, F.linear)

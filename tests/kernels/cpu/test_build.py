@@ -1,0 +1,138 @@
+"""The library of C++ kernels: built once whoever asks, complete or absent, and never by an import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from easytorch.kernels.cpu import build, library
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the C++ kernels are built on Linux and macOS only")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Stands in for a compiler: writes what it is asked for, and a line into $LOG for each library it links.
+COMPILER = """#!/bin/sh
+while [ $# -gt 0 ]; do
+    if [ "$1" = -shared ]; then linking=yes; fi
+    if [ "$1" = -o ]; then output=$2; fi
+    shift
+done
+if [ -n "$linking" ]; then
+    echo linked >> "$LOG"
+    eval "$WHILE_LINKING"
+fi
+if [ -n "$output" ]; then echo made > "$output"; fi
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    ours = {"CXX": str(compiler), "LOG": str(tmp_path / "log"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return {**os.environ, **ours, "WHILE_LINKING": ":"}
+
+
+def start(environment: dict[str, str], code: str = "print(build.build())") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", f"from easytorch.kernels.cpu import build, library; {code}"]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def linked(environment: dict[str, str]) -> int:
+    log = Path(environment["LOG"])
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def cached(environment: dict[str, str]) -> list[str]:
+    folder = Path(environment["XDG_CACHE_HOME"]) / "easytorch" / "cpu"
+    return sorted(path.suffix for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_two_processes_build_one_library(environment: dict[str, str]) -> None:
+    # the one that links waits until the other has had all the time it needs to come to the lock, if it is there
+    environment["WHILE_LINKING"] = "sleep 1"
+    both = [start(environment), start(environment)]
+    outputs = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert Path(outputs[0][0].strip()).read_text() == "made\n"
+    assert linked(environment) == 1
+
+
+def test_a_killed_build_leaves_nothing_that_loads_and_no_lock(environment: dict[str, str]) -> None:
+    killed = start({**environment, "WHILE_LINKING": "kill -9 $PPID"})
+    killed.communicate(timeout=300)
+    assert killed.returncode == -9
+    assert ".so" not in cached(environment)
+    again = start(environment)
+    output, error = again.communicate(timeout=300)
+    assert again.returncode == 0, error
+    assert Path(output.strip()).read_text() == "made\n"
+    assert linked(environment) == 2
+
+
+def test_nothing_is_built_by_an_import_or_by_asking(environment: dict[str, str]) -> None:
+    process = start(environment, "import easytorch, easytorch.operations, easytorch.layers; print(library.described())")
+    output, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    assert output.startswith("not built yet: ")
+    assert linked(environment) == 0
+    assert cached(environment) == []
+
+
+def test_a_compiler_that_fails_is_asked_once(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(environment["CXX"]).write_text("#!/bin/sh\necho asked >> $LOG; echo 'no such header' >&2; exit 1\n")
+    for name in ("CXX", "LOG", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, environment[name])
+    with pytest.raises(build.BuildError, match="compiler failed; its messages are in "):
+        build.build()
+    asked = linked(environment)
+    (messages,) = (tmp_path / "cache" / "easytorch" / "cpu").glob("*.failed")
+    assert "no such header" in messages.read_text()
+    with pytest.raises(build.BuildError, match="failed before"):
+        build.build()
+    assert linked(environment) == asked
+    messages.unlink()
+    Path(environment["CXX"]).write_text(COMPILER)
+    build._key.cache_clear()
+    assert build.build().read_text() == "made\n"
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_asked", False)
+    monkeypatch.setenv("CXX", "a-compiler-that-is-not-there")
+    assert library.described() == "ATen runs: $CXX names 'a-compiler-that-is-not-there', which is not found"
+    with pytest.raises(build.BuildError, match="which is not found"):
+        build.build()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library.described() == "ATen runs: no C++ compiler is installed"
+    monkeypatch.setenv("EASYTORCH_CPU_KERNELS", "0")
+    assert library.described() == "ATen runs: EASYTORCH_CPU_KERNELS=0"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    if build.refusal() is None:
+        with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME"):
+            build.build()
+
+
+def test_old_libraries_go(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.so" for number in range(build.KEPT + 3)]
+    for age, path in enumerate(paths):
+        path.write_text("")
+        os.utime(path, (1000 - age, 1000 - age))
+    build._trim(paths[0])
+    assert sorted(tmp_path.iterdir()) == sorted(paths[: build.KEPT])
