@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,8 @@ class EasyTorchAuto(_Base):
         if _wants_remote_code(cls, config, kwargs):
             return _finished(_theirs(cls).from_config(config, **kwargs), Choice(reason=_REMOTE))
         config, choice = _choose_attention(_model_class(cls, config), config, kwargs)
-        return _finished(super().from_config(config, **kwargs), choice)
+        build: Callable[..., PreTrainedModel] = super().from_config
+        return _finished(build(config, **kwargs), choice)
 
     @classmethod
     def from_flax(cls, config: PreTrainedConfig, params: Any, **kwargs: Any) -> Any:
@@ -184,14 +185,19 @@ def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
         folder = Path(path) / (kwargs.get("subfolder") or "")
         adapter = folder / "adapter_config.json"
         if adapter.is_file() and not (folder / "config.json").is_file():
-            return AutoConfig.from_pretrained(_base_of_adapter(adapter), **where)
-        inferred = inferred_config(folder)
+            return _config_at(_base_of_adapter(adapter), where)
+        inferred: PreTrainedConfig | None = inferred_config(folder)
         if inferred is not None:
             kwargs["config"] = inferred
             return inferred
         if kwargs.get("gguf_file") is None:
             check_config(folder)
-    return AutoConfig.from_pretrained(path if config is None else config, **where)
+    return _config_at(path if config is None else config, where)
+
+
+def _config_at(path: Any, where: dict[str, Any]) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, **where)
+    return config
 
 
 def _is_local(path: Any) -> bool:
@@ -205,7 +211,8 @@ def _is_local(path: Any) -> bool:
 
 
 def _base_of_adapter(adapter: Path) -> str:
-    return read_json(adapter, limit=1 << 24)["base_model_name_or_path"]
+    base: str = read_json(adapter, limit=1 << 24)["base_model_name_or_path"]
+    return base
 
 
 def _model_class(auto: Any, config: PreTrainedConfig) -> ModelClass:
@@ -216,7 +223,7 @@ def _model_class(auto: Any, config: PreTrainedConfig) -> ModelClass:
             f"{auto.__name__} has no class for the architecture {config.model_type!r} ({type(config).__name__}); use "
             f"the auto class of another task, or one of: {families}"
         )
-    found = auto._model_mapping[type(config)]
+    found: ModelClass | tuple[ModelClass, ...] = auto._model_mapping[type(config)]
     if not isinstance(found, tuple):
         return found
     by_name = {model_class.__name__: model_class for model_class in found}

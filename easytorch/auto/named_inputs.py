@@ -56,7 +56,8 @@ class Maker:
 
     def patch_numbers(self) -> int:
         channels = self.first("num_channels", 0) or self.first("in_channels", 3)
-        return channels * self.first("temporal_patch_size", 1) * self.patch() ** 2
+        frames = self.first("temporal_patch_size", 1)
+        return int(channels * frames * self.patch() ** 2)
 
     def rows(self) -> int:
         """Patches along each side, which the model may merge by squares."""

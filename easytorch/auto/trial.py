@@ -145,7 +145,7 @@ def small_models(model_class: ModelClass, config: PreTrainedConfig, failures: li
 
 def build(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedModel:
     """A model of `config` in float32 with weights large enough that attention matters."""
-    model = model_class._from_config(config).eval()
+    model: PreTrainedModel = model_class._from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

@@ -112,7 +112,8 @@ def find_device(name: str) -> torch.device:
     if name.partition(":")[0] == "xla":
         import torch_xla
 
-        return torch_xla.device()
+        xla: torch.device = torch_xla.device()
+        return xla
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -86,4 +86,7 @@ def _merge_aliases(program: ExportedProgram) -> None:
 
 def tensor_of(program: ExportedProgram, name: str | None) -> torch.Tensor:
     """The parameter, buffer or constant of that name."""
-    return program.state_dict[name] if name in program.state_dict else program.constants[name]  # type: ignore[index, return-value]
+    assert name is not None
+    held = program.state_dict[name] if name in program.state_dict else program.constants[name]
+    assert isinstance(held, torch.Tensor)
+    return held

@@ -185,8 +185,8 @@ class CompiledModule:
                         "name the sizes that change in dynamic_shapes"
                     )
                 changing.append((spec.arg.name, wanted, leaf))
-            elif not isinstance(spec.arg, SymIntArgument) and leaf != spec.arg.value:  # type: ignore[union-attr]
-                raise LoweringError(f"{spec.arg.name}: compiled for {spec.arg.value!r}, not {leaf!r}")  # type: ignore[union-attr]
+            elif not isinstance(spec.arg, SymIntArgument) and leaf != spec.arg.value:
+                raise LoweringError(f"{spec.arg.name}: compiled for {spec.arg.value!r}, not {leaf!r}")
 
         check_sizes(self.program, changing)
 

@@ -12,7 +12,8 @@ from easytorch.backends.graph import Op
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """torch's name for an element type."""
-    return getattr(torch, dtype.value)
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
 
 
 def result_type(*values: Any) -> DType:

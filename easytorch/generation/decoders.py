@@ -73,7 +73,8 @@ class Decoder(ABC):
         optional = {"position_ids": positions, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self._accepted}
         output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits
+        return logits[:, -1]
 
 
 class DynamicDecoder(Decoder):

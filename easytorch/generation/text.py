@@ -42,7 +42,8 @@ def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]
     start = read = 0  # ids[start:read] were emitted and stand as context, ids[read:] were not
 
     def decode(part: list[int]) -> str:
-        return tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
 
     for token in tokens:
         ids.append(token)

@@ -57,7 +57,7 @@ class CrossEntropy(OperationImpl):
     def forward_native(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
         return self.run(native.cross_entropy, logits, labels, **options)
 
-    def run(self, kernel: Callable[..., Any], logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    def run(self, kernel: Callable[..., Tensor], logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
         return kernel(self.cast(logits), labels, **options)
 
 
@@ -86,11 +86,11 @@ class FusedLinearCrossEntropy(ProductImpl):
         return triton_op.supports(hidden, self.product_dtype(hidden))
 
     def definition(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
-        **options: Unpack[FusedLossOptions],
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *,
+        chunk_size: int | None = None, **options: Unpack[LossOptions],
     ) -> Tensor:  # fmt: skip
+        """Without `chunk_size`, which does not change the result."""
         hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
-        options.pop("chunk_size", None)  # it does not change the result
         return native.linear_cross_entropy(hidden, weight, labels, bias, **options)
 
     def forward_native(

@@ -30,7 +30,7 @@ class _GatedLinearUnit(OperationImpl):
 
         return triton_op.supports(gate, self.metadata.runtime_dtype)
 
-    def run(self, kernel: Callable[..., Any], gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
+    def run(self, kernel: Callable[..., Tensor], gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
         return kernel(self.cast(gate), self.cast(up), *options, **named)
 
 

@@ -55,7 +55,7 @@ class GroupedMatmul(ProductImpl):
         return self.run(native.grouped_matmul, x, weight, group_sizes, bias, transposed=transposed)
 
     def run(
-        self, kernel: Callable[..., Any], x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None,
+        self, kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None = None,
         *, transposed: bool = False,
     ) -> Tensor:  # fmt: skip
         x, weight, bias = self.in_product_dtype(x, weight, bias)

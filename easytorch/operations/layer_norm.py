@@ -43,7 +43,7 @@ class LayerNorm(OperationImpl):
         return self.run(native.layer_norm, x, weight, bias, eps)
 
     def run(
-        self, kernel: Callable[..., Any], x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+        self, kernel: Callable[..., Tensor], x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         return kernel(self.cast(x), weight, bias, eps)

@@ -31,7 +31,7 @@ class Linear(OperationImpl):
     def get_impl_name(cls) -> str:
         return "linear"
 
-    def supports(self, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:  # type: ignore[override]
+    def supports(self, backend: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
         if backend == "cpu":
             return cpu.supports(*self._cast(x, weight, bias))
         return onednn.supports(*self._cast(x, weight, bias)) if backend == "onednn" else None

@@ -51,6 +51,8 @@ class QuantizedMatmul(ProductImpl):
     def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         return self.run(native.quantized_matmul, x, weight, bias)
 
-    def run(self, kernel: Callable[..., Any], x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    def run(
+        self, kernel: Callable[..., Tensor], x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+    ) -> Tensor:
         dtype = self.product_dtype(x)
         return kernel(x if dtype is None else x.to(dtype), weight, bias)

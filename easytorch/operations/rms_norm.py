@@ -43,6 +43,10 @@ class RMSNorm(OperationImpl):
         return self.run(native.rms_norm, x, weight, eps)
 
     def run(
-        self, kernel: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+        self,
+        kernel: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
     ) -> torch.Tensor:
         return kernel(self.cast(x), weight, eps)

@@ -57,6 +57,12 @@ class Rotary(OperationImpl):
         return self.run(native.rotary, query, key, cos, sin, **options)
 
     def run(
-        self, kernel: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any
+        self,
+        kernel: Callable[..., tuple[Tensor, Tensor]],
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         return kernel(self.cast(query), self.cast(key), cos, sin, **options)

@@ -53,7 +53,8 @@ class BridgeMixin(_Base):
         neither (`bridge.memory.tree`). kwargs: `from_pretrained`'s.
         `CheckpointError` when a weight is missing, left over or of another shape.
         """
-        return conversion.from_flax(cls, config, params, copy=copy, **kwargs)
+        model: Self = conversion.from_flax(cls, config, params, copy=copy, **kwargs)
+        return model
 
     @property
     def transform_fn(self) -> Callable[[Mapping[str, torch.Tensor]], Tree]:

@@ -185,7 +185,8 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
     plain = {name: weight.detach() for name, weight in weights.items()}
     theirs: Any = _their_class(type(model))
     hub = _architecture(type(model), config).names.to_hub(plain)
-    loaded = theirs.from_pretrained(None, config=config, state_dict=hub, dtype=model.dtype).to(model.device)
+    built = theirs.from_pretrained(None, config=config, state_dict=hub, dtype=model.dtype)
+    loaded: PreTrainedModel = built.to(model.device)
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(weights[name].requires_grad)  # assigning gives a weight the flag it replaces
     loaded.load_state_dict(weights, assign=True)

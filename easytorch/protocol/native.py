@@ -81,7 +81,8 @@ class NativeModel(BridgeMixin, PreTrainedModel):
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """transformers' initial values, which takes every norm for one whose weight starts at one."""
-        super()._init_weights(module)
+        initialize: Callable[[torch.nn.Module], None] = super()._init_weights
+        initialize(module)
         if isinstance(module, ZeroCenteredRMSNorm):
             initialization.zeros_(module.weight)
         if isinstance(module, LayerTypeRotaryEmbedding):
@@ -89,7 +90,8 @@ class NativeModel(BridgeMixin, PreTrainedModel):
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""
-        super()._apply(fn, recurse)
+        apply: Callable[..., Self] = super()._apply
+        apply(fn, recurse)
         if any(parameter.device.type == "xla" for parameter in self.parameters()):
             self.tie_weights()
         return self

@@ -47,7 +47,8 @@ def reader_of(name_or_path: Any, kwargs: dict[str, Any]) -> Read:
 
     def read(name: str) -> torch.Tensor:
         if name_or_path is None:
-            return kwargs["state_dict"][name]
+            weight: torch.Tensor = kwargs["state_dict"][name]
+            return weight
         with open_checkpoint(torch_folder(name_or_path, kwargs), prefer="torch") as checkpoint:
             return to_torch(checkpoint.reader.read(name)).clone()
 
@@ -64,7 +65,9 @@ def _repeats(model: PreTrainedModel, missing: list[str], unexpected: Any) -> dic
         tie = table.tie(architecture.names.hub_name(name) or name)
         if tie is None or not (architecture.tie or tie[0].kind == TIED_ALWAYS):
             continue
-        rule, bindings = table.flax_rule(tie[1])  # ties name leaves that rows have
+        row = table.flax_rule(tie[1])
+        assert row is not None  # ties name leaves that rows have
+        rule, bindings = row
         source = rule.torch[0].fill(bindings).removeprefix(base)
         if source in there:
             found[name] = there[source]

@@ -37,9 +37,10 @@ def _read(folder: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise type(error)(f"{MODEL}: {error}") from error
+    return config
 
 
 def build(settings: dict[str, Any]) -> PreTrainedConfig:

@@ -239,7 +239,8 @@ class _Run:
             self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"
         )
         with autocast:
-            return module(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss: torch.Tensor = module(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
 
     def _without_sync(self) -> Any:
         return self.parallel.no_sync() if isinstance(self.parallel, DistributedDataParallel) else nullcontext()

@@ -100,7 +100,8 @@ class XlaBackend(Backend):
 
     def has_shared_buffers(self) -> bool:
         """On a CPU."""
-        return self.devices[0].platform == "cpu"
+        platform: str = self.devices[0].platform
+        return platform == "cpu"
 
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[Buffer, np.ndarray]:
         """A buffer over memory of numpy."""

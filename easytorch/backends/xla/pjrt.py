@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 try:
     import jax
-    import jaxlib
-    from jaxlib import _jax, xla_client
+    from jaxlib import _jax, version, xla_client
     from jaxlib.mlir.dialects import stablehlo
 except ImportError as error:
     raise ImportError("the backend 'xla' needs jax: pip install jax", name="jax") from error
@@ -29,7 +28,7 @@ except ImportError as error:
 Caller = Callable[[list[Any]], list[Any]]
 # A conversion to a narrow float and back rounds, as it is written, instead of being left out.
 _OPTIONS = [("xla_allow_excess_precision", "False")]
-VERSION: str = jaxlib.__version__
+VERSION: str = version.__version__
 # Reports of PJRT about a program: RuntimeError is its base in every version.
 RuntimeErrors = (RuntimeError, ValueError)
 
@@ -37,9 +36,10 @@ RuntimeErrors = (RuntimeError, ValueError)
 def devices(platform: str) -> list[Any]:
     """jax's devices of a platform, its default one for ""; `BackendError` for one that is not there."""
     try:
-        return jax.local_devices(backend=platform or None)
+        found: list[Any] = jax.local_devices(backend=platform or None)
     except RuntimeError as error:
         raise BackendError(f"XLA has no platform {platform!r} here: {error}") from error
+    return found
 
 
 def platform_version(device: Any) -> str:
@@ -111,7 +111,7 @@ _TAKES_X64 = "enable_x64" in (xla_client.batched_device_put.__doc__ or "")
 def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
     """An array on the device: on a CPU over the same memory where that is aligned to 64 bytes, unless `copy`."""
     semantics = xla_client.HostBufferSemantics
-    place = functools.partial(
+    place: Callable[..., jax.Array] = functools.partial(
         xla_client.batched_device_put,
         jax.core.ShapedArray(array.shape, array.dtype),
         sharding(device),
@@ -129,7 +129,8 @@ def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
 def from_dlpack(exporter: Any, device: Any) -> jax.Array:
     """An array over memory of a GPU that another library made."""
     with x64():
-        return jax.dlpack.from_dlpack(exporter, device=device)
+        array: jax.Array = jax.dlpack.from_dlpack(exporter, device=device)
+    return array
 
 
 def caller(executable: Any, outputs: Sequence[tuple[tuple[int, ...], np.dtype]], device: Any) -> Caller:
@@ -156,7 +157,8 @@ def call_replicated(executable: Any, arrays: Sequence[Sequence[Any]], mesh: Any)
     mesh: `replica_mesh` of the devices. To PJRT an argument is the buffers it has; that they differ is our affair.
     """
     arguments = [jax.make_array_from_single_device_arrays(shards[0].shape, mesh, list(shards)) for shards in arrays]
-    return executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+    results: list[list[Any]] = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
+    return results
 
 
 def replica_mesh(targets: Sequence[Any]) -> Any:

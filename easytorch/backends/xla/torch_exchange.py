@@ -39,7 +39,7 @@ def to_torch(array: Any, shape: Shape) -> torch.Tensor:
         raise BackendError(f"torch does not hold {shape}; use buffer_to_numpy")
     if shape.dtype.size == 1 and shape.dtype.is_float:
         return torch.from_numpy(np.asarray(array).view(np.uint8).copy()).view(dtype)
-    tensor: torch.Tensor = torch.from_dlpack(array)
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(array)
     return tensor
 
 

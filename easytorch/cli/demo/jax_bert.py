@@ -54,9 +54,11 @@ def attend(params: Params, hidden: jax.Array, mask: jax.Array, num_heads: int) -
 
 
 def dense(params: Params, x: jax.Array) -> jax.Array:
-    return x @ params["kernel"] + params["bias"]
+    result: jax.Array = x @ params["kernel"] + params["bias"]
+    return result
 
 
 def layer_norm(params: Params, x: jax.Array, epsilon: float) -> jax.Array:
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + epsilon) * params["scale"] + params["bias"]
+    result: jax.Array = (x - mean) / jnp.sqrt(variance + epsilon) * params["scale"] + params["bias"]
+    return result

@@ -74,20 +74,20 @@ def scalar_tensor(ctx: Context, value: Number | Op, **options: Any) -> Op:
 
 
 @lowering(aten.arange.default)
-def arange(ctx: Context, end: Number, **options: Any) -> Op:
+def arange(ctx: Context, end: float, **options: Any) -> Op:
     return arange_step(ctx, 0, end)
 
 
 @lowering(aten.arange.start)
-def arange_start(ctx: Context, start: Number, end: Number, **options: Any) -> Op:
+def arange_start(ctx: Context, start: float, end: float, **options: Any) -> Op:
     return arange_step(ctx, start, end)
 
 
 @lowering(aten.arange.start_step)
-def arange_step(ctx: Context, start: Number, end: Number, step: Number = 1, **options: Any) -> Op:
+def arange_step(ctx: Context, start: float, end: float, step: float = 1, **options: Any) -> Op:
     """start + step * i, computed in float64 for floats (ATen's accumulation type on the CPU)."""
     kind = ctx.dtype()
-    count = max(0, math.ceil((end - start) / step))  # type: ignore[operator, arg-type]
+    count = max(0, math.ceil((end - start) / step))
     wide = DType.FLOAT64 if kind.is_float else DType.INT64
     counted = ctx.iota((count,), 0, wide)
     if step != 1:

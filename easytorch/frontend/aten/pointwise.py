@@ -189,6 +189,12 @@ def clamp_max(ctx: Context, x: Op, max: Op | Number) -> Op:
 # --- comparisons and logic
 
 
+def _built(ctx: Context, method: str, *operands: Op) -> Op:
+    """The result of the builder's method of that name."""
+    result: Op = getattr(ctx.builder, method)(*operands)
+    return result
+
+
 def _comparisons() -> None:
     table = {
         "eq": "equal",
@@ -201,7 +207,7 @@ def _comparisons() -> None:
     for name, method in table.items():
 
         def compare(ctx: Context, x: Op, other: Op | Number, method: str = method) -> Op:
-            return getattr(ctx.builder, method)(*ctx.operands(x, other))
+            return _built(ctx, method, *ctx.operands(x, other))
 
         packet = getattr(aten, name)
         lowering(packet.Tensor, packet.Scalar)(compare)
@@ -211,13 +217,13 @@ def _logic() -> None:
     for name in ("logical_and", "logical_or", "logical_xor"):
 
         def combine(ctx: Context, x: Op, other: Op, method: str = name) -> Op:
-            return getattr(ctx.builder, method)(*ctx.operands(x, other, dtype=DType.BOOL))
+            return _built(ctx, method, *ctx.operands(x, other, dtype=DType.BOOL))
 
         lowering(getattr(aten, name).default)(combine)
     for name, dunder in (("bitwise_and", "__and__"), ("bitwise_or", "__or__"), ("bitwise_xor", "__xor__")):
 
         def bits(ctx: Context, x: Op | Number, other: Op | Number, method: str = name) -> Op:
-            return getattr(ctx.builder, method)(*ctx.operands(x, other))
+            return _built(ctx, method, *ctx.operands(x, other))
 
         packet, operator = getattr(aten, name), getattr(aten, dunder)
         lowering(packet.Tensor, packet.Scalar, packet.Scalar_Tensor, operator.Tensor, operator.Scalar)(bits)
@@ -277,7 +283,7 @@ def _analytic(*names: str) -> None:
         method = {"sigmoid": "logistic"}.get(name, name)
 
         def function(ctx: Context, x: Op, method: str = method) -> Op:
-            return getattr(ctx.builder, method)(ctx.cast(x, ctx.floating(x.shape.dtype)))
+            return _built(ctx, method, ctx.cast(x, ctx.floating(x.shape.dtype)))
 
         lowering(getattr(aten, name).default)(function)
 
@@ -445,7 +451,7 @@ def _to_whole(*names: str) -> None:
     for name in names:
 
         def function(ctx: Context, x: Op, method: str = name) -> Op:
-            return getattr(ctx.builder, method)(x) if x.shape.dtype.is_float else x
+            return _built(ctx, method, x) if x.shape.dtype.is_float else x
 
         lowering(getattr(aten, name).default)(function)
 

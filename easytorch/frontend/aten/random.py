@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from easytorch.backends.builder import Builder
 from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
 from easytorch.frontend.context import Context
 from easytorch.frontend.errors import LoweringError
+from easytorch.frontend.promotion import torch_dtype
 from easytorch.frontend.registry import lowering
 
 aten = torch.ops.aten
@@ -63,7 +65,7 @@ def standard_normal(ctx: Context, dimensions: Sequence[int], dtype: DType) -> Op
 def _standard_exponential(ctx: Context, dimensions: Sequence[int], dtype: DType) -> Op:
     """-log(u), at least half an epsilon as torch's: zero would make quotients of it infinite."""
     wide = dtype if dtype.size >= 4 else DType.FLOAT32
-    least = ctx.scalar(torch.finfo(_torch(wide)).eps / 2, wide)
+    least = ctx.scalar(torch.finfo(torch_dtype(wide)).eps / 2, wide)
     number = ctx.builder.neg(ctx.builder.log(_positive(ctx, dimensions, wide)))
     return ctx.cast(ctx.builder.max(number, least), dtype)
 
@@ -236,7 +238,9 @@ def randint_like_low(ctx: Context, x: Op, low: int, high: int, **options: Any) -
 def random(ctx: Context, x: Op, **options: Any) -> Op:
     """All non-negative integers of the type; of a float, those it holds exactly."""
     kind = x.shape.dtype
-    high = 2 ** _DIGITS[kind] + 1 if kind.is_float else 2 if kind is DType.BOOL else torch.iinfo(_torch(kind)).max + 1
+    high = (
+        2 ** _DIGITS[kind] + 1 if kind.is_float else 2 if kind is DType.BOOL else torch.iinfo(torch_dtype(kind)).max + 1
+    )
     return integers(ctx, x.shape.dimensions, 0, high, kind)
 
 
@@ -247,7 +251,7 @@ def random_to(ctx: Context, x: Op, to: int, **options: Any) -> Op:
 
 @lowering(getattr(aten.random, "from"))
 def random_from(ctx: Context, x: Op, low: int, to: int | None, **options: Any) -> Op:
-    high = torch.iinfo(_torch(x.shape.dtype)).max + 1 if to is None else to
+    high = torch.iinfo(torch_dtype(x.shape.dtype)).max + 1 if to is None else to
     return integers(ctx, x.shape.dimensions, low, high, x.shape.dtype)
 
 
@@ -262,11 +266,11 @@ def randperm(ctx: Context, count: int, **options: Any) -> Op:
     return ctx.cast(order, ctx.dtype())
 
 
-def _first_is_less(builder: Any, first: Op, second: Op, *rest: Op) -> Op:
+def _first_is_less(builder: Builder, first: Op, second: Op, *rest: Op) -> Op:
     return builder.less_than(first, second)
 
 
-def _first_is_greater(builder: Any, first: Op, second: Op, *rest: Op) -> Op:
+def _first_is_greater(builder: Builder, first: Op, second: Op, *rest: Op) -> Op:
     return builder.greater_than(first, second)
 
 
@@ -290,7 +294,3 @@ def multinomial(ctx: Context, x: Op, num_samples: int, replacement: bool = False
 
 def _sizes(given: Op | Sequence[int]) -> tuple[int, ...]:
     return given.shape.dimensions if isinstance(given, Op) else tuple(given)
-
-
-def _torch(dtype: DType) -> torch.dtype:
-    return getattr(torch, dtype.value)

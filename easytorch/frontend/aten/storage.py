@@ -123,7 +123,8 @@ def local_scalar_dense(ctx: Context, x: Op) -> int | float | bool | complex:
             "item() of a tensor that is computed: its value is not known when the program is compiled; keep it a "
             "tensor (torch.where, index_select) or compute it outside of the module"
         )
-    return x.node.attributes["value"].reshape(()).item()
+    number: int | float | bool | complex = x.node.attributes["value"].reshape(()).item()
+    return number
 
 
 @lowering(aten.atan2.out)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from easytorch.backends.builder import Builder
 from easytorch.backends.graph import Op
 from easytorch.frontend.context import Context
 from easytorch.frontend.errors import LoweringError
@@ -64,7 +65,7 @@ def while_loop(ctx: Context, test: GraphModule, body: GraphModule, carried: Any,
     count = len(carried)
     state = [value if isinstance(value, Op) else ctx.scalar(value, "int64") for value in carried]
 
-    def proceed(builder: Any, *ops: Op) -> Op:
+    def proceed(builder: Builder, *ops: Op) -> Op:
         (flag,) = ctx.closure(test, *additional)(builder, *ops[:count])
         return builder.reshape(flag, ())
 

@@ -112,11 +112,12 @@ class FlashAttention(AttentionImpl):
         Sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1] and its keys likewise; causal and window
         are aligned to its own last query and key. max_seqlen_*: at least the longest lengths; None finds them.
         """
-        return self(
+        output: AttentionOutput = self(
             query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k, causal=causal, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
             softmax_scale=softmax_scale, dropout_prob=dropout_prob, seed=seed,
         )  # fmt: skip
+        return output
 
     def _attend(
         self,

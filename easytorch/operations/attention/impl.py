@@ -49,7 +49,9 @@ class AttentionImpl(OperationImpl):
         given = self.metadata
         # checked once here instead of at each call: without settings a call's arguments are already the kernel's
         self._settled_as_given = (
-            given.runtime_dtype is given.runtime_softmax_dtype is given.softmax_scale is None
+            given.runtime_dtype is None
+            and given.runtime_softmax_dtype is None
+            and given.softmax_scale is None
             and given.dropout_prob == 0.0
         )
 

@@ -76,7 +76,7 @@ class MultiLatentAttention(AttentionImpl):
             return None
         return self._kernel_refusal(backend, sizes, tensors, features)
 
-    def forward_native(  # type: ignore[override]
+    def forward_native(
         self,
         query: Tensor,
         query_rope: Tensor,
@@ -93,7 +93,7 @@ class MultiLatentAttention(AttentionImpl):
         return AttentionOutput(attention_outputs=output, attention_weights=weights)
 
     @backend("aten")
-    def forward_cpu(  # type: ignore[override]
+    def forward_cpu(
         self,
         query: Tensor,
         query_rope: Tensor,
@@ -111,7 +111,7 @@ class MultiLatentAttention(AttentionImpl):
         return AttentionOutput(attention_outputs=absorbed.multi_latent_attention(*tensors, **settled))
 
     @backend("triton")
-    def forward_gpu(  # type: ignore[override]
+    def forward_gpu(
         self,
         query: Tensor,
         query_rope: Tensor,
@@ -127,7 +127,7 @@ class MultiLatentAttention(AttentionImpl):
         return self._by_kernel("triton", multi_latent_attention, tensors, self._settled(features))
 
     @backend("pallas")
-    def forward_tpu(  # type: ignore[override]
+    def forward_tpu(
         self,
         query: Tensor,
         query_rope: Tensor,
@@ -188,7 +188,8 @@ class MultiLatentAttention(AttentionImpl):
     def _expanded(self, sizes: Sizes, tensors: tuple[Any, ...], features: AttentionFeatures) -> AttentionOutput:
         scale = default_scale(sizes, features.get("softmax_scale"))
         settled = cast(AttentionFeatures, {**features, "softmax_scale": scale})
-        return self.attention(*plans.expand(*tensors), **settled)
+        output: AttentionOutput = self.attention(*plans.expand(*tensors), **settled)
+        return output
 
     def _cast_all(self, *tensors: Optional) -> tuple[Any, ...]:
         return tuple(None if tensor is None else self.cast(tensor) for tensor in tensors)

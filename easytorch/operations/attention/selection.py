@@ -63,9 +63,9 @@ class Attention(AttentionImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
     ) -> AttentionOutput:
-        if not BEYOND_THE_CONTRACT.isdisjoint(features):
-            return self.implementations["blocksparse"].forward_native(query, key, value, **features)
-        return self.implementations["vanilla"].forward_native(query, key, value, **features)
+        name = "vanilla" if BEYOND_THE_CONTRACT.isdisjoint(features) else "blocksparse"
+        output: AttentionOutput = self.implementations[name].forward_native(query, key, value, **features)
+        return output
 
     def _choice(self, platform: str, name: str, why: str) -> Choice:
         method, backend = self.implementations[name].path(platform)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def bind_convert(context: NodeContext) -> Kernel:
     return converter(context.dtype, context.attributes["dtype"])
 
 
-def converter(source: DType, target: DType) -> Kernel:
+def converter(source: DType, target: DType) -> Callable[[Tensor], Tensor]:
     """The function from the storage dtype of one type to that of another."""
     if source is target:
         return lambda x: x

@@ -83,7 +83,7 @@ def ordinals_of(dtype: DType) -> Callable[[Tensor], Tensor]:
 
     def ordinals(x: Tensor) -> Tensor:
         bits = x.view(bits_type)
-        return bits ^ ((bits >> (dtype.bits - 1)) & below)
+        return bits.bitwise_xor((bits >> (dtype.bits - 1)) & below)
 
     return ordinals
 

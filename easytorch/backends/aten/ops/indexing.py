@@ -139,7 +139,7 @@ def _scatter(combine: Callable[[Tensor, Tensor, Tensor], Tensor], ordered: bool)
     return bind
 
 
-def _values(dtype: DType, ordered: bool) -> tuple[Kernel, Kernel]:
+def _values(dtype: DType, ordered: bool) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     if dtype.is_float and dtype.size < 4:
         return (lambda x: wide(x, dtype)), (lambda x: narrow(x, dtype))
     if dtype is DType.BOOL:

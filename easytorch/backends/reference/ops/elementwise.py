@@ -26,12 +26,12 @@ def _erf(x: np.ndarray) -> np.ndarray:
 def _logistic(x: np.ndarray) -> np.ndarray:
     positive = x.real >= 0
     small = np.exp(np.where(positive, -x, x))
-    return np.where(positive, 1, small) / (1 + small)
+    return np.asarray(np.where(positive, 1, small) / (1 + small))
 
 
 def _expm1(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
-        return np.expm1(x)
+        return np.asarray(np.expm1(x))
     # e^a cos b - 1, of which neither part is taken away from one; b = 0 stays so where e^a is infinite.
     real = np.expm1(x.real) * np.cos(x.imag) - 2 * np.sin(x.imag / 2) ** 2
     imaginary = np.where(x.imag == 0, x.imag, np.exp(x.real) * np.sin(x.imag))
@@ -40,7 +40,7 @@ def _expm1(x: np.ndarray) -> np.ndarray:
 
 def _log1p(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
-        return np.log1p(x)
+        return np.asarray(np.log1p(x))
     shifted = 1 + x.real
     large, small = np.maximum(abs(shifted), abs(x.imag)), np.minimum(abs(shifted), abs(x.imag))
     # log |1 + x| without squares that overflow or vanish.
@@ -53,23 +53,23 @@ def _log1p(x: np.ndarray) -> np.ndarray:
 
 def _cbrt(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
-        return np.cbrt(x)
+        return np.asarray(np.cbrt(x))
     return np.where(x == 0, 0, np.exp(np.log(np.where(x == 0, 1, x)) / 3))
 
 
 def _atan2(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x0):
-        return np.arctan2(x0, x1)
+        return np.asarray(np.arctan2(x0, x1))
     # Divided by the largest part, whose square is a number then.
     large = np.maximum.reduce([np.abs(part) for x in (x0, x1) for part in (x.real, x.imag)])
     scale = np.where((large > 0) & (large < np.inf), large, 1)
     x0, x1 = (_complex(x.real / scale, x.imag / scale) for x in (x0, x1))
-    return -1j * np.log((x1 + 1j * x0) / np.sqrt(x1 * x1 + x0 * x0))
+    return np.asarray(-1j * np.log((x1 + 1j * x0) / np.sqrt(x1 * x1 + x0 * x0)))
 
 
 def _round_nearest_afz(x: np.ndarray) -> np.ndarray:
     whole = np.trunc(x)
-    return np.copysign(np.where(np.abs(x - whole) >= 0.5, np.abs(whole) + 1, np.abs(whole)), x)
+    return np.asarray(np.copysign(np.where(np.abs(x - whole) >= 0.5, np.abs(whole) + 1, np.abs(whole)), x))
 
 
 def _reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def _reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> 
         kept = np.where(kept >= word(bias + least + 1 << mantissa), infinity, kept)
         kept = np.where(kept >> word(mantissa) <= word(bias - least), word(0), kept)
     found = np.where(nan, bits, sign | kept).astype(word)
-    return found.reshape(-1).view(x.dtype).reshape(x.shape)
+    return np.asarray(found.reshape(-1).view(x.dtype).reshape(x.shape))
 
 
 def _analytic(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -111,12 +111,12 @@ def _sign(x: np.ndarray) -> np.ndarray:
         real, imaginary = x.real / scale, x.imag / scale
         size = np.where(large == 0, 1, np.hypot(real, imaginary))
         return _complex(np.where(large == 0, x.real, real / size), np.where(large == 0, x.imag, imaginary / size))
-    return np.copysign(np.sign(x), x) if x.dtype.kind == "f" else np.sign(x)
+    return np.asarray(np.copysign(np.sign(x), x) if x.dtype.kind == "f" else np.sign(x))
 
 
 def _divide(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     if not _is_integer(x0):
-        return np.true_divide(x0, x1)
+        return np.asarray(np.true_divide(x0, x1))
     x0, x1 = np.broadcast_arrays(x0, x1)
     quotient = x0 - _remainder(x0, x1)
     safe = np.where(x1 == 0, 1, x1).astype(x0.dtype)
@@ -128,15 +128,15 @@ def _divide(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
 
 def _remainder(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     if not _is_integer(x0):
-        return np.fmod(x0, x1)
+        return np.asarray(np.fmod(x0, x1))
     safe = np.where((x1 == 0) | (x1 == -1 if x1.dtype.kind == "i" else False), 1, x1).astype(x0.dtype)
     return np.where(x1 == 0, x0, np.fmod(x0, safe)).astype(x0.dtype)
 
 
 def _power(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     if not _is_integer(x0):
-        return np.power(x0, x1)
-    result = np.power(x0, np.maximum(x1, 0).astype(x1.dtype))
+        return np.asarray(np.power(x0, x1))
+    result = np.asarray(np.power(x0, np.maximum(x1, 0).astype(x1.dtype)))
     if x0.dtype.kind == "u":
         return result
     # 1 / x**n is an integer for 1 and -1 alone; by zero it is all bits, as division is.
@@ -167,13 +167,13 @@ def _count(x: np.ndarray, *, ones: bool) -> np.ndarray:
     bits = dtype_of(x.dtype).bits
     plain = wide(x).astype(np.int64).astype(np.uint64) & np.uint64(2**bits - 1)
     if ones:
-        return np.bitwise_count(plain).astype(x.dtype)
+        return np.asarray(np.bitwise_count(plain), x.dtype)
     length = np.zeros(plain.shape, np.int64)
     for step in (32, 16, 8, 4, 2, 1):
         high = plain >> np.uint64(step) != 0
         length += np.where(high, step, 0)
         plain = np.where(high, plain >> np.uint64(step), plain)
-    return (bits - length - (plain != 0)).astype(x.dtype)
+    return np.asarray(bits - length - (plain != 0), x.dtype)
 
 
 def _ordinals(x: np.ndarray) -> np.ndarray:
@@ -275,8 +275,8 @@ def _where(condition: np.ndarray, on_true: np.ndarray, on_false: np.ndarray) -> 
 def _gelu(x: np.ndarray, approximate: bool) -> np.ndarray:
     if approximate:
         inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        return (0.5 * x * (1 + np.tanh(inner))).astype(x.dtype)
-    return (0.5 * x * (1 + _erf(x * math.sqrt(0.5)))).astype(x.dtype)
+        return np.asarray(0.5 * x * (1 + np.tanh(inner)), x.dtype)
+    return np.asarray(0.5 * x * (1 + _erf(x * math.sqrt(0.5))), x.dtype)
 
 
 ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from easytorch.backends.dtypes import DType, dtype_of
+
+T = TypeVar("T")
 
 
 def wide_dtype(dtype: np.dtype) -> np.dtype:
@@ -41,7 +43,7 @@ def narrowed(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return wrapped(x, kind) if kind.is_integer else x.astype(dtype)
 
 
-def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+def widened(function: Callable[..., T]) -> Callable[..., T]:
     """`function` of arrays of one type, computed in the wide type and rounded once; bool results stay."""
 
     def computed(*arrays: np.ndarray, **attributes: Any) -> Any:

@@ -26,7 +26,8 @@ def _inference(
     operand: Array, scale: Array, offset: Array, mean: Array, variance: Array, epsilon: float, axis: int
 ) -> Array:
     factor = scale / np.sqrt(variance + operand.dtype.type(epsilon))
-    return (operand - _along(mean, operand, axis)) * _along(factor, operand, axis) + _along(offset, operand, axis)
+    centered = operand - _along(mean, operand, axis)
+    return np.asarray(centered * _along(factor, operand, axis) + _along(offset, operand, axis))
 
 
 def _training(operand: Array, scale: Array, offset: Array, epsilon: float, axis: int) -> tuple[Array, Array, Array]:
@@ -54,21 +55,22 @@ def _gradient(
 
 def _mean(x: Array, axes: tuple[int, ...]) -> Array:
     count = np.prod([x.shape[axis] for axis in axes], dtype=np.int64)
-    return x.sum(axes) / x.dtype.type(count)
+    return np.asarray(x.sum(axes) / x.dtype.type(count))
 
 
 def _softmax(x: Array, axis: int) -> Array:
     if not x.shape[axis]:
         return x
     powers = np.exp(x - x.max(axis, keepdims=True))
-    return powers / powers.sum(axis, keepdims=True)
+    return np.asarray(powers / powers.sum(axis, keepdims=True))
 
 
 def _layer_norm(x: Array, scale: Array, offset: Array, axes: tuple[int, ...], epsilon: float) -> Array:
     sizes = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
     centered = x - x.mean(axes, keepdims=True)
     variance = np.square(centered).mean(axes, keepdims=True)
-    return centered / np.sqrt(variance + x.dtype.type(epsilon)) * scale.reshape(sizes) + offset.reshape(sizes)
+    normed = centered / np.sqrt(variance + x.dtype.type(epsilon))
+    return np.asarray(normed * scale.reshape(sizes) + offset.reshape(sizes))
 
 
 def _attention(

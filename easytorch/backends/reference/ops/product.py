@@ -31,7 +31,7 @@ def _dot_general(
     rows, columns = [lhs.shape[axis] for axis in lhs_free], [rhs.shape[axis] for axis in rhs_free]
     left = lhs.transpose(*lhs_batch_axes, *lhs_free, *lhs_contracting_axes)
     right = rhs.transpose(*rhs_batch_axes, *rhs_contracting_axes, *rhs_free)
-    product = np.matmul(
+    product = _dot(
         left.reshape(*batch, math.prod(rows), inner),
         right.reshape(*batch, inner, math.prod(columns)),
     )
@@ -39,7 +39,7 @@ def _dot_general(
 
 
 def _dot(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
-    return np.matmul(x0, x1)
+    return np.asarray(np.matmul(x0, x1))
 
 
 def _convolution(

@@ -116,18 +116,22 @@ def _reduce_lines(
 def _first_inside(place: np.ndarray, base: int, dilation: int, step: int) -> np.ndarray:
     """For windows that begin at `place`: the first offset k with place + k * dilation on or after the first element,
     and a multiple of `base`; some k where there is none."""
-    least = np.maximum(-(place // dilation), 0)
+    least = np.asarray(np.maximum(-(place // dilation), 0))
     if step == 1:
         return least
     common = math.gcd(base, dilation)
     ahead = (place + least * dilation) // common
     # Products of two large steps are more than 64 bits hold.
     inverse = pow(dilation // common, -1, step)
-    return least + (-(ahead.astype(object) * inverse) % step).astype(np.int64)
+    return np.asarray(least + (-(ahead.astype(object) * inverse) % step).astype(np.int64))
 
 
 def _elements(
-    shape: Sequence[int], places: Sequence[int], window: Sequence[int], strides: Sequence[int], paddings: Sequence
+    shape: Sequence[int],
+    places: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    paddings: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each element of a window, in order: where it stands in the flat operand, for all windows, and whether it
     is inside."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from easytorch.backends.dtypes import DType
 from easytorch.backends.xla.emitter import Emitter, Value
+
+T = TypeVar("T")
 
 _FOUR_BITS = {DType.INT4: DType.INT8, DType.UINT4: DType.UINT8}
 
@@ -39,7 +41,7 @@ def low_nibble(e: Emitter, x: Value, dtype: DType) -> Value:
     return e.binary(back, shifted, four)
 
 
-def widened(emit: Callable[..., Any], least: int = 2) -> Callable[..., Any]:
+def widened(emit: Callable[..., T], least: int = 2) -> Callable[..., T]:
     """`emit` of operands of one type, written in the wide type; results of that type are rounded to the first's."""
 
     def written(e: Emitter, *operands: Value, **attributes: Any) -> Any:
@@ -47,7 +49,7 @@ def widened(emit: Callable[..., Any], least: int = 2) -> Callable[..., Any]:
         wide = wide_dtype(dtype, least)
         if wide is dtype:
             return emit(e, *operands, **attributes)
-        result = emit(e, *(e.convert(x, wide) if x.dtype is dtype else x for x in operands), **attributes)
+        result: Any = emit(e, *(e.convert(x, wide) if x.dtype is dtype else x for x in operands), **attributes)
         many = result if isinstance(result, tuple) and not isinstance(result, Value) else (result,)
         rounded = tuple(narrow(e, value, dtype) if value.dtype is wide else value for value in many)
         return rounded[0] if isinstance(result, Value) else rounded
