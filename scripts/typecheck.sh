@@ -9,5 +9,5 @@ for room in bridge kernels; do
   ln -sfn "../../../$room" "build/types/easytorch/$room"
 done
 "$python" -m mypy -p easytorch
-# mypy knows nothing of the two rooms that setup.py puts into the package: it reads them where they stand.
-"$python" -m mypy --explicit-package-bases bridge kernels
+# These two by themselves, as far as they are annotated: what they import under the package's name is Any here.
+"$python" -m mypy --config-file= --python-version 3.11 --ignore-missing-imports --explicit-package-bases bridge kernels

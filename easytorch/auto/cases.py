@@ -46,7 +46,11 @@ def cases(model: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Callabl
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The gradient of every weight."""
+    """Module -> the gradients of its own weights, as one vector.
+
+    A bias stands beside its weight: its gradient is the sum of what makes that of the weight. Where the sum cancels, as
+    that of a key's does (no softmax sees a shift of all its keys), nothing but the rounding of its terms is left.
+    """
     model.zero_grad(set_to_none=True)
     with torch.enable_grad():
         outputs = [tensor for tensor in tensors(model(**inputs)) if tensor.requires_grad]
@@ -55,9 +59,12 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
         if not isinstance(loss, torch.Tensor):
             raise ValueError("no output has a gradient")
         loss.backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            found.setdefault(name.rpartition(".")[0], []).append(weight.grad.flatten())
     model.zero_grad(set_to_none=True)
-    return found
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _decode(model: Any, inputs: Inputs, mask: torch.Tensor, *, static: bool) -> list[Any]:

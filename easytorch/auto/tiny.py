@@ -60,7 +60,7 @@ _WIDTHS = re.compile(
     r"output_channels|backbone_channel_list|(.*_)?attention_size|hidden_size_per_layer_input|fusion_hidden_size|query_dim|"
     r"num_pos_feats|mamba_d_ssm|(stage|stem|encoder|decoder)_(in_|mid_|out_)?channels|(.*_)?fusion_hidden_sizes|"
     r"(upsample|duration)_.*channels|.*_hidden_dimension|(.*_)?codebook_dim|num_filters|.*bottleneck_(size|dim)|(.*_)?d_latents|"
-    r"coordinate_size|shape_size|pooler_output_size|hidden_size_global|share_expert_dim"
+    r"coordinate_size|shape_size|pooler_output_size|hidden_size_global|share_expert_dim|descriptor_(decoder_)?dim"
 )
 _GROUPS = re.compile(r".*_groups")  # of a convolution of one channel each
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts|moe_num_experts|num_experts_per_layer")

@@ -13,8 +13,9 @@ import transformers as t
 
 import easytorch
 from easytorch.auto import trial
+from easytorch.auto.comparison import difference, in_float64, is_rounding
 from easytorch.auto.tiny import configs_in, shrunken
-from easytorch.auto.trial import difference, try_attention
+from easytorch.auto.trial import try_attention
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 GQA = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
@@ -209,6 +210,31 @@ def test_difference() -> None:
     assert "shapes" in difference([one], [one, one]) and "shapes" in difference([one[:2]], [one])
     bad = torch.tensor([1.0, 1.0, 1.0, float("nan")])
     assert "not finite" in difference([bad], [one]) and difference([one], [bad]) is None
+
+
+def test_rounding_is_told_from_other_numbers() -> None:
+    exact = torch.full((64,), 1.0, dtype=torch.float64)
+    theirs, ours = (exact + 1e-3 * torch.randn(64)).float(), exact.float()
+    assert difference([ours], [theirs]) is not None and is_rounding([ours], [theirs], [exact], [exact])
+    assert not is_rounding([ours], [theirs], [exact * 1.01], [exact])  # it stays in float64
+    assert not is_rounding([ours * 1.1], [theirs], [exact], [exact])  # float32 alone, and more than theirs
+    assert not is_rounding([ours[:2]], [ours], [exact[:2]], [exact])
+
+
+def test_a_model_is_in_float64_for_a_while() -> None:
+    model = t.MistralModel(mistral()).eval()
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    with torch.no_grad(), in_float64(model, {"inputs_embeds": torch.randn(1, 3, 32), "attention_mask": MASK}) as inputs:
+        assert {value.dtype for value in inputs.values()} == {torch.float64, torch.int64}
+        assert model(inputs_embeds=inputs["inputs_embeds"])[0].dtype == torch.float64
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name])
+
+
+def test_rounding_takes_no_attention_away() -> None:
+    """Gradients of CLAP's audio tower are off by 1e-4 in transformers' own float32; VideoPrism's keys have biases."""
+    assert "text_model" in try_attention(t.ClapModel, t.ClapConfig()).plugged
+    assert try_attention(t.VideoPrismVisionModel, t.VideoPrismVisionConfig()).plugged == {""}
 
 
 def test_small_configs_keep_what_makes_an_architecture() -> None:
