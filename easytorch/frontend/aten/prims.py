@@ -132,9 +132,12 @@ def hypot(ctx: Context, x: Op, other: Op) -> Op:
 
 @lowering(prims.erf_inv.default)
 def erf_inv(ctx: Context, x: Op) -> Op:
-    """A rational approximation and two of Newton's steps, as ATen's (aten/src/ATen/native/Math.h, calc_erfinv)."""
+    """A rational approximation and two of Newton's steps, as ATen's (aten/src/ATen/native/Math.h, calc_erfinv).
+
+    In float64: near 1 the steps divide the error of XLA's erf in float32, 1e-7, by a slope of as little.
+    """
     b, kind = ctx.builder, x.shape.dtype
-    y = ctx.wide(x)
+    y = ctx.cast(x, DType.FLOAT64)
     size, one = b.abs(y), ctx.scalar(1, y.shape.dtype)
 
     def polynomial(z: Op, *coefficients: float) -> Op:
