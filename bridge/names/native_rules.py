@@ -10,16 +10,12 @@ from easytorch.bridge.rules.table import Rules
 
 
 def native_rules(model_type: str) -> Rules | None:
-    """`RULES` of `easytorch.models.<model_type>`, None for a family that is not native or follows the convention.
+    """`RULES` of `easytorch/models/_<model_type>_rules.py`, None for a family that has none and follows the convention.
 
-    Read from `_<model_type>_rules.py` where that stands beside the family's modules, which import torch.
+    They stand apart from the family's modules because those import torch, which a conversion need not.
     """
-    name = model_type.replace("-", "_")
-    if name not in families():
-        return None
-    apart = f"easytorch.models._{name}_rules"
-    module = importlib.import_module(apart if find_spec(apart) else f"easytorch.models.{name}")
-    return getattr(module, "RULES", None)
+    apart = f"easytorch.models._{model_type.replace('-', '_')}_rules"
+    return importlib.import_module(apart).RULES if find_spec(apart) else None
 
 
 def families() -> list[str]:

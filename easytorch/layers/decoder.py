@@ -78,6 +78,7 @@ class DecoderBackbone(_Base):
 
     layer_class: ClassVar[type[DecoderLayer]]
     rotary_class: ClassVar[type[RotaryTables] | None] = RotaryEmbedding  # None: the attention knows of no positions
+    layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = "norm"
 
     def __init__(self, config: Any) -> None:
@@ -92,7 +93,8 @@ class DecoderBackbone(_Base):
     def add_modules(self, config: Any) -> None:
         """The embedding, the layers and the last norm, in the order of transformers: optimizer states follow it."""
         setattr(self, self._input_embed_layer, self.embedding(config))
-        self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
+        layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
+        setattr(self, self.layers_name, layers)
         setattr(self, self.norm_name, self.layer_class.new_norm(config))
 
     @classmethod
@@ -104,6 +106,10 @@ class DecoderBackbone(_Base):
     def embedding(config: Any) -> nn.Embedding:
         """Token ids (B, T) -> (B, T, D)."""
         return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+
+    def cache(self, past_key_values: Cache | None) -> Cache:
+        """What the keys and values are kept in: the given one, or a new one."""
+        return DynamicCache(config=self.config) if past_key_values is None else past_key_values
 
     def make_masks(
         self,
@@ -153,8 +159,8 @@ class DecoderBackbone(_Base):
         check_one_input(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = getattr(self, self._input_embed_layer)(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache:
+            past_key_values = self.cache(past_key_values)
         masks = self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         if position_ids is None:
             position_ids = self.default_positions(inputs_embeds, attention_mask, past_key_values)
@@ -163,7 +169,7 @@ class DecoderBackbone(_Base):
         if self.rotary_emb is not None:
             positions = self.rotary_emb.by_layer_type(hidden_states, position_ids, self.layer_types)
         # generate(assistant_early_exit=n) drafts with the first n layers by lowering the config's number for a while
-        layers = itertools.islice(self.layers, self.config.num_hidden_layers)
+        layers = itertools.islice(getattr(self, self.layers_name), self.config.num_hidden_layers)
         for layer, layer_type in zip(layers, self.layer_types, strict=False):
             hidden_states = layer(
                 hidden_states,

@@ -13,7 +13,7 @@ from easytorch.layers.attention import interface_of
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import all_full, window_of
-from easytorch.layers.rotary import apply_rotary
+from easytorch.layers.rotary import rotary
 
 
 class GroupedAttention(nn.Module):
@@ -91,7 +91,7 @@ class GroupedAttention(nn.Module):
         """
         if position_embeddings is None or not self.use_rope:
             return query, key
-        return apply_rotary(query, key, *position_embeddings, interleaved=self.interleaved)
+        return rotary(query, key, *position_embeddings, interleaved=self.interleaved)
 
     def features(self) -> Mapping[str, Any]:
         """What the attention function is given beyond the tensors, the scale and the dropout."""

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
+    ModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
@@ -41,6 +42,7 @@ class CausalLMHead(_Base):
 
     backbone_class: ClassVar[type[nn.Module]]
     lm_head_bias: ClassVar[bool] = False
+    output_class: ClassVar[type[ModelOutput]] = CausalLMOutputWithPast
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
@@ -69,7 +71,7 @@ class CausalLMHead(_Base):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> ModelOutput:
         """As the backbone's, and logits (B, T, vocabulary) of the positions `logits_to_keep` names.
 
         labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
@@ -88,12 +90,14 @@ class CausalLMHead(_Base):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        cross = {"cross_attentions": outputs["cross_attentions"]} if "cross_attentions" in outputs else {}
+        return self.output_class(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **cross,
         )
 
 

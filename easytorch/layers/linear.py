@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as hooks
 
 from easytorch.kernels.linear import cpu
 from easytorch.kernels.linear.preference import prefers_cpu, smallest_weight
@@ -76,7 +76,11 @@ def _watched(layer: nn.Linear) -> bool:
         or layer._backward_pre_hooks
         or "forward" in layer.__dict__
         or layer._compiled_call_impl is not None
-        or _has_any_global_hook()
+        # not `_has_any_global_hook()`: a call for each product of each layer of each token
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
         or nn.Linear.forward is not _FORWARD
         or nn.Module.__call__ is not _CALL  # torch.fx traces by one of its own
     )

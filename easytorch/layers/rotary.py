@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig, initialization
 from easytorch.kernels.rotary.frequencies import Frequencies, cos_sin, inverse_frequencies
 from easytorch.operations import OperationRegistry
 
-_OPERATION = OperationRegistry.create("rotary")
-
+rotary = OperationRegistry.create("rotary")
 
 # Their frequencies are those of the largest position of a call.
 _BY_LENGTH = ("dynamic", "longrope")
@@ -150,10 +149,3 @@ def _of_whole_heads(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str,
 def _frequencies(config: PreTrainedConfig, rope: dict[str, Any], **how: Any) -> Frequencies:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return inverse_frequencies(rope, head_dim=head_dim, max_position_embeddings=config.max_position_embeddings, **how)
-
-
-def apply_rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T, H, D), (B, T, K, D), cos and sin (B, T, R) -> query and key turned by their positions."""
-    return _OPERATION(query, key, cos, sin, interleaved=interleaved)

@@ -293,6 +293,37 @@ FAMILIES |= {
             {"_remove_final_layer_norm": True, "tie_word_embeddings": False},
         ),
     ),
+    "gpt2": Family(
+        transformers.GPT2Config,
+        (
+            "GPT2Model",
+            "GPT2LMHeadModel",
+            "GPT2DoubleHeadsModel",
+            "GPT2ForSequenceClassification",
+            "GPT2ForTokenClassification",
+            "GPT2ForQuestionAnswering",
+        ),
+        {
+            "vocab_size": 97,
+            "n_embd": 32,
+            "n_inner": 48,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "summary_first_dropout": 0.0,
+        },
+        variants=(
+            {"scale_attn_by_inverse_layer_idx": True, "n_inner": None},
+            {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "tie_word_embeddings": False},
+        ),
+        dropouts=("resid_pdrop", "embd_pdrop"),
+    ),
     "arcee": _decoder("Arcee", _SEQUENCE, _TOKEN, _ANSWER, variants=({"mlp_bias": True, "attention_bias": True},)),
     "helium": _decoder("Helium", _SEQUENCE, _TOKEN, sizes={"head_dim": 8}, variants=({"attention_bias": True},)),
     "exaone4": _decoder(
@@ -325,4 +356,5 @@ FAMILIES |= {
 }
 DECODERS = tuple(name for name in FAMILIES if name != "bert")
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)
-CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith("CausalLM")) for family in DECODERS}
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}

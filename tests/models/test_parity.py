@@ -15,6 +15,8 @@ def labels_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
     tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     if name == "BertForPreTraining":
         return {"labels": tokens, "next_sentence_label": torch.tensor([0, 1])}
+    if name == "GPT2DoubleHeadsModel":
+        return {"labels": torch.stack([tokens, tokens.flip(0)], dim=1), "mc_labels": torch.tensor([1, 0])}
     if "QuestionAnswering" in name:
         return {"start_positions": torch.tensor([4, 1]), "end_positions": torch.tensor([6, 30])}
     if "SequenceClassification" in name or "NextSentence" in name or "MultipleChoice" in name:
@@ -25,7 +27,7 @@ def labels_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
 
 
 def inputs_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
-    if name == "BertForMultipleChoice":
+    if name in ("BertForMultipleChoice", "GPT2DoubleHeadsModel"):
         return {key: torch.stack([value, value.flip(0)], dim=1) for key, value in batch.items()}
     return dict(batch)
 
@@ -63,7 +65,7 @@ def test_outputs_loss_and_gradients(family, name, batch, make_pair) -> None:
         real = inputs["attention_mask"].bool()
         outputs = [{"loss": output.last_hidden_state[real].square().mean()} for output in outputs]
     for output in outputs:
-        output["loss"].backward()
+        (output["loss"] + output.get("mc_loss", 0.0)).backward()
     expected = {key: weight.grad for key, weight in theirs.named_parameters() if weight.grad is not None}
     given = {key: weight.grad for key, weight in ours.named_parameters() if weight.grad is not None}
     assert given.keys() == expected.keys()
