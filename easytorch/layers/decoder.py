@@ -39,10 +39,12 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     attention_class: ClassVar[type[nn.Module]]
     mlp_class: ClassVar[type[nn.Module]]
+    mlp_name: ClassVar[str] = "mlp"
     norm_class: ClassVar[type[nn.Module]] = RMSNorm
     norm_eps: ClassVar[str] = "rms_norm_eps"
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
 
+    mlp: nn.Module
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
 
@@ -53,9 +55,13 @@ class DecoderLayer(GradientCheckpointingLayer):
     def add_modules(self, config: Any, layer_idx: int) -> None:
         """The parts, in the order of transformers: optimizer states follow it."""
         self.self_attn = self.attention_class(config, layer_idx)
-        self.mlp = self.mlp_class(config)
+        setattr(self, self.mlp_name, self.new_mlp(config, layer_idx))
         for name in self.norms:
             setattr(self, name, self.new_norm(config))
+
+    def new_mlp(self, config: Any, layer_idx: int) -> nn.Module:
+        """The feed-forward network of a layer."""
+        return self.mlp_class(config)
 
     @classmethod
     def new_norm(cls, config: Any) -> nn.Module:
@@ -80,6 +86,7 @@ class DecoderBackbone(_Base):
     rotary_class: ClassVar[type[RotaryTables] | None] = RotaryEmbedding  # None: the attention knows of no positions
     layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = "norm"
+    output_class: ClassVar[type[Any]] = BaseModelOutputWithPast
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -180,4 +187,4 @@ class DecoderBackbone(_Base):
                 use_cache=use_cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.leave(hidden_states), past_key_values=past_key_values)
+        return self.output_class(last_hidden_state=self.leave(hidden_states), past_key_values=past_key_values)

@@ -59,6 +59,18 @@ class CausalLMHead(_Base):
         """logits (B, T, vocabulary), as the head's matrix gives them, on their way to the loss and the caller."""
         return logits
 
+    def make_output(self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor, attention_mask: Any) -> Any:
+        """What the caller gets of `outputs`, the backbone's, with the loss and the logits."""
+        more = {name: outputs[name] for name in ("cross_attentions", "router_logits") if name in outputs}
+        return self.output_class(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **more,
+        )
+
     @can_return_tuple
     def forward(
         self,
@@ -90,15 +102,7 @@ class CausalLMHead(_Base):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        cross = {"cross_attentions": outputs["cross_attentions"]} if "cross_attentions" in outputs else {}
-        return self.output_class(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **cross,
-        )
+        return self.make_output(outputs, loss, logits, attention_mask)
 
 
 class SequenceClassificationHead(_Base):

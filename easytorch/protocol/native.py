@@ -11,8 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
+from easytorch.layers.experts import NATIVE_INTERFACES as NATIVE_EXPERTS
+from easytorch.layers.experts import Experts
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding
+from easytorch.layers.routers import Router
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
@@ -136,3 +139,22 @@ class NativeDecoder(NativeModel):
     base_model_prefix = "model"
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 - transformers copies it into a set
     head_weights = (r"^(lm_head|score|qa_outputs)\.",)
+
+
+class NativeMoeDecoder(NativeDecoder):
+    """The same for a family with experts, which are ours under every name that transformers gives its own."""
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Experts | Router):
+            module.reset_parameters(self.config.initializer_range)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def _check_and_adjust_experts_implementation(self, experts_implementation: str | None) -> str:
+        """ "easytorch" unless one is asked for."""
+        if experts_implementation in NATIVE_EXPERTS:
+            return experts_implementation or "easytorch"
+        return super()._check_and_adjust_experts_implementation(experts_implementation)

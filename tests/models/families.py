@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import transformers
@@ -13,7 +13,8 @@ from transformers import BertConfig, Gemma2Config, LlamaConfig, PreTrainedConfig
 class Family:
     """A row of the table. reference: the attention of transformers' class with which outputs are compared.
 
-    dropouts: the rates of dropout outside of the attention, which draws by itself.
+    dropouts: the rates of dropout outside of the attention, which draws by itself. packs: whether positions that start
+    again keep packed sequences apart in transformers' class too.
     """
 
     config_class: type[PreTrainedConfig]
@@ -22,6 +23,7 @@ class Family:
     reference: str = "sdpa"
     variants: tuple[dict[str, Any], ...] = field(default=())
     dropouts: tuple[str, ...] = ()
+    packs: bool = True
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         return self.config_class(**self.sizes | changes)
@@ -354,7 +356,94 @@ FAMILIES |= {
     ),
     "ernie4_5": _decoder("Ernie4_5", sizes={"head_dim": 12}, variants=({"use_bias": True},)),
 }
+_EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.2}
+
+FAMILIES |= {
+    "mixtral": _decoder(
+        "Mixtral",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes=_EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
+        dropouts=("router_jitter_noise",),
+        variants=({"sliding_window": None, "head_dim": 12}, {"num_local_experts": 7, "num_experts_per_tok": 3}),
+    ),
+    "qwen3_moe": _decoder(
+        "Qwen3Moe",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes=_EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 12, "norm_topk_prob": True},
+        variants=(
+            {"norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},
+            {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 3},
+        ),
+    ),
+    "olmoe": _decoder(
+        "Olmoe",
+        sizes=_EXPERTS | {"num_experts": 4, "clip_qkv": 0.7},
+        variants=({"clip_qkv": None, "norm_topk_prob": True}, {"attention_bias": True}),
+    ),
+    "granitemoe": _decoder(
+        "GraniteMoe",
+        sizes=_EXPERTS
+        | {
+            "num_local_experts": 4,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+        },
+        variants=({"attention_bias": True, "tie_word_embeddings": True},),
+    ),
+    "qwen2_moe": _decoder(
+        "Qwen2Moe",
+        _SEQUENCE,
+        _TOKEN,
+        _ANSWER,
+        sizes=_EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        variants=(
+            {"norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False},
+            {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        ),
+    ),
+    "glm4_moe": _decoder(
+        "Glm4Moe",
+        sizes={
+            "num_experts_per_tok": 2,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.5,
+        },
+        variants=(
+            {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2},
+            {"first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": True},
+        ),
+    ),
+    "gpt_oss": replace(
+        _decoder(
+            "GptOss",
+            _SEQUENCE,
+            _TOKEN,
+            sizes=_EXPERTS | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
+            variants=({"swiglu_limit": 0.02, "swiglu_alpha": 3.0}, {"attention_bias": False, "sliding_window": 2}),
+        ),
+        reference="eager",  # which alone carries its sinks
+        packs=False,
+    ),
+    "minimax_m2": _decoder(
+        "MiniMaxM2",
+        sizes=_EXPERTS | {"num_local_experts": 4, "head_dim": 12},
+        dropouts=("router_jitter_noise",),
+        variants=(_PARTIAL, {"num_local_experts": 7, "num_experts_per_tok": 3}),
+    ),
+}
 DECODERS = tuple(name for name in FAMILIES if name != "bert")
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2")
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}

@@ -58,7 +58,7 @@ def same_weights(one: torch.nn.Module, two: torch.nn.Module) -> None:
 
 
 @pytest.fixture(params=CASES)
-def case(request):
+def case(request, without_native_families):
     """(auto class, model with no weight 0 or 1)."""
     auto, config = CASES[request.param]
     torch.manual_seed(0)

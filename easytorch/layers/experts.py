@@ -1,0 +1,102 @@
+"""The experts of a mixture, stacked in one parameter each, through the `grouped_matmul` operation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from easytorch.kernels.grouped_matmul.routing import combine_experts, sort_by_expert
+from easytorch.layers.basics import activation
+from easytorch.operations import OperationRegistry
+
+grouped_matmul = OperationRegistry.create("grouped_matmul")
+
+# The values of `config._experts_implementation` that run ours; "grouped_mm" is what a class of transformers leaves in
+# a config where none was asked for.
+NATIVE_INTERFACES = (None, "easytorch", "eager", "grouped_mm")
+
+
+def apply_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """hidden_states (N, D), top_k_index and top_k_weights (N, k) -> (N, D): the weighted sum of k experts a token.
+
+    module: one of `Experts`, or of transformers' classes that take an `experts_implementation`. An index of
+    `module.num_experts` or more is an expert of another device, which adds nothing here.
+    """
+    order, sizes = sort_by_expert(top_k_index, module.num_experts)
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    rows = _project(module, name, hidden_states[order // top_k_index.shape[1]], sizes)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = _project(module, "down_proj", rows, sizes)
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)
+    return combine_experts(rows, order, top_k_weights).to(hidden_states.dtype)
+
+
+def _project(module: Any, name: str, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    return grouped_matmul(rows.to(weight.dtype), weight, sizes, bias, transposed=not module.is_transposed)
+
+
+class Experts(nn.Module):
+    """E gated feed-forward networks down(act(gate(x)) * up(x)): gate_up_proj (E, 2 * I, D), down_proj (E, D, I).
+
+    The attributes are those that transformers' expert functions and its parallel plans read. A family overrides
+    `_apply_gate` where its gate differs. Legend: E experts, D hidden size, I intermediate size, N tokens.
+    """
+
+    has_gate: ClassVar[bool] = True
+    has_bias: ClassVar[bool] = False
+    has_post_expert_norm: ClassVar[bool] = False
+    is_transposed: ClassVar[bool] = False  # weights are (E, in, out)
+    is_concatenated: ClassVar[bool] = True  # the gate stands before the up projection, not between its columns
+
+    def __init__(self, config: Any, num_experts: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_experts = num_experts  # of this device: expert parallelism lowers it
+        self._is_expert_parallel = False
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = intermediate_size
+        self._add("gate_up_proj", self.hidden_dim, 2 * intermediate_size)
+        self._add("down_proj", intermediate_size, self.hidden_dim)
+        self.act_fn = activation(config.hidden_act)
+
+    def _add(self, name: str, inputs: int, outputs: int) -> None:
+        shape = (inputs, outputs) if self.is_transposed else (outputs, inputs)
+        setattr(self, name, nn.Parameter(torch.empty(self.num_experts, *shape)))
+        if self.has_bias:
+            setattr(self, f"{name}_bias", nn.Parameter(torch.empty(self.num_experts, outputs)))
+
+    def reset_parameters(self, std: float) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("_bias"):
+                initialization.zeros_(parameter)
+            else:
+                initialization.normal_(parameter, mean=0.0, std=std)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(M, 2 * I) -> (M, I)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states (N, D), top_k_index and top_k_weights (N, k) -> (N, D)."""
+        implementation = self.config._experts_implementation
+        if implementation in NATIVE_INTERFACES:
+            return apply_experts(self, hidden_states, top_k_index, top_k_weights)
+        function = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, apply_experts)
+        return function(self, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x ({self.hidden_dim}, {self.intermediate_dim})"
+
+
+ExpertsInterface.register("easytorch", apply_experts)

@@ -1,0 +1,67 @@
+"""The language modeling head of families with experts: it returns what their routers computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from easytorch.layers.heads import CausalLMHead
+from easytorch.layers.routers import load_balancing_loss
+
+
+class MoeCausalLMHead(CausalLMHead):
+    """`CausalLMHead` with `router_logits` where they are asked for."""
+
+    output_class = MoeCausalLMOutputWithPast
+
+
+class BalancedCausalLMHead(MoeCausalLMHead):
+    """The same with the load balancing loss of the routers, which `config.router_aux_loss_coef` of joins the loss."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts_per_tok = config.num_experts_per_tok
+
+    def make_output(self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor, attention_mask: Any) -> Any:
+        output = super().make_output(outputs, loss, logits, attention_mask)
+        if outputs.router_logits:
+            padding = attention_mask if getattr(attention_mask, "ndim", None) == 2 else None
+            output.aux_loss = load_balancing_loss(outputs.router_logits, self.num_experts_per_tok, padding)
+            if loss is not None:
+                output.loss = loss + self.router_aux_loss_coef * output.aux_loss.to(loss.device)
+        return output
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """`CausalLMHead.forward`; output_router_logits: those of each layer, and their load balancing loss."""
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )

@@ -1,0 +1,86 @@
+"""Granite 3 MoE: Granite's decoder with experts, weighted by a softmax over those that are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, GraniteMoeConfig, PreTrainedConfig
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils.output_capturing import OutputRecorder
+
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.experts import Experts
+from easytorch.layers.moe_heads import BalancedCausalLMHead
+from easytorch.layers.routers import TopKSoftmaxRouter
+from easytorch.layers.sparse_moe import SparseMoe
+from easytorch.models.granite import GraniteAttention
+from easytorch.protocol.native import NativeMoeDecoder
+
+
+class GraniteMoeAttention(GraniteAttention):
+    pass
+
+
+class GraniteMoeExperts(Experts):
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config, config.num_local_experts, config.intermediate_size)
+
+
+class GraniteMoeTopKRouter(TopKSoftmaxRouter):
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config, config.num_local_experts)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden_states).float()
+
+
+class GraniteMoeMoE(SparseMoe):
+    order = ("router", "experts")
+    router_class = GraniteMoeTopKRouter
+    experts_class = GraniteMoeExperts
+
+
+class GraniteMoeDecoderLayer(DecoderLayer):
+    attention_class = GraniteMoeAttention
+    mlp_class = GraniteMoeMoE
+    mlp_name = "block_sparse_moe"
+    block_sparse_moe: nn.Module
+
+    def add_modules(self, config: Any, layer_idx: int) -> None:
+        super().add_modules(config, layer_idx)
+        self.block_sparse_moe = self._modules.pop("block_sparse_moe")  # transformers has it after the norms
+        self.residual_multiplier = config.residual_multiplier
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended * self.residual_multiplier
+        mixed = self.block_sparse_moe(self.post_attention_layernorm(hidden_states))
+        return hidden_states + mixed * self.residual_multiplier
+
+
+class GraniteMoePreTrainedModel(NativeMoeDecoder):
+    config: GraniteMoeConfig
+    config_class = GraniteMoeConfig
+    _no_split_modules = ["GraniteMoeDecoderLayer"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "router_logits": OutputRecorder(GraniteMoeTopKRouter, index=0),
+        "hidden_states": GraniteMoeDecoderLayer,
+        "attentions": GraniteMoeAttention,
+    }
+
+
+class GraniteMoeModel(DecoderBackbone, GraniteMoePreTrainedModel):
+    layer_class = GraniteMoeDecoderLayer
+    output_class = MoeModelOutputWithPast
+
+    def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return inputs_embeds * self.config.embedding_multiplier
+
+
+class GraniteMoeForCausalLM(BalancedCausalLMHead, GraniteMoePreTrainedModel, GenerationMixin):
+    backbone_class = GraniteMoeModel
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits / self.config.logits_scaling

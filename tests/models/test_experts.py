@@ -1,0 +1,164 @@
+"""What families with experts share: router logits, their loss, the layouts on disk, and who computes the experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import easytorch
+from easytorch.layers.experts import Experts, apply_experts
+from easytorch.layers.routers import load_balancing_loss
+from tests.models.families import CAUSAL, EXPERTS, FAMILIES
+from tests.models.test_parity import TOLERANCE, assert_same, seen
+
+IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
+
+
+COMPILED = ("mixtral",)
+
+
+@pytest.fixture(params=EXPERTS)
+def family(request):
+    return request.param
+
+
+def models(make_pair, family, **changes):
+    row = FAMILIES[family]
+    return make_pair(CAUSAL[family], row.config(**changes), row.reference)
+
+
+def test_router_logits_and_their_loss(family, make_pair, batch) -> None:
+    ours, theirs = models(make_pair, family)
+    rows = seen(family, batch)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if rows is not None:
+        labels[:, 1:][~rows[:, :-1]] = -100
+    outputs = [model(**batch, labels=labels, output_router_logits=True) for model in (ours, theirs)]
+    assert type(outputs[0]) is type(outputs[1])
+    padded = {key: value for key, value in outputs[1].items() if key != "router_logits" or rows is None}
+    assert_same({key: outputs[0][key] for key in padded}, padded, rows)
+    assert len(outputs[0].router_logits) == len(outputs[1].router_logits) > 0
+    for output in outputs:
+        output.loss.backward()
+    expected = dict(theirs.named_parameters())
+    for name, weight in ours.named_parameters():
+        torch.testing.assert_close(
+            weight.grad, expected[name].grad, **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_the_loss_of_an_even_load_and_of_padding() -> None:
+    logits = torch.zeros(2, 6, 4)
+    logits[0, range(6), [0, 1, 2, 3, 0, 1]] = 3.0
+    logits[1, :, 2] = 5.0
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]])  # as if two rows of three tokens past a cache
+    torch.testing.assert_close(load_balancing_loss((logits[0],), 1, mask[:1]), torch.tensor(1.0))
+    past = load_balancing_loss((logits[0],), 1, torch.cat([torch.ones(1, 5, dtype=torch.long), mask[:1]], 1))
+    torch.testing.assert_close(past, torch.tensor(1.0))
+    assert load_balancing_loss((logits[1],), 1) > 3.8
+
+
+def test_files_are_those_that_transformers_writes(family, make_pair, tmp_path) -> None:
+    ours, theirs = models(make_pair, family)
+    for model, folder in ((ours, tmp_path / "ours"), (theirs, tmp_path / "theirs")):
+        model.save_pretrained(folder)
+    written = [load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs")]
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
+
+
+def test_a_file_with_stacked_experts_loads_too(family, make_pair, tmp_path) -> None:
+    ours, _ = models(make_pair, family)
+    ours.config.save_pretrained(tmp_path)
+    save_file({name: one.clone() for name, one in ours.state_dict().items()}, tmp_path / "model.safetensors")
+    loaded = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def test_every_implementation_computes_the_same(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family)
+    assert ours.config._experts_implementation == "easytorch"
+    with torch.no_grad():
+        expected = ours(IDS).logits
+        for name in ("eager", "grouped_mm", "batched_mm", "easytorch"):
+            for model in (ours, theirs):
+                model.set_experts_implementation(name)
+                torch.testing.assert_close(model(IDS).logits, expected, **TOLERANCE)
+    with pytest.raises(ValueError, match="nosuch"):
+        ours.set_experts_implementation("nosuch")
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_one_graph(family, make_pair) -> None:
+    ours, _ = models(make_pair, family)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(ours, fullgraph=True, backend="eager")
+        torch.testing.assert_close(
+            compiled(IDS, use_cache=False).logits, ours(IDS, use_cache=False).logits, **TOLERANCE
+        )
+
+
+def test_exported(make_pair) -> None:
+    ours, _ = models(make_pair, COMPILED[0])
+    with torch.no_grad():
+        program = torch.export.export(ours, (), {"input_ids": IDS, "use_cache": False}, strict=False)
+        torch.testing.assert_close(
+            program.module()(input_ids=IDS, use_cache=False).logits, ours(IDS).logits, **TOLERANCE
+        )
+
+
+def test_gradient_checkpointing(family, make_pair) -> None:
+    ours, _ = models(make_pair, family)
+    gradients = []
+    for checkpointing in (False, True):
+        ours.zero_grad()
+        if checkpointing:
+            ours.gradient_checkpointing_enable()
+        ours.train()(IDS, labels=IDS, use_cache=False).loss.backward()
+        gradients.append({name: weight.grad.clone() for name, weight in ours.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
+
+
+def test_experts_of_another_device_add_nothing(family, make_pair) -> None:
+    ours, _ = models(make_pair, family)
+    experts = next(module for module in ours.modules() if isinstance(module, Experts))
+    torch.manual_seed(6)
+    hidden = torch.randn(9, ours.config.hidden_size, requires_grad=True)
+    indices = torch.rand(9, experts.num_experts).topk(2)[1]
+    weights = torch.rand(9, 2)
+    every = experts(hidden, indices, weights)
+    half = experts.num_experts // 2
+    total = torch.zeros_like(every)
+    for start, count in ((0, half), (half, experts.num_experts - half)):
+        local = type(experts)(ours.config)
+        for name, parameter in experts.named_parameters():
+            setattr(local, name, torch.nn.Parameter(parameter[start : start + count]))
+        local.num_experts, local._is_expert_parallel = count, True
+        here = (indices >= start) & (indices < start + count)
+        total = total + apply_experts(
+            local, hidden, (indices - start).where(here, torch.tensor(count)), weights.where(here, 0.0)
+        )
+    torch.testing.assert_close(total, every, **TOLERANCE)
+    (given,), (expected,) = (torch.autograd.grad(one.square().sum(), hidden) for one in (total, every))
+    torch.testing.assert_close(given, expected, **TOLERANCE)
+
+
+def test_more_experts_a_token_than_there_are(family) -> None:
+    config = FAMILIES[family].config(num_experts_per_tok=99)
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=99 of \d+ experts"):
+        easytorch.AutoModelForCausalLM.from_config(config)
+
+
+def test_adapters_on_the_experts(make_pair) -> None:
+    peft = pytest.importorskip("peft")
+    ours, theirs = models(make_pair, "mixtral")
+    outputs = []
+    for model in (ours, theirs):
+        torch.manual_seed(8)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], init_lora_weights=False
+        )
+        outputs.append(peft.get_peft_model(model, config)(IDS).logits)
+    torch.testing.assert_close(*outputs, **TOLERANCE)
