@@ -1,4 +1,4 @@
-"""An open checkpoint with what is known of it, and its weights under other names: source -> torch -> target."""
+"""An open checkpoint with its scheme and config, and its weights under other names: source -> torch -> target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.core.config import Config, find_config, given_config
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.reader import DescribedReader, PartialReader, Reader
 from easytorch.bridge.core.renamed_reader import RenamedReader, matching, without
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -22,7 +22,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import Format, OwnNames
 from easytorch.bridge.jobs.steps import chosen, step_folder, step_read
-from easytorch.bridge.jobs.torch_buffers import SideFile
+from easytorch.bridge.jobs.torch_buffers import TorchBuffers
 from easytorch.bridge.names.architecture import Architecture, architecture_of, check
 from easytorch.bridge.names.flax_convention import flax_rules, outlined_rules
 from easytorch.bridge.names.fused_reader import by_hub_names
@@ -34,15 +34,15 @@ from easytorch.bridge.rules.completeness import refuse_missing
 from easytorch.bridge.rules.plan import Plan, plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.planned_reader import PlannedReader, same_data
 from easytorch.bridge.rules.table import BUFFER, Rules, RuleTable, compile_rules
-from easytorch.bridge.schemes.registry import TORCH, recognise, scheme_called
-from easytorch.bridge.storage.temp_arrays import Spool
+from easytorch.bridge.schemes.registry import TORCH, get_scheme, recognise
+from easytorch.bridge.storage.temp_arrays import TempArrays
 
 
 @dataclass
 class NamedWeights:
-    """Weights under a scheme's names. `kept` are torch tensors the scheme has no place for, `tied` repeats left out.
+    """Weights under a scheme's names. `kept`: torch tensors that the scheme cannot hold; `tied`: repeats left out.
 
-    `config` is what config.json is to hold where the source's declares ties that the weights do not have.
+    `config` is the new content of config.json where the source's declares ties that the weights do not have.
     """
 
     reader: Reader
@@ -52,11 +52,11 @@ class NamedWeights:
     config: dict[str, Any] | None = None
 
 
-class Checkpoint(Closing):
+class Checkpoint(ContextManager):
     """An open checkpoint. `scheme` is the name of its tensors' scheme; `config` is None where there is none.
 
-    `reader` has all that is in the files, also what is no weight of the model. `spool` is where parts of stacked leaves
-    wait.
+    `reader` has everything in the files, including what is not a weight of the model. `temp_arrays` buffers parts of
+    stacked leaves.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class Checkpoint(Closing):
         step: str | None = None,
         dropped: Collection[str] = (),
     ) -> None:
-        """weights: what of `reader` is read as the model's. step: what to say of the step of a run that is read.
+        """weights: the tensors of `reader` that belong to the model. step: a note on which step of a run is read.
 
         dropped: the names that the user left out of `weights`.
         """
         self.format = format_
         self.reader = reader
         self.scheme = scheme
-        self.spool = Spool()
+        self.temp_arrays = TempArrays()
         self._weights = reader if weights is None else weights
         self._step = step
         self._dropped = tuple(dropped)
         self._config = config
-        self._side: SideFile | None = None
+        self._side: TorchBuffers | None = None
         self._torch = reader
         self._outlined: Architecture | None = None
 
     @property
     def weights(self) -> Reader:
-        """What of `reader` is read as the model's."""
+        """The tensors of `reader` that belong to the model."""
         return self._weights
 
     @property
@@ -98,7 +98,7 @@ class Checkpoint(Closing):
 
     @property
     def config(self) -> Config | None:
-        """Its config.json, given, found beside it or read off its names and shapes; None where that says nothing."""
+        """Its config.json: given, found beside it or inferred from names and shapes; None if that is not possible."""
         return self._config
 
     @property
@@ -127,13 +127,13 @@ class Checkpoint(Closing):
 
     @property
     def _known(self) -> Architecture:
-        """`architecture`, or the same off an outline where that has described the weights."""
+        """`architecture`, or the same from an outline where one has described the weights."""
         return self._outlined or self.architecture
 
     def _by_outline(self, scheme: str) -> Architecture | None:
-        """The architecture off its family's outline, where the weights are just those it lists."""
+        """The architecture from its family's outline, where the weights are exactly those it lists."""
         schemes = {scheme, self.scheme}
-        if not all(scheme_called(one).by_outline for one in schemes - {TORCH}):
+        if not all(get_scheme(one).by_outline for one in schemes - {TORCH}):
             return None
         tensors, given = self._given
         found = outline_of(self.needed_config, tensors, given)
@@ -143,7 +143,7 @@ class Checkpoint(Closing):
         return found if outlined_rules(found.names, given) is not None else None
 
     def _apart(self, torch: Reader) -> Architecture:
-        """The architecture, with the tied weights that `torch` holds apart."""
+        """The architecture, with the tied weights that `torch` stores separately."""
         apart = held_apart(torch.tensors, self._known, same_data(torch))
         # What config.json has to say then depends on transformers' config classes.
         return replace(self.architecture if apart else self._known, apart=apart)
@@ -163,7 +163,7 @@ class Checkpoint(Closing):
             )
             if scheme == TORCH:
                 return NamedWeights(weights, notes=self._left_out())
-            # From one container to another, what the names have no place for stays beside.
+            # From one container to another, tensors without a name in the scheme stay in the file beside.
             side, kept, tied = self._kept_beside()
             self._torch = self._torch if side is None else side
             return NamedWeights(weights, {name: name for name in kept}, dict.fromkeys(tied, ""), self._left_out())
@@ -181,7 +181,7 @@ class Checkpoint(Closing):
         return torch
 
     def _untied(self, architecture: Architecture, notes: list[str], scheme: str) -> dict[str, Any] | None:
-        """config.json where it has to say that tied weights are apart, and a note on that."""
+        """config.json's content where it must declare tied weights separate, and a note on that."""
         content = untied(self.needed_config.content, architecture, scheme)
         if content is not None:
             names = ", ".join(sorted(architecture.apart))
@@ -189,9 +189,9 @@ class Checkpoint(Closing):
         return content
 
     def by_rules(self, rules: Rules, scheme: str) -> NamedWeights:
-        """The weights of a model of the user's own, by a table of theirs, which names every one of them.
+        """The weights of a user's own model, by the user's table, which must name every one of them.
 
-        scheme: torch's, or any other for the names of the table's leaves. Tied weights are those of its rows.
+        scheme: torch's, or any other for the names of the table's leaves. The table's rows say which weights are tied.
         """
         table = compile_rules(rules)
         if self.scheme != TORCH and isinstance(self._weights, RenamedReader):
@@ -216,16 +216,16 @@ class Checkpoint(Closing):
         refuse_missing(plan, table, self._dropped_names())
         plan.notes += self._left_out()
         self._torch = self._weights
-        return _named_weights(PlannedReader(self._weights, plan, side, self.spool), plan)
+        return _named_weights(PlannedReader(self._weights, plan, side, self.temp_arrays), plan)
 
-    def _kept_beside(self) -> tuple[SideFile | None, Mapping[str, TensorInfo], list[str]]:
+    def _kept_beside(self) -> tuple[TorchBuffers | None, Mapping[str, TensorInfo], list[str]]:
         """The file of torch tensors beside a tree, which stays open; those tensors, and the repeats that torch had."""
         if self._side is None:
-            self._side = SideFile.beside(self.reader.files[0])
+            self._side = TorchBuffers.beside(self.reader.files[0])
         return (None, {}, []) if self._side is None else (self._side, self._side.tensors, self._side.tied)
 
     def _dropped_names(self) -> set[str]:
-        """What the tensors that the user left out would be called among the weights."""
+        """The names that the tensors left out by the user would have among the weights."""
         dropped = matching(self.reader, self._dropped)
         if self.scheme == TORCH or not isinstance(self._weights, RenamedReader):
             return dropped
@@ -236,7 +236,7 @@ class Checkpoint(Closing):
         return names
 
     def _left_out(self) -> list[str]:
-        """Notes on which step of a run and which tree of a training state are read, and on what is left out."""
+        """Notes: which step of a run and which tree of a training state are read, and what is left out."""
         notes = [] if self._step is None else [self._step]
         notes += [f"dropped: {', '.join(self._dropped)}"] if self._dropped else []
         if not isinstance(self._weights, PartialReader) or not self._weights.left_out:
@@ -249,17 +249,17 @@ class Checkpoint(Closing):
 
     @property
     def tree(self) -> str:
-        """The path of what is read of a tree that holds more than parameters."""
+        """The path of the tree that is read, where the checkpoint holds more than parameters."""
         return getattr(self._weights, "tree", "")
 
     def _own_step(self, wrapper: str) -> str:
-        """The step that a training state says it is at."""
+        """The step count stored in a training state."""
         name = f"{wrapper}/step" if wrapper else "step"
         info = self.reader.tensors.get(name)
         return f", of step {self.reader.read(name).item()}" if info is not None and info.shape == () else ""
 
     def _to_torch(self, strict: bool) -> NamedWeights:
-        rules = scheme_called(self.scheme).rules(self.needed_config, self._known, self._weights.tensors)
+        rules = get_scheme(self.scheme).rules(self.needed_config, self._known, self._weights.tensors)
         side, kept, tied = self._kept_beside()
         table = compile_rules(rules)
         if beside := tuple((name, None, BUFFER) for name in kept if not table.knows(name)):
@@ -273,14 +273,14 @@ class Checkpoint(Closing):
             self._check(plan.targets, table)
         _refuse_unused(plan, self._weights.tensors, table, kept)
         plan.notes += [*_cut_off(plan, self._weights.tensors), *self._left_out()]
-        self._torch = PlannedReader(self._weights, plan, side, self.spool)
+        self._torch = PlannedReader(self._weights, plan, side, self.temp_arrays)
         return _named_weights(self._torch, plan)
 
     def _from_torch(self, torch: NamedWeights, scheme: str, *, checked: bool) -> NamedWeights:
         reader = torch.reader
         same = same_data(reader)
         architecture = self._apart(reader)
-        rules = scheme_called(scheme).rules(self.needed_config, architecture, None)
+        rules = get_scheme(scheme).rules(self.needed_config, architecture, None)
         table = compile_rules((*rules, *self._buffers(reader, compile_rules(rules))))
         fill: Collection[str] = architecture.shapes if architecture.tie else ()
         plan = plan_from_torch(reader.tensors, table, tie=architecture.tie, same=same, fill=fill)
@@ -289,12 +289,12 @@ class Checkpoint(Closing):
                 {name: reader.tensors[given] for name, given in table.torch_names(reader.tensors).items()}, table
             )
         plan.notes[:0] = torch.notes
-        made = _named_weights(PlannedReader(reader, plan, spool=self.spool), plan)
+        made = _named_weights(PlannedReader(reader, plan, temp_arrays=self.temp_arrays), plan)
         made.config = self._untied(architecture, made.notes, scheme)
         return made
 
     def _buffers(self, torch: Reader, table: RuleTable) -> Rules:
-        """Rows for what `table` does not know and is no weight: buffers, and what old checkpoints hold besides."""
+        """Rows for tensors that `table` does not know and that are not weights: buffers, leftovers of old versions."""
         unknown = [name for name in table.torch_names(torch.tensors) if not table.knows(name)]
         if not unknown:
             return ()
@@ -303,7 +303,7 @@ class Checkpoint(Closing):
 
     @property
     def torch_reader(self) -> Reader:
-        """The weights by torch's names, once `renamed` was called."""
+        """The weights by torch's names, available after `renamed`."""
         return by_hub_names(self._weights, self._known.names) if self.scheme == TORCH else self._torch
 
     def read_torch(self, name: str) -> np.ndarray:
@@ -364,7 +364,7 @@ def open_checkpoint(
         unwrapped = UnwrappedReader(kept, params_key=params_key)
         weights = unwrapped.tensors
         usual = format_.usual_scheme if isinstance(format_, OwnNames) else None
-        names = recognise(weights, known, usual) if scheme is None else scheme_called(scheme)
+        names = recognise(weights, known, usual) if scheme is None else get_scheme(scheme)
         if known is None and (content := names.infer_config(weights)) is not None:
             known = Config(_folder(path) / "config.json", content)
         return Checkpoint(format_, reader, names.name, known, weights=unwrapped, step=said, dropped=drop)
@@ -381,7 +381,7 @@ def _given(scheme: str | None, format_: Format, file: Path) -> str:
 
 
 def _cut_off(plan: Plan, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Notes on the leaves that hold more than what is made of them, as a vocabulary that is padded."""
+    """Notes on the leaves of which only a part is used, as of a padded vocabulary."""
     notes = []
     for step in plan.steps:
         given = sum(math.prod(tensors[name].shape) for name in step.sources if name in tensors)
@@ -396,7 +396,7 @@ def _cut_off(plan: Plan, tensors: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def _refuse_unused(plan: Plan, tensors: Mapping[str, TensorInfo], table: RuleTable, kept: Collection[str]) -> None:
-    """Refuses to lose a leaf: each makes a torch tensor, repeats one, or is a name that something kept beside has."""
+    """Refuses to lose a leaf: each must become a torch tensor, repeat one, or be kept in the file beside."""
     used = {name for step in plan.steps for name in step.sources}
     for path in tensors:
         found = table.leaf_rule(path)
@@ -407,7 +407,7 @@ def _refuse_unused(plan: Plan, tensors: Mapping[str, TensorInfo], table: RuleTab
 
 def _around(path: str, stored: str) -> tuple[str, str]:
     """What stands before and after a leaf's path in the name it is stored under."""
-    # An nnx module's may be called by a collection that the file does not name.
+    # An nnx module's leaf may be named with a collection that the file does not name.
     path = path if path in stored else path.partition("/")[2]
     before, _, after = stored.rpartition(path)
     return before, after

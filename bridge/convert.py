@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint from one format and naming scheme to another, streamed, whole or not at all."""
+"""`convert`: a checkpoint from one format and naming scheme to another, streamed and atomic."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def convert(
 
     Both are paths, names on the Hub or URLs (`bridge.jobs.locations`). `dst` is a new folder, or one file where its
     name ends as such a file's does (`out.safetensors`). Floating point weights are cast to `dtype` when it is given and
-    bit-exact otherwise. `verify` reads the result back, compares every tensor, and where a jax forward exists runs
-    both sides on the same inputs. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme`
+    bit-exact otherwise. `verify` reads the result back, compares every tensor, and, where a jax forward exists, runs
+    both models on the same inputs. Everything beside the weights (config, tokenizer) is copied into a folder. `scheme`
     names the source's naming scheme where its names do not tell it, `config` is the config.json of a source that has
     none. `step` is which step of a run to read instead of its last, `params_key` which tree of a training state instead
     of its parameters (`ema_params`). `rules` are the table of a model of your own, or the Python file that sets `RULES`
     to it (`bridge.layouts`): it needs no config then. `drop` are names of tensors to leave out, with `*` for anything.
-    `resume` goes on from the files a killed run of this very conversion had finished; an interrupted one keeps them.
-    Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an argument that is no such
-    thing; `dst` is not there then.
+    `resume` continues from the files that a killed run of the same conversion had finished.
+    Raises `CheckpointError` for a checkpoint that cannot be converted and `ValueError` for an invalid argument; `dst`
+    then does not exist.
     """
     begun = time.perf_counter()
     table = given_rules(rules)
     target, shard_size = registry.target(to), parse_size(max_shard_size)
-    stored_as(target.format, dtype)  # a dtype that is none is said before anything is fetched
+    stored_as(target.format, dtype)  # an invalid dtype is refused before anything is fetched
     if resume and is_remote(dst):
         raise ValueError(f"a conversion to {dst} cannot be resumed; convert to a folder here and copy that")
     prefer: registry.Kind = "tree" if to == "torch" else "torch"

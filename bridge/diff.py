@@ -1,4 +1,4 @@
-"""`diff`: what two checkpoints hold differently, across formats."""
+"""`diff`: the tensors in which two checkpoints differ, across formats."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from easytorch.bridge.rules.table import Rules
 from easytorch.bridge.rules.user_file import given_rules
 from easytorch.bridge.schemes.registry import TORCH
 
-# Compared a piece at a time, so that memory does not grow with the tensor.
+# Tensors are compared in pieces, so that memory does not grow with their size.
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor both hold differently. `max_abs` and `max_rel` (of the first's value) are None where shapes differ.
+    """A tensor that differs. `max_abs` and `max_rel` (relative to the first) are None where shapes differ.
 
     They are 0 where only the sign of a zero, the bits of a NaN or the dtype differ.
     """
@@ -70,7 +70,7 @@ def diff(
     tolerance: float = 0.0,
     rules: Rules | str | PathLike[str] | None = None,
 ) -> Difference:
-    """Compares two checkpoints of any formats, names as torch's where their schemes differ.
+    """Compares two checkpoints in any formats, under torch's names where their schemes differ.
 
     A tensor differs when its shape does, when its dtype does, or when some value is further than `tolerance` from the
     first's (0: when some bit differs). `config` is the config.json of those that have none. `rules` are the table of a
@@ -135,25 +135,25 @@ def _distance(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
             absolute = max(absolute, float(gap.max()))
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratio = np.where(gap == 0, 0.0, gap / np.abs(one.astype(np.result_type(one, np.float64))))
-            # What is infinite or NaN in the first has no relative difference to anything else.
+            # An infinity or NaN in the first has no relative difference.
             ratio[np.isnan(ratio)] = np.inf
             relative = max(relative, float(ratio.max()))
     return absolute, relative
 
 
 def _exact(first: np.dtype, second: np.dtype) -> np.dtype:
-    """The type in which the elements of both are subtracted: float64 cannot tell 2**53 from 2**53 + 1."""
+    """The dtype in which the elements are subtracted: float64 cannot distinguish 2**53 from 2**53 + 1."""
     if {first.kind, second.kind} <= {"i", "u"} and (common := np.result_type(first, second)).kind != "f":
         return np.dtype(f"{common.kind}8")
     return np.dtype("complex128" if "complex" in first.name or "complex" in second.name else "float64")
 
 
 def _gaps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """How far the elements are apart, 0 where both are NaN and infinite where only one is."""
+    """The absolute differences: 0 where both are NaN, infinite where only one is."""
     if one.dtype.kind == "c":
         return np.hypot(_gaps(one.real, other.real), _gaps(one.imag, other.imag))
     if one.dtype.kind in "iu":
-        # Two int64 may be further apart than an int64 reaches: the difference wraps, and is right as unsigned.
+        # The difference of two int64 may overflow: it wraps around, and is right as an unsigned integer.
         return (np.maximum(one, other) - np.minimum(one, other)).view(np.uint64)
     with np.errstate(invalid="ignore"):
         gap = np.abs(one - other)

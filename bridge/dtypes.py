@@ -1,4 +1,4 @@
-"""Element types under one name each, numpy's (ml_dtypes' for what numpy lacks), and what the formats call them."""
+"""Element types under one name each, numpy's (or ml_dtypes'), and their names in the formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAFETENSORS_CODES = {
     "bool": "BOOL",
 }
 NAMES_OF_CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
-# What only Flax holds; numpy keeps the four-bit kinds one to a byte, and so does Flax.
+# Types that only Flax stores; numpy and Flax keep a 4-bit element in a byte.
 _ONLY_FLAX = ("complex128", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "int4", "uint4")
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*SAFETENSORS_CODES, *_ONLY_FLAX)}
 FLOATING = frozenset(name for name in _NUMPY if "float" in name)
@@ -49,7 +49,7 @@ _ALIASES = {
 
 
 def numpy_dtype(name: str) -> np.dtype | None:
-    """The numpy dtype called `name`, or None for a name that is not an element type here."""
+    """The numpy dtype of that name, or None for a name that is not an element type here."""
     return _NUMPY.get(name)
 
 
@@ -81,14 +81,14 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def torch_stores(name: str) -> bool:
-    """Whether torch has the element type; its four-bit ones are mere names, without storage."""
+    """Whether torch can store the element type; its 4-bit dtypes exist only as names."""
     import torch
 
     return isinstance(getattr(torch, name, None), torch.dtype) and name not in ("int4", "uint4")
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the same memory where it can be: C-contiguous, aligned and writable; a copy otherwise."""
+    """A tensor that shares memory where the array is C-contiguous, aligned and writable; a copy otherwise."""
     import torch
 
     array = np.require(array, requirements=("C", "A", "W"))

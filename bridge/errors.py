@@ -8,7 +8,7 @@ from os import PathLike
 
 from easytorch.bridge.core.printable import printable
 
-# What a damaged file calls a tensor, and what it has for a shape, may be of any length.
+# Names and shapes in a damaged file may be of any length.
 _LONGEST = 4000
 _LONGEST_NAME = 300
 
@@ -16,7 +16,7 @@ _LONGEST_NAME = 300
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: what is wrong, in which file and tensor, and what to do.
 
-    `str(error)` is one line; `file` and `tensor` name the place, None where it is not one file or one tensor.
+    `str(error)` is one line; `file` and `tensor` say where, None where it is not a single file or tensor.
     """
 
     def __init__(self, message: str, *, file: str | PathLike[str] | None = None, tensor: str | None = None) -> None:
@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` (nearest known name: 'x')` for the name in `known` most like `name`, or an empty string."""
+    """` (nearest known name: 'x')` for the name in `known` most similar to `name`, or an empty string."""
     if len(name) > _LONGEST_NAME:
         return ""
     close = difflib.get_close_matches(name, [one for one in known if len(one) <= _LONGEST_NAME], n=1)

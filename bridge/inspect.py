@@ -57,7 +57,7 @@ class CheckpointInfo:
 def inspect(path: str | PathLike[str]) -> CheckpointInfo:
     """Format, naming scheme, architecture and tensors of the checkpoint at `path` (`bridge.jobs.locations`).
 
-    Only headers are read, and of remote safetensors fetched. `CheckpointError` for what is not a whole checkpoint.
+    Only headers are read; of remote safetensors only those are fetched. `CheckpointError` for an incomplete checkpoint.
     """
     with local_source(path, headers_only=True) as local, open_checkpoint(local) as checkpoint:
         reader, config = checkpoint.reader, checkpoint.config

@@ -1,8 +1,8 @@
-"""Layouts of Flax's layers for the table of a model of one's own: what stands in the third place of a row.
+"""Layouts of Flax's layers for the rule table of a user's own model: the third entry of a row.
 
 By name: `identity`, `linear`, `conv1d`, `conv2d`, `conv3d` (`bridge.rules.transforms`), and from here
 `conv_transpose1d`, `conv_transpose2d`, `conv_transpose3d` and the same with `_transposed` for `transpose_kernel=True`.
-The functions take the sizes that names and shapes do not tell. Those called after a layer return all of its rows:
+The functions take the sizes that names and shapes do not tell. Those named after a layer return all of its rows:
 
     RULES = (
         ("embed.weight", "embed/embedding", "identity"),
@@ -11,9 +11,9 @@ The functions take the sizes that names and shapes do not tell. Those called aft
         ("head.weight", "head/kernel", dense_general(inputs=(8, 64), outputs=(512,))),
     )
 
-linen and nnx hold the same leaves, but for recurrent cells (`nnx_gru`, `nnx_lstm`). torch's side is `torch.nn.Linear`,
+linen and nnx have the same leaves, except recurrent cells (`nnx_gru`, `nnx_lstm`). In torch they are `torch.nn.Linear`,
 `MultiheadAttention`, `GRU`, `LSTM`, `ConvTranspose1d/2d/3d`. A layout of your own is a `Transform`
-(`bridge.transforms`), functions for both directions and for both sides' shapes.
+(`bridge.transforms`), functions for both directions and for the shapes in both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, joined, stacked
 from easytorch.bridge.rules.table import Rule, Rules
-from easytorch.bridge.rules.transforms import Arrays, Shape, Transform, register_transform, transform_called
+from easytorch.bridge.rules.transforms import Arrays, Shape, Transform, get_transform, register_transform
 
 __all__ = [
     "attention",
@@ -66,8 +66,8 @@ def reshaped(shape: Shape) -> Transform:
 def einsum(equation: str, shape: Shape) -> Transform:
     """torch (outputs, inputs) <-> `shape`, the kernel of `Einsum(equation, shape)`.
 
-    Inputs are the kernel's letters that the layer's input has too, in that one's order, outputs those its output has.
-    Neither may have all: `ValueError` for an equation that is no linear map of the last dimensions.
+    Inputs are the kernel's letters that also occur in the layer's input, in that order; outputs those in its output.
+    `ValueError` for an equation that is not a linear map of the last dimensions.
     """
     operands, arrow, result = equation.replace(" ", "").replace("...", "").partition("->")
     given, comma, kernel = operands.partition(",")
@@ -105,10 +105,10 @@ def _sized(given: Shape, wanted: Shape, made: Shape) -> Shape:
 
 
 def _conv_transpose(dimensions: int, transposed: bool) -> Transform:
-    """torch (in, out, *window) <-> (*window, in, out), turned around in every dimension of the window.
+    """torch (in, out, *window) <-> (*window, in, out), flipped in every dimension of the window.
 
-    torch's is the gradient of a convolution, jax's a convolution of the dilated input: one's kernel is the other's seen
-    from the end. With `transpose_kernel=True` Flax holds (*window, out, in), and turns it around itself.
+    torch's is the gradient of a convolution, jax's a convolution of the dilated input: the kernels are flips of each
+    other. With `transpose_kernel=True` Flax holds (*window, out, in), and flips it itself.
     """
     window = tuple(range(dimensions))
     to_flax = (*(2 + axis for axis in window), *((1, 0) if transposed else (0, 1)))
@@ -167,7 +167,7 @@ def lstm(torch: str, flax: str, *, layer: str = "l0") -> Rules:
 
 
 def _lstm(torch: str, flax: str, layer: str, forget: str) -> Rules:
-    """forget: what the kernel of the forget gate's input is called, a word that Python keeps for itself."""
+    """forget: the name of the forget gate's input kernel, since `if` is a Python keyword."""
     given = [f"{flax}/{name}" for name in ("ii", forget, "ig", "io")]
     hidden = [f"{flax}/h{gate}" for gate in "ifgo"]
     leaves = tuple(f"{path}/bias" for path in hidden)
@@ -201,7 +201,7 @@ def _fused_gates(torch: str, flax: str, layer: str, bias: str, biases: Transform
 
 
 def _gates(torch: str, layer: str, given: Sequence[str], hidden: Sequence[str]) -> Rules:
-    matrices = joined(transform_called("linear"), len(given))
+    matrices = joined(get_transform("linear"), len(given))
     return (
         (f"{torch}.weight_ih_{layer}", tuple(f"{path}/kernel" for path in given), matrices),
         (f"{torch}.weight_hh_{layer}", tuple(f"{path}/kernel" for path in hidden), matrices),
@@ -209,10 +209,10 @@ def _gates(torch: str, layer: str, given: Sequence[str], hidden: Sequence[str]) 
 
 
 def _two_biases(name: str, gates: int, leaves: int) -> Transform:
-    """torch's two biases (gates * H,) <-> one for each of `gates`, and one more for the last gate's second if asked.
+    """torch's two biases (gates * H,) <-> one per gate, and, with `leaves` > `gates`, the last gate's second one apart.
 
-    The one that Flax has is torch's first for a GRU and its second for an LSTM, as the modules place them; the other
-    is zero in torch, and what another torch model has there is added: only the sum is computed with.
+    Flax's bias becomes torch's first for a GRU and its second for an LSTM, as the modules place them, and torch's other
+    one zero; in the other direction the two are added, since only their sum is used.
     """
     own = leaves > gates  # A GRU's last gate multiplies its second bias, and keeps it.
 
@@ -251,9 +251,9 @@ _lstm_biases = _two_biases("lstm_biases", 4, 4)
 
 
 def _summed_bias(name: str, gates: int, *, first: bool, apart: bool) -> Transform:
-    """torch's two biases (gates * H,) <-> their sum, which torch's `first` or second is given back as.
+    """torch's two biases (gates * H,) <-> their sum, which becomes torch's `first` or second one.
 
-    apart: whether the last gate's second bias is none to add, so that it must be zero.
+    apart: the last gate's second bias cannot be added, so it must be zero.
     """
 
     def to_flax(arrays: Arrays) -> np.ndarray:

@@ -25,10 +25,10 @@ def load_tree(
 
     The names are those of `scheme`; without it a tree keeps its own, and a torch checkpoint gets HF Flax's. `config`
     is the config.json of a checkpoint that has none. numpy's arrays are views of a private map of the file where
-    layouts allow: changing them never reaches it. jax's stand where `shardings` says (`bridge.memory.tree`), each
-    device being given its part alone.
+    layouts allow: changing them never reaches it. jax's are placed by `shardings` (`bridge.memory.tree`); each device
+    receives only its part.
     """
-    # numpy's arrays are kept, jax's are copies of them.
+    # numpy's arrays are returned, jax's are copies of them.
     kept = framework == "numpy"
     with (
         local_source(path, prefer="tree") as local,

@@ -34,9 +34,9 @@ def load_torch_state_dict(
 ) -> dict[str, torch.Tensor]:
     """The weights at `path`, a folder or a file in any format, as torch tensors by their torch names.
 
-    Of several formats in one folder the tree is taken. torch tensors kept beside a tree are merged back, a tied repeat
-    is left out. `config` is the config.json of a checkpoint that has none, or another than its own.
-    The tensors may be changed: untransposed ones are a private map of the file, others their own memory.
+    Where a folder holds several formats, the tree is read. torch tensors kept beside a tree are merged back, tied
+    repeats are left out. `config` is the config.json of a checkpoint that has none, or replaces its own.
+    The tensors are writable: untransposed ones are a private map of the file, others have their own memory.
     """
     with open_checkpoint(Path(path), prefer="tree", config=config, writable=True) as checkpoint:
         reader = checkpoint.renamed(TORCH, strict=False).reader
@@ -48,7 +48,7 @@ def tree_to_state_dict(
 ) -> dict[str, torch.Tensor]:
     """A tree of arrays (`bridge.memory.tree`) named as `rules` say, as torch tensors by their torch names, on the CPU.
 
-    complete: a weight that `rules` name and the tree has not is a `CheckpointError` (`bridge.rules.completeness`).
+    complete: a weight that `rules` name and the tree lacks is a `CheckpointError` (`bridge.rules.completeness`).
     """
     leaves = tree if isinstance(tree, MemoryTree) else MemoryTree(tree)
     table = compile_rules(rules)
@@ -96,7 +96,7 @@ def state_dict_to_tree(
 
 
 def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
-    """What a writer is told of arrays; `CheckpointError` for what is no array of numbers."""
+    """The metadata of arrays, for a writer; `CheckpointError` for anything but an array of numbers."""
     for name, array in arrays.items():
         if numpy_dtype(array.dtype.name) is None:
             raise CheckpointError(f"is of dtype {array.dtype}, not an array of numbers", tensor=name)
@@ -104,7 +104,7 @@ def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, each over memory of its own: of two that share it, `save_pretrained` writes one.
+    """The tensors, each with its own memory: of two that share it, `save_pretrained` writes only one.
 
     A leaf under two torch names (an untied BART's embeddings) would be missing there when the model is loaded again.
     """
@@ -127,5 +127,5 @@ def same_arrays(read: Read) -> Same:
 
 
 def _never(one: Step, other: Step) -> bool:
-    """A model in memory takes a tied tensor and its repeat alike; parts of theirs may be on other hosts."""
+    """For models in memory, where a tied tensor and its repeat are not compared: parts may be on other hosts."""
     return False

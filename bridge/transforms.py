@@ -1,4 +1,4 @@
-"""What a layout of one's own is made of (`bridge.layouts`)."""
+"""`Transform`, of which users make layouts of their own (`bridge.layouts`)."""
 
 from easytorch.bridge.rules.transforms import Transform
 

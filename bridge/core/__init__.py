@@ -1,1 +1,1 @@
-"""What every room of the bridge uses: tensors and readers as data, arrays on their way from files, JSON and sizes."""
+"""What every room of the bridge uses: tensor metadata, readers, arrays read from files, JSON and sizes."""

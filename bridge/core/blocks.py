@@ -1,8 +1,8 @@
-"""Arrays as their bytes in C order, block by block: a strided view is never copied whole, and a transposed one fast.
+"""Arrays as their bytes in C order, block by block: strided views are never copied whole, transposed ones are fast.
 
 Copying a transposed matrix element by element misses the cache each time: numpy and torch do 0.25 to 0.5 GB/s. Here the
-rows and columns that make one block are first gathered in the order they have in memory, and turned around where they
-lie in the cache: 2 to 3 GB/s on one core of an EPYC (Zen 4) for elements of two and four bytes.
+rows and columns of one block are first gathered in memory order and then transposed within the cache: 2 to 3 GB/s on
+one core of an EPYC (Zen 4) for elements of two and four bytes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from easytorch.bridge.core.casting import cast_into
 from easytorch.bridge.core.mapped import Unread, give_back
 
-# What goes to a file in one call. From 2 MB on Linux looks for free memory in pieces as large, and compacts it to make
-# some: a half to a tenth of the speed (ext4, Linux 6.18).
+# Bytes written in one call. From 2 MB on, Linux looks for free memory in blocks as large and compacts memory to get
+# them: a half to a tenth of the speed (ext4, Linux 6.18).
 WRITE_BYTES = 512 << 10
-# The pieces of a contiguous array, of which nothing is copied.
+# The pieces of a contiguous array, which are not copied.
 _PLAIN_BYTES = 8 << 20
-# What a strided array is copied in.
+# The blocks in which a strided array is copied.
 _BLOCK_BYTES = 1 << 20
-# What is read in one go where a block has a say in it: shorter runs waste the cache lines and pages they touch ...
+# The shortest contiguous read that a block should give: shorter runs waste the cache lines and pages they touch ...
 _RUN_BYTES = 256
 # ... and a block may grow to this for it.
 _LARGEST_BLOCK_BYTES = 32 << 20
-# What is turned around at once: with its copy within a core's second-level cache.
+# A tile to transpose: with its copy it fits into a core's second-level cache.
 _TILE_BYTES = 512 << 10
-# From this many elements on a matrix is turned around in tiles; below, that costs more than it gains.
+# Matrices of at least this many elements are transposed in tiles; below, that costs more than it gains.
 _TILED_ELEMENTS = 60 * 60
 
 
@@ -47,7 +47,7 @@ def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _cut(view: np.ndarray) -> tuple[int, int]:
-    """The dimension along which blocks are cut, those before it being indexed, and how much of it one block has."""
+    """The dimension along which blocks are cut (those before it are indexed), and its length in one block."""
     inner = [math.prod(view.shape[axis + 1 :]) * view.itemsize for axis in range(view.ndim)]
     axis = next(axis for axis, size in enumerate(inner) if size <= _BLOCK_BYTES or axis == view.ndim - 1)
     # Indexing the dimension that is dense in memory would leave single elements far from each other.
@@ -61,7 +61,7 @@ def _cut(view: np.ndarray) -> tuple[int, int]:
 
 
 def _joined(array: np.ndarray) -> np.ndarray:
-    """The same elements with neighbouring dimensions made one where memory allows, and none of size 1."""
+    """The same elements with neighbouring dimensions merged where strides allow, and none of size 1."""
     shape: list[int] = []
     stride = 0
     for size, step in zip(array.shape, array.strides, strict=True):
@@ -76,14 +76,14 @@ def _joined(array: np.ndarray) -> np.ndarray:
 
 
 class Copier:
-    """Makes pieces contiguous in memory that it uses again and again; one for each thread."""
+    """Makes pieces contiguous in buffers that it reuses; one for each thread."""
 
     def __init__(self) -> None:
-        # For a piece, for what is gathered of it, for that turned around, and for a piece that is cast.
+        # Buffers for a piece, its gathered rows, their transpose, and the cast piece.
         self._memory = [np.empty(0, np.uint8) for _ in range(4)]
 
     def bytes_of(self, piece: np.ndarray | Unread, dtype: np.dtype | None = None) -> memoryview:
-        """The bytes of `piece` in C order: its own memory where it is contiguous, else good until the next call.
+        """The bytes of `piece` in C order: its own memory if it is contiguous, else valid until the next call.
 
         dtype: what its elements are cast to, as `core.casting` does.
         """
@@ -160,9 +160,9 @@ def contiguous(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 
 
 def byte_blocks(array: np.ndarray | Unread) -> Iterator[memoryview]:
-    """The bytes of `array` in C order; each block is good until the next is asked for.
+    """The bytes of `array` in C order; each block is valid until the next one.
 
-    The pages of a mapped file are given back as they are passed.
+    Pages of a mapped file are released as they are passed.
     """
     copier = Copier()
     if isinstance(array, Unread):

@@ -1,7 +1,7 @@
-"""Modules that are called like the one function they hold: `easytorch.bridge.convert(...)`.
+"""Modules that can be called like the one function they define: `easytorch.bridge.convert(...)`.
 
-`bridge/` can have no `__init__.py` (docs/architecture.md, "Packaging"), so there is no place where `convert` could be
-made to mean the function and not the module of its name.
+`bridge/` can have no `__init__.py` (docs/architecture.md, "Packaging"), so nothing could bind `convert` to the function
+instead of the module of that name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def call_as(function: Callable[..., Any]) -> None:
-    """Makes calling the module in which `function` stands call `function`."""
+    """Makes the module that defines `function` callable as `function`."""
 
     class CallableModule(ModuleType):
         __wrapped__ = staticmethod(function)

@@ -1,4 +1,4 @@
-"""Casts of floating point elements that refuse to make a number infinite: rounding is asked for, losing it is not."""
+"""Casts of floating point elements that may round a finite number but refuse to make it infinite."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from easytorch.bridge.dtypes import FLOATING
 from easytorch.bridge.errors import CheckpointError
 
-# The exponent of what is infinite or no number, in the bits of the types most weights are cast to.
+# The exponent bits of infinities and NaN in the dtypes that weights are most often cast to.
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
 class CastOverflow(CheckpointError):
-    """A number that the element type asked for cannot hold."""
+    """A number that the requested element type cannot represent."""
 
     def of(self, tensor: str) -> CheckpointError:
-        """The same about one tensor."""
+        """The same error, naming the tensor."""
         return CheckpointError(str(self), tensor=tensor)
 
 
 def cast_into(out: np.ndarray, array: np.ndarray) -> None:
-    """Fills `out` with the elements of `array`, rounded to its type; `CastOverflow` where a number becomes none."""
+    """Fills `out` with the elements of `array`, rounded to its dtype; `CastOverflow` where a number overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, array, casting="unsafe")
     if not _narrows(array.dtype, out.dtype) or _finite(out).all():
@@ -54,8 +54,8 @@ def _narrows(given: np.dtype, made: np.dtype) -> bool:
 
 def _why_not(value: float, made: np.dtype) -> str:
     if value <= 0 < float(ml_dtypes.finfo(made).min):
-        return f"{made.name} has no zero and nothing negative"
-    return f"{made.name} ends at {_largest(made):.4g}"
+        return f"{made.name} has neither zero nor negative numbers"
+    return f"the largest {made.name} is {_largest(made):.4g}"
 
 
 @cache

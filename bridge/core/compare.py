@@ -19,7 +19,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def identical(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether dtype, shape and every bit agree; the same memory is not read, and nothing is copied whole."""
+    """Whether dtype, shape and every bit agree; identical memory is not read, and no whole array is copied."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if one.strides == other.strides and one.ctypes.data == other.ctypes.data:
@@ -28,7 +28,7 @@ def identical(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def identical_parts(one: InParts, other: InParts) -> bool:
-    """The same of elements that need not have been read: what stands in a file is gone through block by block."""
+    """`identical` for elements that may not have been read yet: files are compared block by block."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if all(isinstance(part, Unread) for part in (*one.parts, *other.parts)) and one == other:

@@ -42,7 +42,7 @@ class Config:
 
 
 def given_config(path: Path) -> Config:
-    """The config a user names: a file, whatever it is called, or the folder of a config.json."""
+    """The config a user gives: a file of any name, or the folder of a config.json."""
     from easytorch.bridge.core.weight_files import is_weights
 
     file = path / "config.json" if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""What is closed at the end of its `with` block."""
+"""A base class for objects that are closed at the end of their `with` block."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
-    """A base for open checkpoints: they state `close`, and are context managers by it."""
+class ContextManager(ABC):
+    """Open checkpoints derive from it: they define `close`, which makes them context managers."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what is open."""
+        """Releases the open files."""
 
     def __enter__(self) -> Self:
         return self

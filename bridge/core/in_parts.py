@@ -1,4 +1,4 @@
-"""Arrays that need not be made whole to be written: what stands in pieces, and what is cast on the way."""
+"""Arrays that can be written without being assembled in memory: several parts in order, cast as they are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from easytorch.bridge.core.mapped import Unread, give_back
 class InParts:
     """The elements of `parts`, each in C order and one after the other, cast to `dtype` as `core.casting` does.
 
-    What nothing is done to but a cast need not have been read.
+    Parts that are only cast need not have been read yet.
     """
 
     parts: tuple[np.ndarray | Unread, ...]
@@ -32,7 +32,7 @@ class InParts:
 
     @classmethod
     def joined(cls, parts: Sequence[np.ndarray | Unread], shape: tuple[int, ...]) -> InParts:
-        """Arrays of one dtype that make one of `shape`."""
+        """Arrays of one dtype that together make one of `shape`."""
         assert sum(part.size for part in parts) == math.prod(shape), f"{len(parts)} parts do not fill {shape}"
         return cls(tuple(parts), shape, parts[0].dtype)
 
@@ -42,7 +42,7 @@ class InParts:
         return self.parts[0].dtype
 
     def cast(self, dtype: np.dtype) -> InParts:
-        """The same in `dtype`; what is cast already is made whole: rounding twice is not rounding once."""
+        """The same in `dtype`; what is cast already is assembled first, since rounding twice differs from once."""
         if dtype == self.dtype:
             return self
         parts = self.parts if self.dtype == self.stored else (self.whole(),)
@@ -76,7 +76,7 @@ def _read(part: np.ndarray | Unread) -> np.ndarray:
 
 @runtime_checkable
 class ReadsInParts(Protocol):
-    """A reader, or a writer's source, that can give tensors so."""
+    """A reader, or a writer's source, that can return tensors in parts."""
 
     def read_in_parts(self, name: str) -> InParts:
         """The data of one tensor; thread-safe as `read` is."""

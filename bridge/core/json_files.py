@@ -1,4 +1,4 @@
-"""JSON read from files that anybody may have written."""
+"""JSON read from untrusted files."""
 
 from __future__ import annotations
 

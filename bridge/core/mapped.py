@@ -1,12 +1,12 @@
-"""A checkpoint's file: read by position, or mapped for those who keep its arrays.
+"""A checkpoint's file: read by position, or memory-mapped where its arrays are kept.
 
-What converts, compares and inspects reads (`pread`). A map is faster to set up and no faster to go through, and a file
-that somebody truncates meanwhile ends the process (SIGBUS) at the next touch of a page that is gone; no look at the
-size beforehand helps, for it may shrink right after. A read comes up short instead, which is an error like others.
-Every read also holds the file against what it was when it was opened, before and after: other bytes under the old
-header would be a checkpoint that never was. Copying to the reader's own memory costs what a map's page faults do.
+convert, diff and inspect read (`pread`). A map is faster to set up but not to traverse, and if someone truncates the
+file meanwhile, touching a missing page kills the process (SIGBUS); checking the size beforehand does not help, since it
+may shrink right after. A read returns fewer bytes instead, which is an ordinary error. Every read also compares the
+file's state with that at opening, before and after: new bytes under an old header would be a checkpoint that never
+existed. Copying to the reader's own memory costs no more than a map's page faults.
 
-`writable` arrays, which models keep, are a private map: they must not cost memory of their own.
+`writable` arrays, which models keep, are a private map, so that they cost no memory until they are written.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from easytorch.bridge.errors import CheckpointError
 if TYPE_CHECKING:
     from easytorch.bridge.core.in_parts import InParts
 
-# What is read ahead of someone who goes through a header bit by bit.
+# Read-ahead for headers that are parsed piece by piece.
 _WINDOW_BYTES = 64 << 10
-# From here on memory is mapped and not malloc's.
+# Arrays from this size on are mapped, not allocated by malloc.
 _LARGE_BYTES = 1 << 20
 
 
 class _ReadOnly(mmap.mmap):
-    """A map of a file which knows where in memory it is."""
+    """A map of a file that knows its address."""
 
     address: int
 
 
 class _Anonymous(mmap.mmap):
-    """Memory of this process, and no file."""
+    """Anonymous memory, without a file."""
 
 
 def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array for elements that are about to be read; a large one goes back to the system the moment it is let go.
+    """An array for elements that are about to be read; a large one returns to the system as soon as it is freed.
 
-    What malloc is given back it keeps for the next time, in every thread: conversions would hold several tensors more.
+    malloc keeps freed memory for later, in every thread: conversions would hold several tensors more.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
@@ -60,7 +60,7 @@ def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def stands_in_file(array: np.ndarray) -> bool:
-    """Whether the elements are a mapped file's; tensorstore's arrays, for one, are no numpy memory either."""
+    """Whether the elements are in a mapped file; note that tensorstore's arrays do not own numpy memory either."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -77,7 +77,7 @@ def map_file(descriptor: int, writable: bool = False) -> mmap.mmap:
 
 
 class ReadFile:
-    """The bytes of a file as it was when this was made: `CheckpointError` where it has changed since, or is gone.
+    """The bytes of a file as it was when opened: `CheckpointError` where it has changed since, or is gone.
 
     No descriptor is kept: checkpoints have more shards than a process may have files open.
     """
@@ -87,7 +87,7 @@ class ReadFile:
         with self._opened() as descriptor:
             self._state = _state(descriptor)
         self.size = self._state[2]
-        # Where it starts and what it holds; replaced in one assignment, as threads share it.
+        # The cached read-ahead, (start, bytes); replaced in one assignment, as threads share it.
         self._window = 0, b""
 
     @contextmanager
@@ -102,7 +102,7 @@ class ReadFile:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=self.path) from error
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fills `out`, bytes, with those from `start` on."""
+        """Fills the bytes `out` with those from `start` on."""
         with self._opened() as descriptor:
             self._unchanged(descriptor)
             while out:
@@ -113,7 +113,7 @@ class ReadFile:
             self._unchanged(descriptor)
 
     def strided(self, start: int, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...]) -> np.ndarray:
-        """Elements from byte `start` on, some at least, that lie `strides` bytes apart, none negative."""
+        """At least one element, from byte `start` on, with `strides` in bytes, none negative."""
         reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + dtype.itemsize
         content = room((reach,), np.dtype(np.uint8))
         self.read_into(start, content.data)
@@ -143,14 +143,14 @@ class ReadFile:
 
 
 def _state(descriptor: int) -> tuple[int, int, int, int]:
-    """What tells a file, and its content, from another."""
+    """What identifies a file and its content."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Elements that stand in a file, in C order, and have not been read."""
+    """Elements in a file, in C order, that have not been read yet."""
 
     file: ReadFile
     start: int
@@ -159,11 +159,11 @@ class Unread:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def read_into(self, out: np.ndarray) -> None:
-        """Fills `out`, contiguous and of as many elements of the dtype."""
+        """Fills `out`, which is contiguous and has the same dtype and number of elements."""
         if self.size:
             self.file.read_into(self.start, out.reshape(-1).view(np.uint8).data)
 
@@ -182,7 +182,7 @@ class Unread:
 
 
 class MappedFile:
-    """A file whose byte ranges are arrays: read when asked for, or views of a map.
+    """A file whose byte ranges are arrays: read on demand, or views of a map.
 
     `writable` arrays are mapped and belong to their owner: changing them never reaches the file.
     """
@@ -217,21 +217,21 @@ class MappedFile:
         return np.frombuffer(self.bytes, element, count, start).reshape(shape) if count else np.empty(shape, element)
 
     def strided(self, start: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> np.ndarray:
-        """Elements from byte `start` on that lie `strides` bytes apart, none negative."""
+        """Elements from byte `start` on, with `strides` in bytes, none negative."""
         element = numpy_dtype(dtype)
         if isinstance(self.bytes, ReadFile):
             return self.bytes.strided(start, shape, element, strides)
         return np.ndarray(shape, element, self.bytes, start, strides)
 
     def close(self) -> None:
-        """Lets go of the map; arrays made from it keep it alive until they are gone."""
+        """Releases the map; arrays made from it keep it alive."""
         self.bytes = b""
 
 
 def give_back(array: np.ndarray) -> None:
     """Unmaps the pages that `array` covers, so that they no longer count as memory of this process.
 
-    They are read from the file again if they are needed again. To an array that is no view of a file nothing happens.
+    They are read from the file again when needed. An array that is not a view of a file is left alone.
     """
     base = array.base
     while isinstance(base, np.ndarray):
@@ -242,14 +242,14 @@ def give_back(array: np.ndarray) -> None:
     end = start + array.itemsize
     for size, stride in zip(array.shape, array.strides, strict=True):
         start, end = start + min(0, (size - 1) * stride), end + max(0, (size - 1) * stride)
-    # Pages that reach beyond it are left to its neighbours.
+    # Pages shared with its neighbours are kept.
     start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:
         base.obj.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def check_announced(info: TensorInfo, array: np.ndarray | InParts) -> None:
-    """Refuses an array that is not what `info` has announced to the file already."""
+    """Refuses an array that does not match `info`, which is in the file's header already."""
     if array.shape != info.shape or array.dtype != numpy_dtype(info.dtype):
         given = f"{array.dtype.name} {array.shape}"
         raise CheckpointError(f"announced as {info.dtype} {info.shape}, and {given} came", tensor=info.name)

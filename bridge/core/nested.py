@@ -31,7 +31,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
         for branch in branches:
             node = node.setdefault(branch, {})
             if not isinstance(node, dict):
-                raise CheckpointError("another tensor is called as a part of this path", tensor=path)
+                raise CheckpointError("another tensor has a part of this path as its name", tensor=path)
         if last in node:
             raise CheckpointError("is both a tensor and a folder of tensors", tensor=path)
         node[last] = leaf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """`text` with what is no visible character (control, direction and line marks, lone surrogates) spelt out."""
+    """`text` with invisible characters (control, direction and line marks, lone surrogates) escaped."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)

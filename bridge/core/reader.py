@@ -1,4 +1,4 @@
-"""Open checkpoints: what every format gives when it is opened."""
+"""Open checkpoints: the interface that every format's reader has."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DescribedReader(Reader, Protocol):
     """A reader of a format that states the model's config itself."""
 
     def config(self) -> dict[str, Any] | None:
-        """What config.json would hold; None where it is of a model not known here."""
+        """The content of config.json; None for a model that is not known here."""
 
 
 @runtime_checkable
@@ -59,4 +59,4 @@ class TokenizedReader(Reader, Protocol):
     """A reader of a format that may hold the model's tokenizer too."""
 
     def write_tokenizer(self, folder: Path) -> str | None:
-        """Writes it into `folder` as transformers reads it; why it could not, None where it could or there is none."""
+        """Writes the tokenizer into `folder` for transformers; returns why it could not, or None (also without one)."""

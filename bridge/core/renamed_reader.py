@@ -1,4 +1,4 @@
-"""Open checkpoints whose tensors go by other names than they are stored under."""
+"""Open checkpoints whose tensors have other names than in the file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.reader import PartialReader, Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
 
 
-class RenamedReader(Closing):
-    """The tensors of `reader` that `names` lists, name here -> name there. Closing it closes `reader`."""
+class RenamedReader(ContextManager):
+    """The tensors of `reader` that `names` lists, name here -> name there. ContextManager it closes `reader`."""
 
     def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
         self._reader = reader
@@ -41,7 +41,7 @@ class RenamedReader(Closing):
 
 
 class _Without(RenamedReader):
-    """What `without` leaves. `left_out` is what the reader behind it had left out already."""
+    """The result of `without`. `left_out` are the names that the underlying reader had left out already."""
 
     def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
         super().__init__(reader, names)
@@ -49,9 +49,9 @@ class _Without(RenamedReader):
 
 
 def without(reader: Reader, patterns: Iterable[str]) -> Reader:
-    """`reader` without the tensors that `patterns` name, with `*` for anything; one that fits none is an error."""
+    """`reader` without the tensors that match `patterns` (`*` is a wildcard); a pattern without a match is an error."""
     if isinstance(patterns, str):
-        raise TypeError(f"drop is a text, {patterns!r}; give a list of names")
+        raise TypeError(f"drop is the string {patterns!r}; give a list of names")
     dropped = matching(reader, patterns)
     return _Without(reader, {name: name for name in reader.tensors if name not in dropped})
 
@@ -71,11 +71,11 @@ def matching(reader: Reader, patterns: Iterable[str]) -> set[str]:
 
 
 def by_paths(reader: Reader) -> RenamedReader:
-    """`reader`, whose names are paths joined by dots, by those paths; closed where two names are one path."""
+    """`reader` with its dotted names as paths; it is closed, with an error, where two names are the same path."""
     names: dict[str, str] = {}
     for name in reader.tensors:
         path = name.replace(".", "/")
         if names.setdefault(path, name) != name:
             reader.close()
-            raise CheckpointError(f"and {names[path]!r} are one path", file=reader.files[0], tensor=name)
+            raise CheckpointError(f"and {names[path]!r} are the same path", file=reader.files[0], tensor=name)
     return RenamedReader(reader, names)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from easytorch.bridge.dtypes import numpy_dtype
 
-# numpy 1 has no more dimensions; a longer shape is never a weight.
+# numpy 1's limit; a longer shape is never a weight.
 MAX_RANK = 32
 
 
@@ -14,8 +14,8 @@ MAX_RANK = 32
 class TensorInfo:
     """One tensor as the file declares it; `dtype` is a name of `bridge.dtypes`, `file` is where its data stands.
 
-    `packed` is what its format calls elements that are unpacked to `dtype` when they are read, and `packed_bytes` what
-    they take in the file.
+    `packed` is the format's name for quantized elements, which are unpacked to `dtype` when read, and `packed_bytes`
+    their size in the file.
     """
 
     name: str

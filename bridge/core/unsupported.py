@@ -1,4 +1,4 @@
-"""What stands in checkpoints and is not converted: adapters (PEFT) and quantized weights. Each is refused by name."""
+"""What checkpoints may hold but is not converted: adapters (PEFT) and quantized weights. Each is refused by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from easytorch.bridge.errors import CheckpointError
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _MERGE = "merge it into its model first (`PeftModel.merge_and_unload()`, then `save_pretrained`)"
-# What GPTQ, AWQ, bitsandbytes, compressed-tensors, fp8, mxfp4, ModelOpt, MLX, EETQ, HQQ, quanto and torchao keep beside
-# or in the place of a weight.
+# What GPTQ, AWQ, bitsandbytes, compressed-tensors, fp8, mxfp4, ModelOpt, MLX, EETQ, HQQ, quanto and torchao store
+# beside or instead of a weight.
 _QUANTIZED = re.compile(
     r"(\.(qweight|qzeros|scales|biases|g_idx|SCB|W_q|weight_format|[kqv]_(scale|zero_point)"
     r"|(weight|input|output|activation)_(global_)?(scales?(_inv|_2)?|zero_point)|weight_(packed|shape|g_idx)"
@@ -23,12 +23,12 @@ _QUANTIZED = re.compile(
     r"|_weight_(qdata|scale|zero_point))|_(blocks|scales))$"
 )
 _ADAPTED = re.compile(r"^base_model\.model\.|\.(base_layer|lora_(A|B|embedding_A|embedding_B|magnitude_vector))\.")
-# What configs call it: transformers now, compressed-tensors before, MLX. The first stands for all in messages.
+# The config keys: transformers', compressed-tensors' former one, MLX's. Messages name the first.
 _KEYS = ("quantization_config", "compression_config", "quantization")
 
 
 def refuse_adapter(path: Path) -> None:
-    """`CheckpointError` for an adapter's own weights, which are no model: a folder or a file."""
+    """`CheckpointError` for a folder or file that holds only an adapter's weights."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _ADAPTER_WEIGHTS:
         return
@@ -37,7 +37,7 @@ def refuse_adapter(path: Path) -> None:
 
 
 def adapter_in(folder: Path) -> str | None:
-    """The name of a file of an adapter that stands in `folder`."""
+    """The name of an adapter's file in `folder`, if there is one."""
     return next((name for name in (ADAPTER_CONFIG, *_ADAPTER_WEIGHTS) if (folder / name).is_file()), None)
 
 
@@ -75,9 +75,9 @@ def refuse_quantized(content: Mapping[str, Any], file: Path) -> None:
 
 
 def refuse_cast(tensors: Mapping[str, TensorInfo]) -> None:
-    """`CheckpointError` where weights are quantized and are to be cast, which they do not survive.
+    """`CheckpointError` where quantized weights are to be cast, which would destroy them.
 
-    Models of anybody's may call a weight as scales are called: those of quantized ones stand beside narrow numbers.
+    Any model may have a weight named like scales; scales of quantized weights come with narrow integers.
     """
     narrow = {name for name, info in tensors.items() if info.dtype.startswith("float8") or info.dtype not in FLOATING}
     # `q_proj.weight`: of q_proj, and, where scales are called `q_proj.weight.absmax`, of itself.
@@ -89,17 +89,17 @@ def refuse_cast(tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a torch tensor is called as in the state dict of a model with an adapter."""
+    """Whether a torch tensor has a name as in the state dict of a model with an adapter."""
     return _ADAPTED.search(name) is not None
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a torch tensor is called as the parts of quantized weights are."""
+    """Whether a torch tensor has a name as the parts of quantized weights have."""
     return _QUANTIZED.search(name) is not None
 
 
 def note_on_narrow(tensors: Mapping[str, TensorInfo], weights: Collection[str]) -> list[str]:
-    """A note on weights of eight bits, and on integers that the model computes with, which come without scales.
+    """A note on 8-bit weights, and on integers where the model has floating point, that come without scales.
 
     weights: the names of those that are floating point numbers in the model.
     """

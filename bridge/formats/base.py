@@ -1,4 +1,4 @@
-"""What a checkpoint format is: it recognises a path, opens it without loading data, and writes a stream of tensors."""
+"""The interface of a checkpoint format: it detects a path, opens it without loading data, and writes tensors."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ Layout = Mapping[str, Sequence[TensorInfo]]
 
 
 class Source(Protocol):
-    """What a writer takes its data from. `origin`: the checkpoint as it was opened, None for arrays in memory."""
+    """Where a writer reads tensors from. `origin`: the opened checkpoint, None for arrays in memory."""
 
     config: Config | None
     origin: Reader | None
 
     def read(self, name: str) -> np.ndarray:
-        """The elements of one tensor, perhaps a strided view; may be called from several threads at once."""
+        """The elements of one tensor, possibly a strided view; thread-safe."""
 
     def wrote(self, info: TensorInfo) -> None:
-        """To be called when a tensor has been written: progress is counted here."""
+        """Called when a tensor has been written, for progress."""
 
 
 class Format(Protocol):
-    """A checkpoint format: a container of named tensors, of whatever family."""
+    """A checkpoint format: a container of named tensors of any family."""
 
     name: str
     # The naming scheme its tensors always carry; None for a tree of arrays ("/" in the names), whose names tell it.
     scheme: str | None
 
     def detect(self, path: Path) -> Path | None:
-        """What to open for `path`, a folder or a file: an index, a file, a folder, or None when it is not this."""
+        """What to open for `path`, a folder or a file: an index, a file, a folder, or None if in another format."""
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """Opens what `detect` returned; `CheckpointError` for anything malformed.
 
-        `writable` arrays may be changed by whoever reads them, without reaching the file.
+        `writable` arrays may be changed by the caller; the file stays as it is.
         """
 
 
 @runtime_checkable
 class OwnNames(Protocol):
-    """A format of trees that one program writes: names that could be anybody's are of its scheme, `usual_scheme`."""
+    """A format that one program writes: ambiguous names are taken as that program's scheme, `usual_scheme`."""
 
     usual_scheme: str
 
 
 class WritableFormat(Format, Protocol):
-    """A format that can also be written, a file at a time: files can be resumed, and written side by side."""
+    """A format that can also be written, file by file: a conversion can resume, and write files in parallel."""
 
     # How the name of a single file of this format ends; None for a format that is always a folder.
     suffix: str | None
@@ -69,15 +69,15 @@ class WritableFormat(Format, Protocol):
         """Writes one file of the layout into `folder`."""
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
-        """Writes what stands beside the files of `layout`: their index, for most."""
+        """Writes what belongs beside the files of `layout`: for most formats their index."""
 
     def reads_back(self, info: TensorInfo, array: np.ndarray) -> np.ndarray:
-        """What reading `array` back must give: itself, unless the format rounds."""
+        """The expected result of reading `array` back: itself, unless the format rounds."""
 
 
 @runtime_checkable
 class RoundingFormat(WritableFormat, Protocol):
-    """A format that stores element types of its own, and not every tensor in the same."""
+    """A format with element types of its own, which may differ between tensors."""
 
     def storing(self, dtype: str) -> WritableFormat:
         """The format for a `--dtype`; `ValueError` listing its own for one it cannot store."""

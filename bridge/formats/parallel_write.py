@@ -1,7 +1,7 @@
-"""Files of tensors whose every byte has its place before any data is read: written by several threads at once.
+"""Writing files of tensors in parallel: every byte's offset is known before any data is read.
 
-One thread turns a block around while another one's block goes to the file. What is written is handed to the disk at
-once, so that the sync at the end finds little left to do; pages of a mapped source are given back as they are passed.
+One thread transposes a block while another writes one. Writeback starts at once, so that little is left for the sync at
+the end; pages of a mapped source are released as they are passed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from easytorch.bridge.core.mapped import Unread, check_announced, give_back
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.formats.base import Source
 
-# Writes to one file take turns in the kernel; more threads than this only hold memory.
+# Writes to one file are serialized in the kernel; more threads than this only use memory.
 _MOST_THREADS = 4
-# What is read of a file at once: it should still be in the core's cache when it is written.
+# Bytes read at once, which should still be in the core's cache when they are written.
 _READ_BYTES = 1 << 20
-# Shorter writes are left to the sync: one disk request each would cost more than it saves.
+# Shorter writes are left to the sync: a disk request for each would cost more than it saves.
 _HANDED_ON_BYTES = 1 << 20
 
 
@@ -41,11 +41,11 @@ class Elements:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return self.info.nbytes + sum(map(len, self.inserts.values()))
 
 
-# What a file is made of, in its order.
+# One stretch of a file: bytes, or a tensor's elements.
 Part = bytes | Elements
 
 
@@ -59,7 +59,7 @@ def write_parts(path: Path, parts: Iterable[Part], source: Source) -> None:
 
 
 class _Whole:
-    """An array in pieces, read or not, and how many of them are not written yet."""
+    """An array in pieces, and how many of them are not written yet."""
 
     def __init__(self, array: np.ndarray | Unread) -> None:
         self.array = array
@@ -68,7 +68,7 @@ class _Whole:
 
 
 class _Tensor:
-    """A tensor on its way to the file, whose first byte there is at `offset`."""
+    """A tensor being written, whose first byte in the file is at `offset`."""
 
     def __init__(self, part: Elements, offset: int, data: InParts) -> None:
         self.info = part.info
@@ -81,7 +81,7 @@ class _Tensor:
         self._before = [0, *accumulate(len(insert) for _, insert in self._inserts)]
 
     def inserts(self) -> Iterator[tuple[int, bytes]]:
-        """The bytes between the elements: offset in the file, and what goes there."""
+        """The bytes between the elements: (offset in the file, bytes)."""
         for (start, insert), before in zip(self._inserts, self._before, strict=False):
             yield self._offset + start * self.dtype.itemsize + before, insert
 
@@ -96,7 +96,7 @@ class _Tensor:
             content, start = content[len(run) :], end
 
 
-# A piece with the number of its first element, the array it is of, and that one's tensor.
+# (piece, number of its first element, its array, its tensor)
 _Task = tuple[_Tensor, _Whole, int, np.ndarray | Unread]
 
 
@@ -132,7 +132,7 @@ class _Writing:
                 for offset, content in tensor.runs(start, _bytes(copier, tensor, piece)):
                     self._put(offset, content)
                 self._passed(tensor, whole, piece)
-                # Not to be held while the next tensor is read.
+                # Freed before the next tensor is read.
                 del task, tensor, whole, piece
         except BaseException:
             self._failed = True
@@ -182,7 +182,7 @@ class _Writing:
             written = os.pwrite(self._descriptor, left[:WRITE_BYTES], place)
             left, place = left[written:], place + written
         if len(content) >= _HANDED_ON_BYTES and hasattr(os, "posix_fadvise"):
-            # Linux starts to write what is dirty in the range and drops only what is on disk already.
+            # Linux starts writeback of the dirty pages in the range, and drops only pages that are on disk already.
             os.posix_fadvise(self._descriptor, offset, len(content), os.POSIX_FADV_DONTNEED)
 
 

@@ -1,4 +1,4 @@
-"""The formats there are, which of them a path is in, and what each `--to` writes."""
+"""The registered formats, which of them a path is in, and what each `--to` writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = Mapping[Kind, tuple[Format, Path]]
 
 @dataclass(frozen=True)
 class Target:
-    """What a `--to` writes: a container, and the naming scheme of what it holds."""
+    """What a `--to` writes: a container format and a naming scheme."""
 
     format_name: str
     scheme: str
@@ -53,14 +53,14 @@ TARGETS: dict[str, Target] = {
 
 
 def register(format_: Format) -> None:
-    """Makes a format known; a taken name is an error."""
+    """Registers a format; a taken name is an error."""
     if format_.name in _FORMATS:
         raise ValueError(f"a format called {format_.name!r} is registered already; choose another name")
     _FORMATS[format_.name] = Known(format_.name, ".*", lambda: format_)
 
 
 def formats() -> list[Format]:
-    """Every format that is read here."""
+    """Every format that can be read."""
     return [known.make() for known in _FORMATS.values() if known.files is not None]
 
 
@@ -81,14 +81,14 @@ def target(name: str) -> Target:
 
 
 def kind_of(format_: Format) -> Kind:
-    """Whose names the tensors of a format carry."""
+    """The kind of weights in a format."""
     return "tree" if format_.scheme is None else "gguf" if format_.scheme == "gguf" else "torch"
 
 
 def classify(path: Path) -> Found:
-    """What every format says of `path`, a folder or a file: nothing where no format is found.
+    """The formats that detect `path`, a folder or a file, by kind; empty where there is none.
 
-    Of the same weights in two files with torch's names, as on the Hub, the safetensors are taken, as by transformers.
+    Of two files with torch's names, as on the Hub, safetensors is preferred, as in transformers.
     """
     found: dict[Kind, tuple[Format, Path]] = {}
     names = names_at(path)
@@ -101,8 +101,8 @@ def classify(path: Path) -> Found:
 def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) -> tuple[Format, Path]:
     """The format `path` (a folder or a file) is in, and the file to open.
 
-    Where a folder holds several, that of the kind `prefer` is taken; without it those are an error.
-    found: what `classify` has said of `path` already.
+    Where a folder holds several, the one of kind `prefer` is taken; without it they are an error.
+    found: the result of `classify`, if it was called already.
     """
     if not path.exists():
         raise CheckpointError("does not exist; give a checkpoint folder or a weight file", file=path)

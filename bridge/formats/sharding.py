@@ -1,9 +1,9 @@
 """Checkpoints of several files and their `*.index.json`: `{"metadata": {...}, "weight_map": {tensor: file}}`.
 
 Source: transformers, `save_pretrained` of its torch and (up to 4.57) Flax models; the layout is the same in both.
-As `from_pretrained` does, every tensor of the shards that an index names is read, also one that it does not list, and
-files it does not name are left alone; but where one of those is called like a missing part of the same set, tensors
-would be lost without a word, and that is an error. Shards may be links, as in the Hub's cache; their names are plain.
+As in `from_pretrained`, every tensor of the shards that an index names is read, even one that it does not list, and
+files it does not name are ignored; but if one of those has the name of a missing part of the same set, tensors would be
+lost silently, so that is an error. Shards may be links, as in the Hub's cache; their names are plain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.core.reader import PartialReader, Reader
@@ -46,17 +46,17 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def is_plain_name(file: object) -> bool:
-    """Whether `file` is the name of a file beside another, no path."""
+    """Whether `file` is a plain file name, not a path."""
     if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
         return False
     try:
-        # The longest name file systems have; half a surrogate pair is none at all.
+        # File systems' limit on names; lone surrogates cannot be encoded at all.
         return len(os.fsencode(file)) <= 255
     except UnicodeEncodeError:
         return False
 
 
-class ShardedReader(Closing):
+class ShardedReader(ContextManager):
     """The shards of an index as one checkpoint."""
 
     def __init__(self, index: Path, open_shard: Callable[[Path], Reader]) -> None:

@@ -1,4 +1,4 @@
-"""Forward passes in jax over HF Flax trees, one file an architecture: the other side that `convert --verify` runs.
+"""Forward passes in jax over HF Flax trees, one file per architecture, which `convert --verify` compares with torch's.
 
-They are the definitions, short and plain; models that are to be fast live elsewhere.
+They are short, plain definitions, not optimized.
 """

@@ -1,1 +1,1 @@
-"""What a conversion does: finds its source, writes, verifies, reports."""
+"""The steps of a conversion: find the source, write, verify, report."""

@@ -1,4 +1,4 @@
-"""What stands beside the weights and goes along: config, tokenizer, generation settings, model card."""
+"""Files beside the weights that are copied: config, tokenizer, generation settings, model card."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OF_MODELS = frozenset(
 )
 
 
-def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) -> list[str]:
+def copy_aux_files(source: Path, destination: Path, weights: Iterable[Path]) -> list[str]:
     """Copies every file of the folder `source` that is not weights, subfolders and all; notes on what is left out.
 
     weights: files and folders of the checkpoint itself. Hidden names are left out: they are caches and version control.
-    Links are followed to files in the folder alone: a checkpoint from elsewhere may hold one to any file of its reader.
-    Of a run's steps it is the one with the weights whose files go along, to where they stand in a model's folder.
-    A folder without config.json is none of a model: of what lies there beside a weight file only that goes along which
-    models have.
+    Links are followed only to files in the folder: an untrusted checkpoint may link to any file of the user's.
+    Of a run's steps the files of the one that is read are copied, to their places in a model's folder.
+    A folder without config.json is not a model's: beside a weight file there, only files that models usually have
+    are copied.
     """
     listed = list(weights)
     if (
@@ -50,7 +50,7 @@ def copy_companions(source: Path, destination: Path, weights: Iterable[Path]) ->
 
 
 def _copy(source: Path, destination: Path, left: Iterable[Path]) -> list[str]:
-    """The files of `source` but for what stands in `left`."""
+    """Copies the files of `source` except those in `left`."""
     notes: list[str] = []
     left_out = {path.resolve() for path in left}
     if source.resolve() in left_out:
@@ -88,7 +88,7 @@ def _copy(source: Path, destination: Path, left: Iterable[Path]) -> list[str]:
 
 
 def stands_inside(file: Path, folder: Path) -> bool:
-    """Whether `file`, links followed, is in `folder`, or in the store of the Hub's cache that its snapshots link to."""
+    """Whether `file`, with links resolved, is in `folder`, or in the Hub cache's store that its snapshots link to."""
     real, inside = file.resolve(), folder.resolve()
     if real.is_relative_to(inside):
         return True
@@ -98,7 +98,7 @@ def stands_inside(file: Path, folder: Path) -> bool:
 
 
 def refuse_foreign_config(file: Path, source: Path) -> None:
-    """`CheckpointError` for a config.json of `source` that is a link out of it: its content would go along."""
+    """`CheckpointError` for a config.json of `source` that links outside of it, since its content would be copied."""
     folder = source if source.is_dir() else source.parent
     if file.parent in (folder, *steps_in(folder).values()) and file.is_symlink() and not stands_inside(file, folder):
         raise CheckpointError(
@@ -108,7 +108,7 @@ def refuse_foreign_config(file: Path, source: Path) -> None:
 
 
 def set_config_dtype(config: Path, dtype: str) -> None:
-    """Makes `config.json` say the element type the weights have now, under the key it used for it."""
+    """Sets the dtype in `config.json` to that of the written weights, under the key that it already uses."""
     content = json.loads(config.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in content else "dtype"
     config.write_text(json.dumps({**content, key: dtype}, indent=2) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ Location = str | PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[^:]+)*://")
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
 _HUB_SCHEME = "hf://"
-# What repositories call their weights: one of them in the cache, and the rest of the checkpoint is there too.
+# Names of weight files in repositories: if one of them is cached, so is the rest of the checkpoint.
 _WEIGHT_FILES = [
     f"{name}{index}"
     for name in ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
@@ -43,10 +43,10 @@ def is_remote(location: Location) -> bool:
 def local_source(
     location: Location, *, prefer: registry.Kind | None = None, headers_only: bool = False
 ) -> Iterator[Path]:
-    """The folder or file `location` stands for, here: itself, in the Hub's cache, or a copy that goes with the block.
+    """The local folder or file of `location`: itself, in the Hub's cache, or a copy that is deleted with the block.
 
-    A text that is no existing path and could be a name on the Hub is one. `prefer`: as in `registry.find`.
-    headers_only: remote safetensors are fetched without their data, which nobody will read.
+    A string that is not an existing path and could be a name on the Hub is taken as one. `prefer`: as in
+    `registry.find`. headers_only: remote safetensors are fetched without their data.
     """
     _refuse_null(location)
     if not isinstance(location, str) or os.path.lexists(location):
@@ -69,10 +69,10 @@ def local_source(
 
 @contextmanager
 def local_destination(location: Location) -> Iterator[Path]:
-    """Where to write what is to stand at `location`: there, or in a folder that is uploaded when the block ends well.
+    """The folder to write `location` in: itself, or one that is uploaded when the block succeeds.
 
-    Nothing may stand at a URL yet. `hf://org/name` makes a repository, in one commit; elsewhere what tells that the
-    checkpoint is whole (config, index) comes last, and a failed upload is removed.
+    The URL must not exist yet. `hf://org/name` makes a repository, in one commit; elsewhere the files that make a
+    checkpoint complete (config, index) are uploaded last, and a failed upload is removed.
     """
     _refuse_null(location)
     if not is_remote(location):
@@ -140,7 +140,7 @@ def _fetched(url: str, folder: Path, prefer: registry.Kind | None, headers_only:
 
 
 def _get_header(system: Any, remote: str, local: Path) -> None:
-    """A safetensors file whose data is a hole: as large as it says, and takes no space."""
+    """Writes a sparse safetensors file: its header, and a hole of the data's size."""
     with system.open(remote, "rb") as stream, local.open("wb") as copy:
         length = stream.read(8)
         copy.write(length + stream.read(min(int.from_bytes(length, "little"), HEADER_LIMIT)))
@@ -156,13 +156,13 @@ def _inside(folder: Path, name: str, url: str) -> Path:
 def wanted(
     names: Iterable[str], prefer: registry.Kind | None, location: str, fetch: Callable[[str], Path]
 ) -> list[str]:
-    """Which of the files `names` make up the checkpoint that will be read, and what stands beside it.
+    """Which of the files `names` make up the checkpoint that will be read, with the files beside it.
 
     fetch: gets one of them and returns its path here; an index says which shards are meant.
     """
     names = sorted(names)
     with tempfile.TemporaryDirectory(prefix="easytorch-") as folder:
-        # Formats are told by names alone, so empty files of the same names will do.
+        # Formats are detected by file names alone, so empty files of the same names are enough.
         for name in names:
             stand_in = _inside(Path(folder), name, location)
             stand_in.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def wanted(
 
 
 def _cached(name: str) -> Path | None:
-    """What the Hub's cache has of a repository, if it has weights of it; offline an error where it has not."""
+    """The cached snapshot of a repository, if it has weights; offline, a missing one is an error."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.constants import is_offline_mode
 
@@ -213,7 +213,7 @@ def _from_hub(name: str, prefer: registry.Kind | None) -> Path:
         files = wanted(names, prefer, name, lambda file: Path(hf_hub_download(repo, file, revision=revision)))
         return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
     except LocalEntryNotFoundError as error:
-        # Only what was wanted has been fetched, and newer versions of huggingface_hub say that some files lack.
+        # Only the wanted files were fetched; newer versions of huggingface_hub report the others as missing.
         if (snapshot := getattr(error, "snapshot_path", None)) is not None:
             return Path(snapshot)
         message = "is no folder here, and neither in the cache of the Hub; connect, or give a folder"

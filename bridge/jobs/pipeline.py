@@ -15,11 +15,11 @@ from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, RoundingFormat, WritableFormat
 from easytorch.bridge.formats.registry import Target
-from easytorch.bridge.jobs.aux_files import copy_companions, refuse_foreign_config, set_config_dtype
+from easytorch.bridge.jobs.aux_files import copy_aux_files, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.jobs.report import ConversionReport
 from easytorch.bridge.jobs.sources import Progress, ReaderSource
 from easytorch.bridge.jobs.steps import step_folder
-from easytorch.bridge.jobs.torch_buffers import write_side_file
+from easytorch.bridge.jobs.torch_buffers import write_torch_buffers
 from easytorch.bridge.jobs.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.jobs.verify_source import lost_tensor
 from easytorch.bridge.jobs.writer import digest, write_files
@@ -37,7 +37,7 @@ _FILE_SUFFIXES = frozenset(
 
 
 class Conversion:
-    """`source` and `destination` are here, wherever the user's are; `named.reader` gives the target's tensors."""
+    """`source` and `destination` are local, wherever the user's are; `named.reader` gives the target's tensors."""
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class Conversion:
         return next(iter(self._layout))
 
     def run(self, *, resume: bool, verify: bool, progress: Progress | None) -> None:
-        """Writes the destination, whole or not at all."""
+        """Writes the destination atomically."""
         config, reader = self._checkpoint.config, self._named.reader
         with staged(self._destination, self._file, key=self._key(), resume=resume) as staging:
-            self._checkpoint.spool.folder = staging.folder.parent
+            self._checkpoint.temp_arrays.folder = staging.folder.parent
             write_files(
                 staging, self._format, self._layout, ReaderSource(reader, config, progress, self._checkpoint.reader)
             )
@@ -116,13 +116,13 @@ class Conversion:
                 self._write_beside(staging.folder)
             if verify and self._rules is None:
                 self._verify_source(staging.folder)
-                # What a cast has rounded computes something else.
+                # Weights rounded by a cast give other outputs.
                 if self._file is None and self._dtype is None:
                     self._outputs = compare_sides(self._checkpoint, self._source, staging.folder, self._target.scheme)
         self._notes += [*staging.notes, *self._without_folder(), *filter(None, [self._outputs.note])]
 
     def _without_folder(self) -> list[str]:
-        """A note on what is kept beside the weights in a folder, and one file has no place for."""
+        """A note on tensors that a folder would keep beside the weights, and a single file cannot."""
         if self._file is None or self._target.scheme == TORCH or not self._named.kept:
             return []
         names = ", ".join(self._named.kept)
@@ -143,7 +143,7 @@ class Conversion:
             raise CheckpointError(f"{lost} from what was written", file=self._destination)
 
     def accept_existing(self) -> None:
-        """Takes what stands at the destination for the result; `CheckpointError` where it is something else."""
+        """Accepts an existing destination as the result; `CheckpointError` where it is something else."""
         found = self._format.detect(self._destination)
         if found is None or wrong_tensor(self._destination, self._format, self._named.reader) is not None:
             refuse_existing(self._destination)
@@ -151,7 +151,7 @@ class Conversion:
         self._notes.append(f"{self._destination}: stands there already, and every tensor of it is right")
 
     def _refuse_changed(self) -> None:
-        """What was read of a source that somebody writes is neither the old checkpoint nor the new one."""
+        """Refuses a source that changed meanwhile: what was read is neither the old checkpoint nor the new one."""
         if digest(self._checkpoint) != self._digest:
             raise CheckpointError(
                 "was changed while it was being converted; convert it again when nobody writes it",
@@ -159,7 +159,7 @@ class Conversion:
             )
 
     def _key(self) -> dict[str, Any]:
-        """What must be the same for a run to go on from what another has left."""
+        """What must be equal for a run to resume another one's files."""
         config = self._checkpoint.config
         return {
             "source": self._digest,
@@ -171,13 +171,13 @@ class Conversion:
         }
 
     def _write_beside(self, folder: Path) -> None:
-        """Config, tokenizer and the like, and what the scheme has no place for."""
+        """Writes config, tokenizer and other files, and the tensors that the scheme cannot hold."""
         checkpoint, named = self._checkpoint, self._named
         if self._target.scheme != TORCH:
             kept = {name: checkpoint.read_torch(given) for name, given in named.kept.items()}
-            write_side_file(folder, kept, named.tied)
+            write_torch_buffers(folder, kept, named.tied)
         source = self._source if self._source.is_dir() else self._source.parent
-        self._notes += copy_companions(source, folder, checkpoint.reader.files)
+        self._notes += copy_aux_files(source, folder, checkpoint.reader.files)
         if isinstance(checkpoint.reader, TokenizedReader) and self._target.scheme != checkpoint.scheme:
             self._notes += filter(None, [checkpoint.reader.write_tokenizer(folder)])
         if checkpoint.config is None:
@@ -213,7 +213,7 @@ class Conversion:
 
 
 def stored_as(format_: WritableFormat, dtype: str | None) -> tuple[WritableFormat, str | None]:
-    """The format to write, and what to cast to before: nothing for a format that rounds on its own."""
+    """The format to write, and the dtype to cast to before; None for a format that rounds itself."""
     if dtype is None:
         return format_, None
     return (format_.storing(dtype), None) if isinstance(format_, RoundingFormat) else (format_, floating_dtype(dtype))

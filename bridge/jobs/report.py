@@ -1,4 +1,4 @@
-"""What a conversion says of itself."""
+"""The report of a conversion."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 class ConversionReport:
     """What a conversion did. `kept` are torch tensors stored beside a tree, `tied` the repeats left out.
 
-    `verified`: every tensor was read back. `outputs_difference`: what torch and jax computed from the two sides, the
-    largest difference relative to the largest output; None where that was not asked for or could not be done.
+    `verified`: every tensor was read back. `outputs_difference`: the largest difference between torch's and jax's
+    outputs, relative to the largest output; None where they were not compared.
     """
 
     source: str

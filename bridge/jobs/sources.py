@@ -1,4 +1,4 @@
-"""What writers take their data from: an open checkpoint, or arrays in memory."""
+"""Where writers read tensors from: an open checkpoint, or arrays in memory."""
 
 from __future__ import annotations
 

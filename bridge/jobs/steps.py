@@ -20,9 +20,9 @@ def steps_in(path: Path) -> dict[int, Path]:
 
 
 def chosen(path: Path, step: int | None) -> tuple[Path, registry.Found | None]:
-    """What to open of `path`: a step's folder, the last one's where it holds nothing but steps, or `path` itself.
+    """What to open for `path`: a step's folder (the last one's if it holds only steps), or `path` itself.
 
-    Beside it what formats say of it, None where they were not asked.
+    Second, the formats found there, None where they were not looked for.
     """
     if step is not None:
         return at_step(path, step)
@@ -52,7 +52,7 @@ def step_folder(path: Path, file: Path) -> Path | None:
 
 
 def step_read(path: Path, file: Path) -> str | None:
-    """What to say of the step that `file`, which was opened for `path`, belongs to; None where it is no run's."""
+    """A note on which step `file`, opened for `path`, belongs to; None where `path` is not a run."""
     found = steps_in(path)
     read = next((one for one, folder in found.items() if _holds(folder, file)), None)
     if read is not None:

@@ -1,7 +1,7 @@
-"""What a torch checkpoint holds and a tree has no place for, kept in a small file in the tree's folder.
+"""Tensors of a torch checkpoint that a tree cannot hold, kept in a small file in the tree's folder.
 
 `torch_buffers.safetensors` holds the tensors; its metadata lists the repeats of tied weights that the torch file had,
-so that the way back gives the same file again. The tree's own programs never read it.
+so that converting back gives the same file again. Programs that read the tree ignore it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from easytorch.bridge.jobs.sources import ArraySource
 FILE_NAME = "torch_buffers.safetensors"
 
 
-class SideFile(SafetensorsFile):
+class TorchBuffers(SafetensorsFile):
     """The open file. `tied` are the torch names of the repeats."""
 
     def __init__(self, path: Path) -> None:
@@ -35,13 +35,13 @@ class SideFile(SafetensorsFile):
         self.tied: list[str] = tied
 
     @classmethod
-    def beside(cls, path: Path) -> SideFile | None:
-        """The one of the checkpoint at `path`, a folder or a file in it, or None."""
+    def beside(cls, path: Path) -> TorchBuffers | None:
+        """That of the checkpoint at `path`, a folder or a file in it, or None."""
         file = (path if path.is_dir() else path.parent) / FILE_NAME
         return cls(file) if file.is_file() else None
 
 
-def write_side_file(folder: Path, arrays: Mapping[str, np.ndarray], tied: Iterable[str]) -> None:
+def write_torch_buffers(folder: Path, arrays: Mapping[str, np.ndarray], tied: Iterable[str]) -> None:
     """Writes the file, or nothing when there is nothing to keep."""
     names = sorted(tied)
     if not arrays and not names:

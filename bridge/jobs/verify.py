@@ -1,4 +1,4 @@
-"""`convert --verify`: every tensor read back, and where a jax forward exists, both sides run on the same inputs."""
+"""`convert --verify`: reads every tensor back and, where a jax forward exists, runs both models on the same inputs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OutputCheck:
 
 
 def wrong_tensor(path: Path, format_: WritableFormat, reader: Reader) -> str | None:
-    """A tensor that the checkpoint in `format_` at `path` does not hold as `reader` gives it."""
+    """The first tensor that the checkpoint in `format_` at `path` does not hold as `reader` gives it."""
     file = format_.detect(path)
     assert file is not None, f"{format_.name} does not find what it has written"
     with format_.open(file) as written:
@@ -96,7 +96,7 @@ def wrong_tensor(path: Path, format_: WritableFormat, reader: Reader) -> str | N
 
 
 def compare_sides(checkpoint: Checkpoint, source: Path, written: Path, scheme: str) -> OutputCheck:
-    """`compare_outputs` of the two ends of a conversion to `scheme`, if one is a folder of torch weights."""
+    """`compare_outputs` of a conversion's source and result in `scheme`, if one is a folder of torch weights."""
     if checkpoint.config is None or checkpoint.scheme == scheme or not (source.is_dir() and written.is_dir()):
         return OutputCheck(None)
     if TORCH not in (checkpoint.scheme, scheme):
@@ -154,7 +154,7 @@ def _settings(config: Config) -> Any:
 
 
 def _not_carried(settings: Any) -> str | None:
-    """What in the config the plain definitions of `bridge.forwards` leave out."""
+    """The setting in the config that `bridge.forwards` does not implement, if any."""
     rope = getattr(settings, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         return f"rope type {rope['rope_type']!r}"
@@ -175,7 +175,7 @@ def _not_carried(settings: Any) -> str | None:
 
 
 def _unfit(checkpoint: Checkpoint) -> str | None:
-    """Why the weights cannot be computed with: both models in float32 must fit into the memory that is free."""
+    """Why the models cannot be run: both, in float32, must fit into free memory."""
     tensors = checkpoint.weights.tensors.values()
     narrow = FLOATING - {"float64"}
     if odd := next((info for info in tensors if info.dtype not in narrow), None):

@@ -1,7 +1,7 @@
-"""`convert --verify`: every tensor of the source is looked for in what was written, under its torch name.
+"""`convert --verify`: looks up every tensor of the source in the result, under its torch name.
 
-What was written is opened as anybody would open it, and made torch's again: a tensor that the plan of the conversion
-has dropped is as absent there as one that the disk has lost.
+The result is opened like any checkpoint and converted back to torch's names, so that this finds tensors that the plan
+dropped as well as those that the disk lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
-from easytorch.bridge.jobs.torch_buffers import SideFile
+from easytorch.bridge.jobs.torch_buffers import TorchBuffers
 from easytorch.bridge.schemes.registry import TORCH
 
 # Of factors and offsets that some layouts compute with, and of formats that round (blocks of eight bits).
@@ -30,8 +30,8 @@ def lost_tensor(
 ) -> str | None:  # fmt: skip
     """A tensor of `checkpoint` that the checkpoint `written` under `scheme` does not give back, and how it is lost.
 
-    cast: what floating point weights were cast to. rounds: the format stores another type than it is given. whole: the
-    tensors that the scheme has no place for were kept beside.
+    cast: the dtype that floating point weights were cast to. rounds: the format stores another dtype than given.
+    whole: the tensors that the scheme cannot hold were kept beside.
     """
     if checkpoint.scheme == scheme:
         # `verify.wrong_tensor` has compared the very same names.
@@ -57,8 +57,8 @@ def lost_tensor(
 
 
 def _lost_beside(checkpoint: Checkpoint, named: NamedWeights, written: Path) -> str | None:
-    """A tensor that is to be kept beside the weights and is not, or not as it was."""
-    side = SideFile.beside(written)
+    """A tensor that should be kept beside the weights and is missing or changed."""
+    side = TorchBuffers.beside(written)
     if side is None:
         return next((f"{name!r} does not come back" for name in named.kept), None)
     with side:
@@ -110,7 +110,7 @@ def _cast(array: np.ndarray, dtype: str | None) -> np.ndarray:
 
 
 def _same(one: np.ndarray, other: np.ndarray, tolerance: float, rounds: bool) -> bool:
-    """Whether two arrays are the same bits, or, of floating point ones, as near as computing with them leaves them."""
+    """Whether two arrays are bit-equal or, if floating point, within the rounding of the layout's arithmetic."""
     if identical(one, other):
         return True
     floating = one.dtype.name in FLOATING and other.dtype.name in FLOATING

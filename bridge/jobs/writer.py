@@ -1,4 +1,4 @@
-"""The files of a conversion, written one after the other into a staging folder, but for those already finished."""
+"""Writes the files of a conversion into a staging folder, one by one, skipping those already finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = (".json", ".model", ".txt", ".jinja")
 
 
 def write_files(staging: Staging, format_: WritableFormat, layout: Layout, source: ReaderSource) -> None:
-    """Writes what of `layout` the journal does not call finished; files are synced while the next ones are written."""
+    """Writes the files of `layout` that the journal does not list; each is synced while the next one is written."""
     journal = staging.journal
     assert journal is not None, "a conversion is staged with a key"
     with ThreadPoolExecutor(1) as syncing:
@@ -46,9 +46,9 @@ def _next_sync(syncing: ThreadPoolExecutor, former: Future | None, journal: Jour
 
 
 def digest(checkpoint: Checkpoint) -> str:
-    """Tells one source from another: its files' names, sizes and times, and the tensors that their headers declare.
+    """Identifies a source: its files' names, sizes and times, and the tensors that their headers declare.
 
-    Of what stands beside the weights, those files count that some format writes into its own: tokenizers.
+    Of the files beside the weights, tokenizers count, since some formats include them.
     """
     files = checkpoint.reader.files
     folder = files[0] if files[0].is_dir() else files[0].parent

@@ -1,4 +1,4 @@
-"""A sharded jax tree as torch `DTensor`s with the same placements: each process fills its own part and no other.
+"""A sharded jax tree as torch `DTensor`s with the same placements: each process fills only its own shards.
 
 The axes of the two meshes are matched by name: where jax splits a dimension over the axis "model", the tensor is
 `Shard` on the mesh's dimension "model", along the dimension of torch's layout that this is.
@@ -102,7 +102,7 @@ def _axes(step: Step, tree: MemoryTree) -> tuple[int, ...] | None:
 
 
 def _split(leaf: Any, names: tuple[str, ...], path: str) -> dict[str, int]:
-    """Axis name -> the dimension of the leaf that is split over it, of the axes the mesh has."""
+    """Axis name -> the leaf's dimension that is split over it, for the axes of the mesh."""
     spec = getattr(getattr(leaf, "sharding", None), "spec", ()) if is_jax(leaf) else ()
     split: dict[str, int] = {}
     for dim, axes in enumerate(spec):
@@ -118,6 +118,6 @@ def _split(leaf: Any, names: tuple[str, ...], path: str) -> dict[str, int]:
 
 
 def _chunk(whole: slice, parts: int, place: int) -> slice:
-    """The part that `torch.chunk` gives, as `Shard` does."""
+    """The part that `torch.chunk` gives, as in `Shard`."""
     size = -(-(whole.stop - whole.start) // parts)
     return slice(min(whole.start + place * size, whole.stop), min(whole.start + (place + 1) * size, whole.stop))

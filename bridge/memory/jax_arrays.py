@@ -1,7 +1,7 @@
-"""jax arrays and torch tensors over one memory, or copied once: shard by shard, straight into the layout wanted.
+"""jax arrays and torch tensors that share memory, or are copied once: shard by shard, directly into the target layout.
 
-Both sides are looked at as numpy arrays: transforms give strided views of those, so that a transposed weight needs no
-memory of its own either. jax is imported where it is used: nothing here needs it before it is given one of its arrays.
+Both are viewed as numpy arrays: transforms give strided views of those, so that a transposed weight needs no memory of
+its own either. jax is imported where it is used: nothing here needs it before it receives a jax array.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-# One slice a dimension.
+# One slice per dimension.
 Region = tuple[slice, ...]
 
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -32,7 +32,7 @@ def is_jax(leaf: object) -> bool:
 
 
 def is_sharded(leaf: object) -> bool:
-    """Whether `leaf` is a jax array whose elements no single device holds all of."""
+    """Whether `leaf` is a jax array of which no device holds all elements."""
     return is_jax(leaf) and not leaf.is_fully_replicated  # type: ignore[attr-defined]
 
 
@@ -66,10 +66,9 @@ def fill(target: np.ndarray, region: Region, leaf: Any, path: str = "") -> None:
 
 
 def share(leaf: Any, view: np.ndarray) -> torch.Tensor | None:
-    """A tensor over the memory of `view`, a view of `host(leaf)`; None where torch cannot have it (dtype, alignment).
+    """A tensor that shares memory with `view`, a view of `host(leaf)`; None where torch cannot (dtype, alignment).
 
-    It keeps the memory alive. jax takes its arrays for immutable and torch does not know: what writes into the tensor
-    changes the array.
+    It keeps the memory alive. jax assumes that its arrays are immutable; writing into the tensor changes the array.
     """
     import torch
 
@@ -100,9 +99,9 @@ def from_numpy(view: np.ndarray) -> torch.Tensor:
 def to_jax(array: np.ndarray, path: str, *, sharding: Any = None, copy: bool = True) -> jax.Array:
     """A numpy view, of a torch tensor's memory for one, as a jax array: on jax's default device, or as `sharding` says.
 
-    A sharded one is cut on the host, so that each device is given its part alone. Without `copy` a CPU array shares
+    A sharded one is split on the host, so that each device receives only its part. Without `copy` a CPU array shares
     the memory where jax can (64-byte alignment, a dense block in any order of dimensions), and writing into the tensor
-    later changes the array, which jax takes for immutable.
+    later changes the array, which jax assumes to be immutable.
     `CheckpointError` for a dtype jax would narrow: it does so silently unless `jax_enable_x64` is set.
     """
     import jax
@@ -113,16 +112,16 @@ def to_jax(array: np.ndarray, path: str, *, sharding: Any = None, copy: bool = T
         return jax.make_array_from_callback(array.shape, sharding, lambda index: copied(array[index]))
     if not copy and _dense(array) and array.flags.writeable and jax.default_backend() == "cpu":
         return jax.dlpack.from_dlpack(from_numpy(array))
-    return jax.device_put(copied(array))  # of its own: jax may read a numpy array after the call
+    return jax.device_put(copied(array))  # a copy: jax may read a numpy array after the call
 
 
 def copied(view: np.ndarray) -> np.ndarray:
-    """The elements in C order in memory of their own, which both torch and jax can have."""
+    """A copy in C order, in memory that both torch and jax can share."""
     return contiguous(view, empty(view.shape, view.dtype))
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """New memory from torch, which aligns it on 64 bytes; numpy does on 16, and jax then makes a copy of its own."""
+    """New memory from torch, aligned to 64 bytes; numpy aligns to 16, and jax would then copy."""
     import torch
 
     own = getattr(torch, dtype.name, None)
@@ -135,7 +134,7 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 
 def _shards(leaf: Any) -> Iterator[tuple[Region, Any]]:
-    """The parts of a leaf that this process has, each once, and where they belong."""
+    """The shards of a leaf on this process, each once, and their regions."""
     if not is_jax(leaf):
         yield whole(leaf.shape), host(leaf)
         return

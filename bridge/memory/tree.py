@@ -1,13 +1,13 @@
-"""Trees of arrays in memory: what `flax.linen` and `flax.nnx` hold as torch tensors, and torch tensors as such a tree.
+"""Trees of arrays in memory: the trees of `flax.linen` and `flax.nnx` as torch tensors, and the reverse.
 
-A tree is anything nested with arrays of jax, numpy or torch at its ends: a dict, a `FrozenDict`, `{"params": ...}` with
-or without `batch_stats`, an `nnx.State`, an `nnx.Module`, a pure dict whose ends are called `value`, or a state of
-training around one of them: a `TrainState` of flax or of one's own (a dataclass or a named tuple), an
-`nnx.ModelAndOptimizer`. Flax is not imported: its objects are known by what they can do.
+A tree is any nesting whose leaves are arrays of jax, numpy or torch: a dict, a `FrozenDict`, `{"params": ...}` with or
+without `batch_stats`, an `nnx.State`, an `nnx.Module`, a pure dict whose leaves are under `value`, or a training state
+that holds one of them: a `TrainState` of flax or of your own (a dataclass or a named tuple), an
+`nnx.ModelAndOptimizer`. Flax is not imported: its objects are recognized by their attributes.
 
 Sharing memory, `copy`: None shares with numpy arrays and never with jax's, which are immutable; True shares nothing;
-False shares wherever the layouts allow, a transposed weight being a strided view of the leaf. Then writing on one side
-(an optimizer's step, for one) changes the other, and programs jax has compiled may or may not see it.
+False shares wherever the layouts allow, a transposed weight being a strided view of the leaf. Then writing to one (an
+optimizer's step, for example) changes the other, and programs compiled by jax may or may not see it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype, torch_stores
@@ -48,17 +48,17 @@ Framework = Literal["numpy", "jax"]
 # A jax.sharding.Sharding for all leaves, a tree of them, or what gives one for a leaf's path ("a/b/kernel"), or None.
 Shardings = Any
 
-# What `nnx.state` takes: modules, and optimizers that hold one.
+# What `nnx.state` accepts: modules, and optimizers that hold one.
 _NNX_NODES = ("flax.nnx.module.Module", "flax.nnx.pytreelib.Pytree", "flax.nnx.object.Object")
 
-# Copies wait for memory: a few at a time are as fast as it is.
+# Copies are bound by memory bandwidth, which a few threads saturate.
 _THREADS = 4
 
 
-class MemoryTree(Closing):
+class MemoryTree(ContextManager):
     """A tree as an open checkpoint: its leaves by path, wrappers taken off as from a file (`bridge.names.unwrap`).
 
-    as_stored: leaves them on. params_key: which tree of a training state, as there.
+    as_stored: keep the wrappers. params_key: which tree of a training state to read.
     """
 
     metadata: Mapping[str, str]
@@ -73,7 +73,7 @@ class MemoryTree(Closing):
         self.metadata, self.files = {}, ()
 
     def read(self, name: str) -> np.ndarray:
-        """One leaf as a numpy array, a view where it is in this machine's memory in one piece."""
+        """One leaf as a numpy array, a view where it is contiguous in host memory."""
         return host(self.leaves[name], name)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def tensors_of(plan: Plan, tree: MemoryTree, *, copy: bool | None = None) -> dic
     """The targets of `plan`, which reads leaves of `tree`, as torch tensors on the CPU.
 
     A sharded leaf is copied shard by shard into the tensor; it is never assembled in its own layout first.
-    `CheckpointError` for an element type that torch only names: nothing can be done with such a tensor, not even print.
+    `CheckpointError` for an element type that torch has in name only: such a tensor cannot even be printed.
     """
     for info in plan.targets.values():
         if not torch_stores(info.dtype):
@@ -110,7 +110,7 @@ def tree_of(
     """
     place = placing(framework, shardings, copy=copy)
     leaves: dict[str, Any] = {}
-    for step in plan.steps:  # on this thread: jax's settings may be those of a thread
+    for step in plan.steps:  # on this thread: jax's settings may be thread-local
         views = step.run([read(name) for name in step.sources])
         leaves |= {info.name: place(info.name, view) for info, view in zip(step.targets, views, strict=True)}
     return nested(leaves)
@@ -119,7 +119,7 @@ def tree_of(
 def placing(
     framework: Framework, shardings: Shardings, *, copy: bool | None = None
 ) -> Callable[[str, np.ndarray], Any]:
-    """What makes a leaf, given its path and a numpy view of its elements, an array of `framework` in its place."""
+    """A function (path, numpy view) -> the leaf as an array of `framework`, placed on its devices."""
     if framework not in ("numpy", "jax"):
         raise ValueError(f"framework={framework!r}; it is 'numpy' or 'jax'")
     if shardings is not None and framework != "jax":
@@ -133,8 +133,8 @@ def placing(
 def shaped_like(tree: Tree, template: Any) -> Tree:
     """The arrays of `tree` as `nnx.update(template, ...)` takes them: `template` is an nnx module or its state.
 
-    Positions in lists are numbers there, and statistics of batches stand among the parameters. `CheckpointError` for an
-    array without a place, and for a parameter or a statistic without an array.
+    List positions are integer keys there, and batch statistics are among the parameters. `CheckpointError` for an array
+    without a variable, and for a parameter or a statistic without an array.
     """
     leaves = flat(tree)
     made = _filled_like(_plain(template, keep_keys=True), "", leaves)
@@ -144,7 +144,7 @@ def shaped_like(tree: Tree, template: Any) -> Tree:
 
 
 def _filled_like(node: Mapping[Any, Any], path: str, leaves: dict[str, Any]) -> dict[Any, Any]:
-    """`node` with its leaves taken from `leaves`; those of random numbers, which no tree has, are left out."""
+    """`node` with its leaves taken from `leaves`; RNG state, which no tree has, is left out."""
     made: dict[Any, Any] = {}
     for key, child in node.items():
         here = f"{path}{key}"
@@ -162,12 +162,12 @@ def _filled_like(node: Mapping[Any, Any], path: str, leaves: dict[str, Any]) -> 
 
 
 def _boxed_leaves(tree: Any) -> dict[str, Any]:
-    """Every array by its path, in flax's boxes; what nnx keeps for random numbers is no weight and left out."""
+    """Every array by its path, in flax's boxes; nnx's RNG state is not a weight and is left out."""
     return {path: leaf for path, leaf in flat(_plain(tree)).items() if not _is_kind(leaf, "RngState")}
 
 
 def _by_collection(boxed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays in the boxes; where some are nnx's statistics of batches, by linen's collections."""
+    """The arrays in the boxes; where some are nnx's batch statistics, by linen's collections."""
     statistics = {path for path, leaf in boxed.items() if _is_kind(leaf, "BatchStat")}
     leaves = {path: _unboxed(leaf) for path, leaf in boxed.items()}
     if not statistics:
@@ -201,7 +201,7 @@ def _children(value: Any) -> Mapping[Any, Any] | None:
         from flax import nnx
 
         return nnx.state(value)
-    # linen's boxes are dataclasses too. Functions (`apply_fn`, `tx`) are marked as no part of the tree.
+    # linen's boxes are dataclasses too. Functions (`apply_fn`, `tx`) are marked as static fields.
     if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "unbox"):
         listed = [one for one in fields(value) if one.metadata.get("pytree_node", True)]
         return {one.name: getattr(value, one.name) for one in listed}
@@ -222,7 +222,7 @@ def _unboxed(leaf: Any) -> Any:
 
 
 def info_of(path: str, leaf: Any) -> TensorInfo:
-    """What a leaf is; `CheckpointError` for what is no array of numbers."""
+    """The metadata of a leaf; `CheckpointError` for anything but an array of numbers."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     name = str(leaf.dtype).removeprefix("torch.")
@@ -283,7 +283,7 @@ def _shares(view: np.ndarray, arrays: list[np.ndarray]) -> bool:
 
 
 def _by_path(shardings: Shardings) -> Callable[[str], Any]:
-    """`shardings`, however given, as a function of the path."""
+    """`shardings`, given in any form, as a function of the path."""
     if shardings is None or hasattr(shardings, "device_set"):
         return lambda path: shardings
     if callable(shardings):

@@ -1,4 +1,4 @@
-"""The weights an architecture has, by transformers' own class on the meta device, and the check against them."""
+"""The weights of an architecture, from transformers' own class on the meta device, and the check against them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ UNBUILDABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
 # What a config calls the number of its layers, blocks or experts, and how many of them are built in no time.
 _COUNT = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?|(num_)?blocks|depth|(\w+_)?experts")
 _HARMLESS = 512
-# Lists that say the same stage by stage: `[3, 4, 6, 3]`, `[[["global", "local"], 12]]`.
+# The same counts as lists by stage: `[3, 4, 6, 3]`, `[[["global", "local"], 12]]`.
 _STAGES = ("depths", "attention_types")
-# Each would be an entry of two tables that transformers makes; ImageNet-21k has 21 843.
+# transformers builds two dicts with an entry for each label; ImageNet-21k has 21 843.
 _MOST_LABELS = 1_000_000
 
 
@@ -33,9 +33,9 @@ _MOST_LABELS = 1_000_000
 class Architecture:
     """The weights a checkpoint must have (`shapes`), by hub name: what `save_pretrained` writes.
 
-    `base` is the name of the base model in them, `tie` whether the config ties weights. `given` are the names
-    the checkpoint has, of any age and for any head, which a table must know too. `apart` are tied weights of which the
-    torch side of a conversion to a tree holds both (`bridge.names.tied_weights`).
+    `base` is the name of the base model in them, `tie` whether the config ties weights. `given` are the
+    checkpoint's names, of any version and for any head, which a table must know too. `apart` are tied weights that the
+    torch checkpoint stores separately (`bridge.names.tied_weights`).
     """
 
     name: str
@@ -83,7 +83,7 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
     """The architecture of a model that is on the meta device."""
     names = HubNames(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    # transformers makes these anew where a checkpoint lacks them: sinusoidal positions, for one.
+    # transformers recomputes these where a checkpoint lacks them: sinusoidal positions, for example.
     made = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
     optional = {name for name in names.state if name not in parameters or made.search(name)}
     return Architecture(
@@ -94,7 +94,7 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
             if names.places[name].name not in optional
         },
         base=model.base_model_prefix,
-        # Vision and audio configs do not say; of a composite model a member's config may.
+        # Vision and audio configs do not say; a submodel's config may.
         tie=getattr(model.config, "tie_word_embeddings", False) or bool(model.all_tied_weights_keys),
         names=names,
         given=given,
@@ -117,14 +117,14 @@ def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None
 
 
 def _sum(value: object) -> int:
-    """The whole numbers in nested lists, added up."""
+    """The sum of the integers in nested lists."""
     if isinstance(value, list):
         return sum(map(_sum, value))
     return value if isinstance(value, int) else 0
 
 
 def _with_floats(content: dict[str, Any]) -> dict[str, Any]:
-    """config.json's content with the numbers JSON has not, which transformers writes as `{"__float__": "Infinity"}`."""
+    """config.json with the floats that JSON lacks, which transformers writes as `{"__float__": "Infinity"}`."""
     return json.loads(
         json.dumps(content), object_hook=lambda found: float(found["__float__"]) if "__float__" in found else found
     )
@@ -155,7 +155,7 @@ def _model_class(config: Config, config_class: type) -> type:
 def check(tensors: Mapping[str, TensorInfo], architecture: Architecture, table: RuleTable) -> None:
     """Refuses torch `tensors` (by the names the rules know) with a weight missing, left over, or of another shape.
 
-    Modules the architecture does not have at all (a pooler, another head) are no error: hub checkpoints carry them.
+    Modules that the architecture lacks altogether (a pooler, another head) are no error: hub checkpoints have them.
     """
     prefix = f"{architecture.base}."
     wanted = {name.removeprefix(prefix): shape for name, shape in architecture.shapes.items()}

@@ -1,10 +1,10 @@
-"""HF Flax names for any model of transformers: one literal row a tensor, by the kinds of its modules and its family.
+"""HF Flax names for any model of transformers: one literal row per tensor, by the types of its modules and its family.
 
 `bridge/names/flax_leaves.py` holds the convention, `bridge/names/tables/<model_type>.py` what a family does
-differently. In a composite model (an encoder and a decoder, a vision and a text tower) each member follows the table of
-its own family.
+differently. In a composite model (an encoder and a decoder, a vision and a text tower) each submodel follows the table
+of its own family.
 
-Mixture of experts: the leaves are those of the hub names, one an expert (`experts/0/w1/kernel`), not memory's stacks.
+Mixture of experts: leaves follow the hub names, one per expert (`experts/0/w1/kernel`), not the stacks in memory.
 Tied weights: Flax holds them once, under the name of the one they repeat; one that differs is held too.
 Buffers: floating point ones are leaves like parameters, integer ones (index tables, counters) are kept beside.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# What checkpoints of old hold and no version reads: rotary tables a layer (before 4.40), fairseq's version numbers.
+# Obsolete tensors of old checkpoints: rotary tables per layer (before 4.40), fairseq's version numbers.
 _ALWAYS_SCRATCH = r"rotary_emb\.inv_freq$|(encoder|decoder)\.version$"
 
 # The leaf of a row, several where torch holds them as one, None for a buffer.
@@ -53,7 +53,7 @@ RowsOf = Callable[[HubNames], Iterator[Row]]
 
 
 def flax_rules(config: Config, architecture: Architecture) -> Rules:
-    """The table of a checkpoint: its native family's `RULES` where there is one, else what the convention says."""
+    """The table of a checkpoint: its native family's `RULES` where there is one, else the convention's."""
     native = native_rules(config.model_type)
     if native is not None:
         return native
@@ -66,7 +66,7 @@ def flax_rules(config: Config, architecture: Architecture) -> Rules:
 
 
 def outlined_rules(names: OutlinedNames, given: Iterable[str]) -> Rules | None:
-    """`convention_rules` off an outline; None where it does not know all of the names `given`."""
+    """`convention_rules` from an outline; None where it does not know all of the names `given`."""
     rows = _Rows(frozenset(given), outline_rows, statistics=True)
     rows.add(names)
     table, depends = table_of_names(names.model_type)
@@ -111,7 +111,7 @@ def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf
 
 
 class _Rows:
-    """The rows of one or several classes of a family; the first to name a tensor or a leaf decides."""
+    """The rows of one or several classes of a family; the first row that names a tensor or a leaf wins."""
 
     def __init__(self, given: frozenset[str], rows_of: Callable[[Any], Iterator[Row]], *, statistics: bool) -> None:
         """statistics: whether running means stand apart from what is trained."""
@@ -145,7 +145,7 @@ class _Rows:
                 self._append(*row)
 
     def add_from_tables(self, members: list[Member]) -> None:
-        """What a family's table names and this model does not have: Flax may hold more than torch."""
+        """Adds rows for leaves that a family's table names and this model lacks: Flax may hold more than torch."""
         for name, member in product(self.unknown, members):
             if (inside := _inside(name.removeprefix("params/"), member.start.replace(".", "/"))) and member.table:
                 found = member.table.flax_rule(inside)
@@ -154,13 +154,13 @@ class _Rows:
                 self._add(*row)
 
     def add_aliases(self, names: HubNames) -> None:
-        """What the checkpoint calls as another version of transformers does."""
+        """Adds aliases for the checkpoint's names from other versions of transformers."""
         for old, new in names.aliases(self.unknown).items():
             self._rows.append((old, new, ALIAS))
             self._known.add(old)
 
     def add_scratch(self, patterns: Iterable[str]) -> None:
-        """What the checkpoint has and transformers knows as needed no more: regular expressions."""
+        """Adds buffers for tensors of the checkpoint that transformers no longer needs, by regular expressions."""
         for name in self.unknown:
             if any(re.search(pattern, name) for pattern in patterns):
                 self._append((name,), None, BUFFER)
@@ -197,7 +197,7 @@ def _changed(path: Path, change: Callable[[str], str]) -> Path:
 
 
 def _without(base: str, torch_names: tuple[str, ...], path: Path, kind: str | Transform) -> list[Row]:
-    """A row of a checkpoint that holds the base model alone; nothing for what stands outside of it."""
+    """The row for a checkpoint of the base model alone; nothing for a weight outside of it."""
     inside = all(name.startswith(f"{base}.") for name in torch_names)
     if not base or not inside or not all(leaf.startswith(f"{base}/") for leaf in _leaves(path)):
         return []
@@ -245,7 +245,7 @@ def _by_convention(
 
 
 def _always_tied(names: HubNames, modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str]]:
-    """The second module names of what was one tensor up to transformers 4.57 whatever the config ties.
+    """The second names of tensors that were tied up to transformers 4.57 regardless of the config.
 
     All but a head's matrix: its bias, the embeddings of an encoder and a decoder. transformers 5 unties these too.
     """
@@ -291,7 +291,7 @@ def _siblings(model_class: type[PreTrainedModel]) -> Iterator[type[PreTrainedMod
     for _, found in inspect.getmembers(sys.modules[model_class.__module__], inspect.isclass):
         if not issubclass(found, PreTrainedModel) or found.config_class is not model_class.config_class:
             continue
-        # What the classes of a family have in common, under several names in old families, computes nothing.
+        # The abstract base classes of a family, which have no forward.
         if found is not model_class and found.forward is not PreTrainedModel.forward:
             yield found
 

@@ -1,7 +1,7 @@
-"""Checkpoints that hold weights as memory does (experts in one stack, gate and up joined), read by their hub names.
+"""Checkpoints with weights in their memory layout (stacked experts, gate and up joined), read by their hub names.
 
-`save_pretrained(save_original_format=False)`, `torch.save(model.state_dict())` and DCP folders hold them so. What
-transformers' engine makes of one such tensor is made when one of its parts is asked for, and kept for the next ones.
+`save_pretrained(save_original_format=False)`, `torch.save(model.state_dict())` and DCP folders write this layout. Such
+a tensor is split by transformers' engine when one of its parts is read, and the parts are cached for the next reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import to_numpy, to_torch
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from easytorch.bridge.names.outline import OutlinedNames
 
 
-# Tensors whose parts are kept: writers alternate between a layer's two (gate and up, down), at its end between four.
+# Tensors whose parts are cached: writers alternate between a layer's two (gate and up, down), at its end four.
 _KEPT = 4
 
 
-class HubReader(Closing):
+class HubReader(ContextManager):
     """The weights of `reader` by hub names. It does not own `reader`."""
 
     def __init__(self, reader: Reader, names: HubNames) -> None:
@@ -73,5 +73,5 @@ class HubReader(Closing):
 
 
 def by_hub_names(reader: Reader, names: HubNames | OutlinedNames) -> Reader:
-    """`reader` itself where nothing in it is stored as memory holds it."""
+    """`reader` by hub names; `reader` itself where nothing in it has the memory layout."""
     return HubReader(reader, names) if isinstance(names, HubNames) and names.fused & reader.tensors.keys() else reader

@@ -1,8 +1,8 @@
 """The two names of a torch weight: on disk ("hub names", what checkpoints hold) and in memory (module names).
 
-They differ since transformers 5: experts are a tensor each on disk and one stack in memory, encoders lost a level of
-modules, vision-language models moved theirs. transformers' own engine (core_model_loading.py, conversion_mapping.py)
-maps one to the other when it loads and saves; it is asked here on the meta device, so nothing is allocated.
+They differ since transformers 5: experts are separate tensors on disk and one stack in memory, encoders lost a level
+of modules, vision-language models moved theirs. transformers' own engine (core_model_loading.py, conversion_mapping.py)
+maps one to the other when it loads and saves; it runs here on the meta device, so nothing is allocated.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class HubNames:
         self._hubs: dict[Place, list[str]] = {}
         for name, place in self.places.items():
             self._hubs.setdefault(place, []).append(name)
-        # Module names of what is cut or joined on disk.
+        # Module names of tensors that are split or joined on disk.
         self.fused = frozenset(name for name in self.state if Place(name, None) not in self._hubs)
 
     @property
     def floating(self) -> frozenset[str]:
-        """The names on disk of what is a floating point tensor in the model."""
+        """The names on disk of the model's floating point tensors."""
         return frozenset(name for name, tensor in self.tensors.items() if tensor.dtype.is_floating_point)
 
     @property
     def base(self) -> str:
-        """What classes of the family call the base model."""
+        """The attribute name of the base model in classes of the family."""
         return self.model.base_model_prefix
 
     @property
@@ -81,7 +81,7 @@ class HubNames:
         return revert_weight_conversion(self.model, dict(state_dict))
 
     def hub_name(self, module_name: str) -> str | None:
-        """What the weight called `module_name` in memory is called on disk; None where it is not one there."""
+        """The name on disk of the weight `module_name` in memory; None where it is not a single tensor there."""
         return next(iter(self._hubs.get(Place(module_name, None), ())), None)
 
     def groups(self, fused: Iterable[str]) -> list[tuple[str, ...]]:
@@ -94,9 +94,9 @@ class HubNames:
         return list(dict.fromkeys(groups.values()))
 
     def aliases(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of `names` that are spelt as older or newer versions of transformers did -> the hub name.
+        """Those of `names` that are spelled as in older or newer versions of transformers -> the hub name.
 
-        A rename only: what is cut or joined differently has no alias.
+        Renames only: tensors that are split or joined differently have no alias.
         """
         found = {}
         for name in _sorted(set(names) - self.tensors.keys()):
@@ -118,7 +118,7 @@ class HubNames:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """In the order in which transformers' engine must see them: a rename may start with its first name."""
+    """In the order that transformers' engine needs: a rename may start with its first name."""
     from transformers.core_model_loading import dot_natural_key
 
     return sorted(names, key=dot_natural_key)

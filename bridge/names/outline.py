@@ -1,9 +1,9 @@
-"""The weights of a known architecture without transformers: names and shapes off config.json, by its family's outline.
+"""The weights of a known architecture without transformers: names and shapes from config.json, by an outline.
 
 Building a model on the meta device imports torch and transformers, which takes seconds. An outline
-(`bridge/names/outlines/<model_type>.json`) lists what that would find. It answers for a config of which every key and
-value is known to it, and a checkpoint of which every name is. Everything else is left to `bridge.names.architecture`,
-so that an outline decides how soon an answer comes and never which.
+(`bridge/names/outlines/<model_type>.json`) lists what that would find. It is used only if it knows every key and value
+of the config and every name of the checkpoint. Everything else is left to `bridge.names.architecture`, so that an
+outline changes the speed and never the result.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from easytorch.bridge.names.outlines.language import Settings, holds, value_of
 from easytorch.bridge.rules.table import BUFFER, TIES
 
 _LOOPS = "ijk"
-# A row of a table by the convention: torch's name, the leaf, the transform; and what shape the class needs, if any.
+# A row of the convention's table: torch's name, the leaf, the transform, and the required shape, if any.
 Row = tuple[str, str | None, str, tuple[int, ...] | None]
 
 
 class Unsure(Exception):
-    """An outline that has no answer: the sizes of the config do not go together."""
+    """An outline cannot be used: the sizes in the config are inconsistent."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Outline:
     classes: Mapping[str, Mapping[str, Any]]
 
     def settings(self, content: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The settings that `content` gives and leaves to their defaults; None where one is not known here."""
+        """The settings in `content`, with defaults for absent ones; None where one is not known here."""
         settings = {key: field.default for key, field in self.fields.items()}
         given = dict(_flat(content, *_places(self.fields)))
         for key, value in given.items():
@@ -86,7 +86,7 @@ class Outline:
         return [_filled(row, settings, indexes) for row, indexes in _expanded(self._templates(name), settings, {}, 0)]
 
     def ties(self, name: str, settings: Settings) -> dict[str, str]:
-        """What a class ties: a weight -> the one it repeats."""
+        """The ties of a class: a weight -> the one it repeats."""
         rows = [(repeat, source, "", None, *when) for repeat, source, *when in self.classes[name]["ties"]]
         return {
             _numbered(row[0], indexes): _numbered(row[1], indexes) for row, indexes in _expanded(rows, settings, {}, 0)
@@ -123,14 +123,14 @@ class OutlinedNames:
         self.tensors = {
             name: shape for name, _, kind, shape in self.rows if shape is not None or kind not in (BUFFER, *TIES)
         }
-        # Of what torch saves and makes anew where a checkpoint lacks it no shape is held; of a buffer it is empty.
+        # No shape for tensors that transformers recomputes where a checkpoint lacks them; an empty one for buffers.
         buffers = {name for name, _, kind, shape in self.rows if kind == BUFFER and shape == ()}
         self.shapes = {name: shape for name, shape in self.tensors.items() if shape is not None and name not in buffers}
         self._outline, self._name, self._settings = outline, name, settings
 
     @property
     def floating(self) -> Collection[str]:
-        """The names on disk of what is a floating point tensor in the model: integer buffers have no shape here."""
+        """The names on disk of the model's floating point tensors: integer buffers have no shape here."""
         return self.tensors.keys()
 
     def hub_name(self, module_name: str) -> str | None:
@@ -142,7 +142,7 @@ class OutlinedNames:
         return {}
 
     def siblings(self) -> Iterator[OutlinedNames | None]:
-        """Those of the other classes of the family, None for one that the outline cannot say."""
+        """The names of the family's other classes, None for one that the outline does not cover."""
         for name, described in self._outline.classes.items():
             if name == self._name:
                 continue
@@ -233,7 +233,7 @@ def _fits(condition: str, settings: Settings) -> bool:
 def _expanded(
     rows: Collection[Any], settings: Settings, indexes: Mapping[str, int], depth: int
 ) -> Iterator[tuple[Any, Mapping[str, int]]]:
-    """Each row with the running numbers that stand in it: rows of one loop one after the other, number by number."""
+    """Each row with its loop indices: the rows of a loop are repeated together, index by index."""
     for loop, inside in groupby(rows, lambda row: _loop(row[0], depth)):
         if loop is None:
             here = {**settings, **indexes}
@@ -248,13 +248,13 @@ def _expanded(
 
 
 def _loop(template: str, depth: int) -> tuple[str, str] | None:
-    """What stands before the count number `depth` of a template, and that; None where there are fewer."""
+    """(text before, expression) of a template's count number `depth`; None where there are fewer."""
     parts = template.split("{")
     return ("{".join(parts[: depth + 1]), parts[depth + 1].partition("}")[0]) if len(parts) > depth + 1 else None
 
 
 def _numbered(template: str, indexes: Mapping[str, int]) -> str:
-    """`template` with running numbers in the places of its counts."""
+    """`template` with loop indices in place of its counts."""
     first, *others = template.split("{")
     numbers = zip(indexes.values(), others, strict=True)
     return first + "".join(f"{number}{other.partition('}')[2]}" for number, other in numbers)

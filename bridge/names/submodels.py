@@ -1,4 +1,4 @@
-"""The members of a composite model: parts that are models of their own family, under that family's table."""
+"""The submodels of a composite model: parts that are models of another family, which follow that family's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Member:
-    """A model, or a part of one that is a model of another file of transformers.
+    """A model, or a submodel whose class is in another file of transformers.
 
     `start` is the beginning of its hub names, `table` its family's, `level` the Flax folder around its leaves ("" or
     "vision_model/"): transformers 5 took a level of modules out of some towers, older checkpoints and Flax have it.
@@ -45,7 +45,7 @@ def members_of(names: HubNames) -> list[Member]:
         if not isinstance(module, PreTrainedModel):
             continue
         start, file = f"{prefix}." if prefix else "", type(module).__module__
-        # A stack of a model or the base model in a head's is no member of its own.
+        # A stack of a model, or the base model of a head, is not a submodel.
         if not any(file == other and start.startswith(outer) for outer, other in files.items()):
             files[start] = file
             found.append(Member(_on_disk(start, names), _table(module), _level(module)))
@@ -53,7 +53,7 @@ def members_of(names: HubNames) -> list[Member]:
 
 
 def _on_disk(start: str, names: HubNames) -> str:
-    """What names that start with `start` in memory start with on disk: towers stand elsewhere there."""
+    """The prefix on disk of names that start with `start` in memory, where towers have another prefix."""
     starts = Counter(
         hub.removesuffix(inside)
         for hub, place in names.places.items()
@@ -63,7 +63,7 @@ def _on_disk(start: str, names: HubNames) -> str:
 
 
 def table_of_names(model_type: str) -> tuple[RuleTable | None, bool]:
-    """The table of a family, None for one that differs nowhere from the convention; whether it depends on the model."""
+    """The table of a family, None for one that follows the convention; and whether it depends on the model."""
     module = _table_module(model_type)
     if module is not None and hasattr(module, "rules"):
         return None, True

@@ -1,7 +1,7 @@
-"""Tied weights: which of them a checkpoint holds apart, and what its config says of them.
+"""Tied weights: which of them a checkpoint stores separately, and what its config declares.
 
-The tensors decide: a head that is stored and differs from the embedding it is tied to is a weight of its own, as it is
-for transformers 5 when it loads one. Configs are wrong about that, those of the T5 family by design.
+The tensors decide: a stored head that differs from the embedding it is tied to is a weight of its own, as transformers
+5 has it when loading. Configs can be wrong about that, those of the T5 family by design.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.rules.plan import Same, Step
 from easytorch.bridge.rules.table import TIED_ENDINGS
-from easytorch.bridge.rules.transforms import transform_called
+from easytorch.bridge.rules.transforms import get_transform
 
 if TYPE_CHECKING:
     from easytorch.bridge.names.architecture import Architecture
@@ -24,7 +24,7 @@ _SCALED = frozenset(("t5", "umt5", "longt5", "switch_transformers", "pop2piano",
 
 
 def held_apart(tensors: Mapping[str, TensorInfo], architecture: Architecture, same: Same) -> frozenset[str]:
-    """Hub names of the tied weights among `tensors`, by torch names, whose data is not that of their original."""
+    """Hub names of the tied weights in `tensors` (by torch name) whose data differs from that of their original."""
     names = architecture.names
     ties = names.ties
     if not ties:
@@ -46,7 +46,7 @@ def held_apart(tensors: Mapping[str, TensorInfo], architecture: Architecture, sa
 def declares_ties(content: dict[str, Any], architecture: Architecture) -> bool:
     """Whether config.json ties the head to the embedding.
 
-    transformers 5 writes true for every T5; of one that is not tied it writes that its outputs are not scaled.
+    transformers 5 writes true for every T5; for an untied one it writes that the outputs are not scaled.
     """
     if content.get("scale_decoder_outputs") is False:
         return False
@@ -54,10 +54,10 @@ def declares_ties(content: dict[str, Any], architecture: Architecture) -> bool:
 
 
 def untied(content: dict[str, Any], architecture: Architecture, scheme: str) -> dict[str, Any] | None:
-    """config.json's content for a checkpoint in `scheme` whose tied weights are apart.
+    """config.json's content for a checkpoint in `scheme` whose tied weights are stored separately.
 
-    None where it says so already, or cannot say it: of what is still tied, checkpoints hold one, and a program that is
-    told that nothing is tied misses the other. HF Flax's classes tie some whatever the config says.
+    None where it says so already, or cannot: checkpoints store weights that are still tied once, and a program that
+    reads that nothing is tied would miss the other. HF Flax's classes tie some regardless of the config.
     """
     if not architecture.apart:
         return None
@@ -74,7 +74,7 @@ def untied(content: dict[str, Any], architecture: Architecture, scheme: str) -> 
 
 
 def _nowhere(content: dict[str, Any]) -> dict[str, Any]:
-    """`content` with the setting false in the configs of the model's parts."""
+    """`content` with the setting false in every sub-config."""
     return {
         key: _nowhere(value) if isinstance(value, dict) else (False if key == _KEY and value else value)
         for key, value in content.items()
@@ -82,4 +82,4 @@ def _nowhere(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_stored(info: TensorInfo) -> Step:
-    return Step((info.name,), (info,), transform_called("identity"), False)
+    return Step((info.name,), (info,), get_transform("identity"), False)

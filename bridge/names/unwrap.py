@@ -7,7 +7,7 @@ Every tree format is opened through this, so that naming schemes see the paramet
     model/...   beside a copy of it (`ema_model/...`, with the same names)
     .../value   where every leaf ends so, as in an `nnx.State`
 
-What stands beside the parameters (`opt_state`, `step`, `ema_params`, random number generators, other collections) is
+What is beside the parameters (`opt_state`, `step`, `ema_params`, random number generators, other collections) is
 left out, and reported; another of several trees is read by its path, `params_key`. flax's `batch_stats` belong to the
 parameters: where they are, both collections keep their names.
 """
@@ -24,19 +24,19 @@ from easytorch.bridge.rules.table import RuleTable
 
 _PARAMS, _BATCH_STATS = "params", "batch_stats"
 _COLLECTIONS = {_PARAMS, _BATCH_STATS}
-# What training states keep beside the model; a model of its own is never called so.
+# Keys beside the model in training states; no model has such a name.
 _TRAINING = frozenset(
     (
         *("opt_state", "optimizer", "optimizer_state", "opt", "tx", "rng", "rngs", "dropout_rng", "rng_key"),
         *("step", "global_step", "epoch", "ema", "ema_params", "ema_model", "train_iter", "dynamic_scale"),
     )
 )
-# What an optimizer's state is called; a state that holds one holds the model too.
+# Keys of an optimizer's state; a state that has one holds the model too.
 _OPTIMIZER = frozenset(("opt_state", "optimizer", "optimizer_state", "opt"))
-# Names that wrap the parameters wherever they stand, and names that do beside a training state or as its inner tree.
+# Keys that always wrap the parameters, and keys that do so beside a training state or as its inner tree.
 _WRAPPERS = (_PARAMS,)
 _WRAPPERS_IN_TRAINING = ("model", "target", "state", "train_state", "graphstate", "optimizer", "opt")
-# What flax's optimizers before 0.6 and T5X call the parameters.
+# The key of the parameters in flax's optimizers before 0.6 and in T5X.
 _TARGETS = (["target"], ["optimizer", "target"])
 _VARIABLES = ("value", ".value", "raw_value")
 _GENERATOR = ("count", "key")
@@ -82,13 +82,13 @@ def unwrapped(tensors: Iterable[str], params_key: str | None = None) -> Unwrappe
 
 
 def _place(names: _Named) -> list[str]:
-    """The keys of the tree that the parameters among the collections `names` stand in."""
+    """The path of the tree that holds the parameters, among the collections `names`."""
     found = next(((path, name.split("/")) for path, name in names if path[0] == _PARAMS), None)
     return [] if found is None else found[1][: len(found[1]) - len(found[0]) + 1]
 
 
 def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
-    """The names under the path `key`, as it stands or within wrappers, with the statistics of batches beside it."""
+    """The names under the path `key`, directly or within wrappers, with the batch statistics beside it."""
     taken: list[str] = []
     inner = names
     while True:
@@ -112,7 +112,7 @@ def _at(key: list[str], names: _Named) -> tuple[_Named, list[str]]:
 
 
 def _beside_parameters(names: _Named) -> _Named:
-    """`names` with statistics of batches at the root, and the parameters they belong to in `params`.
+    """`names` with batch statistics at the root, and the parameters they belong to in `params`.
 
     They may stand in a tree of other collections (`model_state/batch_stats/...` of scenic, `flax_mutables` of T5X), and
     the parameters in a `target`.
@@ -156,7 +156,7 @@ def _collections(names: _Named) -> _Named:
 
 
 def _wrapper(paths: list[list[str]]) -> str | None:
-    """The key at the root that the parameters stand under, or None where they stand at the root."""
+    """The key at the root that wraps the parameters, or None where they are at the root."""
     branches = {path[0] for path in paths if len(path) > 1}
     roots = {path[0] for path in paths}
     if branches >= _COLLECTIONS:
@@ -184,7 +184,7 @@ def _wrapper(paths: list[list[str]]) -> str | None:
 
 
 def _copies(key: str, paths: list[list[str]]) -> set[str]:
-    """The trees with the very names that stand under `key`: averages of the model, and momenta."""
+    """The trees with exactly the names under `key`: averages of the model, and momenta."""
     trees: dict[str, set[tuple[str, ...]]] = {}
     for path in paths:
         trees.setdefault(path[0], set()).add(tuple(path[1:]))
@@ -198,7 +198,7 @@ def _leads_to_params(path: list[str]) -> bool:
 
 
 def in_collections(tree: RenamedReader, table: RuleTable) -> RenamedReader:
-    """`tree` with its leaves in `params` and `batch_stats`, where `table` knows them there and they stand in neither.
+    """`tree` with its leaves in `params` and `batch_stats`, where `table` has them there and the tree has neither.
 
     A file does not say which leaves of an nnx tree are statistics, as the module itself does: the table does.
     """

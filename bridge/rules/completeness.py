@@ -1,4 +1,4 @@
-"""Weights that a table names and a checkpoint or a tree has not: a model loaded without them computes with noise."""
+"""Weights that a table names and a checkpoint or tree lacks: a model loaded without them would keep random values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from easytorch.bridge.rules.table import SPARE, RuleTable
 def refuse_missing(plan: Plan, table: RuleTable, dropped: Collection[str] = ()) -> None:
     """`CheckpointError` where a row of `table` that must have data has none in `plan`.
 
-    A table without variables is one model's, and every row of it must. One with variables may be a family's, which
-    lists the heads and biases of all its models: there a module that has some of its weights must have all that the
-    same module has in other layers. Ties, buffers and spare rows may be absent, and so may what the user has left out:
-    `dropped`, names of the source, torch's or leaves.
+    A table without variables is one model's, so every row must have data. One with variables may be a family's, with
+    the heads and biases of all its models: there a module that has some of its weights must have all that the same
+    module has in other layers. Ties, buffers and spare rows may be absent, and so may `dropped`, the names of the
+    source (torch's or leaves) that the user left out.
     """
     names = {name for step in plan.steps for name in step.sources} | plan.targets.keys() | plan.tied.keys()
-    # Torch's names are on one side or the other, old spellings among them.
+    # Torch's names may be the source's or the target's, in old spellings too.
     known = table.torch_names(sorted(names | plan.kept.keys())).keys()
     rows = [pattern for rule in table.weights if rule.kind != SPARE for pattern in rule.torch]
     absent = _made_of(dropped, table)
@@ -29,19 +29,19 @@ def refuse_missing(plan: Plan, table: RuleTable, dropped: Collection[str] = ()) 
 
 
 def _made_of(dropped: Collection[str], table: RuleTable) -> set[str]:
-    """The torch names of what is dropped on either side."""
+    """The torch names of `dropped`, which are torch names or leaves."""
     found = [match for name in dropped for path in _in_collections(name) if (match := table.leaf_rule(path))]
     made = {pattern.fill(bindings) for rule, _, bindings in found for pattern in rule.torch}
     return made | table.torch_names(dropped).keys()
 
 
 def _in_collections(path: str) -> tuple[str, ...]:
-    """What tables may call a leaf of an nnx module, whose file does not say which are statistics."""
+    """The names that a leaf of an nnx module may have in tables, as its file does not tell which are statistics."""
     return path, f"params/{path}", f"batch_stats/{path}"
 
 
 def _of_modules(rows: list[Pattern], known: Set[str]) -> Iterator[str]:
-    """What the modules that are there have in other layers: one layer without the bias that all others have."""
+    """Weights that present modules have in other layers, such as one layer's bias that all others have."""
     modules: dict[tuple, dict[Pattern, set[Bindings]]] = {}
     for row in rows:
         found = {bindings for name in known if (bindings := row.match(name)) is not None}

@@ -1,7 +1,7 @@
-"""Layouts that rearrange within a leaf or compute with its elements; each wraps the transform that makes the leaf.
+"""Layouts that rearrange a leaf or compute with its elements; each wraps the transform that makes the leaf.
 
-Arithmetic is done in float64 and rounded once. Where that would lose bits of a sixteen-bit weight, the leaf is float32,
-which brings every bit back: libraries that restore such a tree cast it to the type they compute in.
+Arithmetic is done in float64 and rounded once. Where that would lose bits of a 16-bit weight, the leaf is float32,
+which preserves every bit: libraries that restore such a tree cast it to the dtype they compute in.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from easytorch.bridge.rules.transforms import Arrays, Shape, Transform
 
 Elementwise = Callable[[np.ndarray], np.ndarray]
 
-# Arithmetic is done on so many bytes of the result at a time, so that the float64 copy stays small.
+# Arithmetic is done on this many bytes of the result at a time, so that the float64 copy stays small.
 _BLOCK_BYTES = 8 << 20
 
 
 def split_heads(heads: int, axis: int, order: tuple[int, ...]) -> Transform:
-    """torch's dimension `axis` (heads * d) as two, (heads, d), and all dimensions then in the order `order`."""
+    """torch's dimension `axis` (heads * d) split into (heads, d), then all dimensions permuted by `order`."""
     back = tuple(order.index(place) for place in range(len(order)))
 
     def split(shape: Shape) -> Shape:
@@ -45,10 +45,10 @@ def split_heads(heads: int, axis: int, order: tuple[int, ...]) -> Transform:
 
 
 def interleaved(inner: Transform, heads: int) -> Transform:
-    """The two halves of every head interleaved: the two numbers a rotary turns stand side by side.
+    """The two halves of every head interleaved, so that rotary pairs are adjacent.
 
-    inner: torch (heads * d, D) <-> a leaf whose last dimension is d. Rows are moved before they are transposed, which
-    is far faster than moving elements after it; on the way back the leaf's elements lie together.
+    inner: torch (heads * d, D) <-> a leaf whose last dimension is d. Rows are moved before they are transposed,
+    which is far faster than moving elements afterwards; in the other direction the leaf's elements are contiguous.
     """
 
     def weave(array: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def interleaved(inner: Transform, heads: int) -> Transform:
 
 
 def unfolded(inner: Transform, sizes: tuple[int, int]) -> Transform:
-    """The leaf's first dimension as two, of `sizes`: stacks within a stack."""
+    """The leaf's first dimension split into two, of `sizes`: stacks within a stack."""
     count = sizes[0] * sizes[1]
 
     def folded(shape: Shape) -> Shape:
@@ -89,7 +89,7 @@ def unfolded(inner: Transform, sizes: tuple[int, int]) -> Transform:
 
 
 def cut(inner: Transform, size: int, axis: int) -> Transform:
-    """The leaf's dimension `axis` cut to `size`: to read tables that are padded with rows nobody uses."""
+    """The leaf's dimension `axis` cropped to `size`, to read tables that are padded with unused rows."""
     window = (slice(None),) * axis + (slice(size),)
     return replace(
         inner,
@@ -130,7 +130,7 @@ def computed(
 
 
 def _blockwise(function: Elementwise, array: np.ndarray, dtype: str | None) -> np.ndarray:
-    """`function` of the elements, in the order they have in memory, which the result keeps."""
+    """`function` of the elements; the result has the same memory order."""
     order = sorted(range(array.ndim), key=lambda axis: abs(array.strides[axis]), reverse=True)
     given = array.transpose(order)
     made = np.empty(given.shape, array.dtype if dtype is None else dtype)

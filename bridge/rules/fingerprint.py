@@ -1,8 +1,7 @@
-"""What tells one rule table from another in another process, so that `--resume` goes on with the same one.
+"""A rule table's identity across processes, so that `--resume` continues only with the same one.
 
-Layouts are functions, whose names and `repr` say nothing of what they do: what is told is their code, with the values
-that they have closed over and, of a user's own, the globals that they read. Those of this package are told by name, as
-its version is.
+Layouts are functions, whose names and `repr` do not tell what they do: the fingerprint has their code, with closure
+values and, for a user's own, the globals that they read. Functions of this package count by name, as its version does.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ import numpy as np
 from easytorch.bridge.rules.table import Rules
 
 _PACKAGE = __name__.partition(".")[0]
-# What others have installed, whose versions are taken to stay.
+# Installed packages, whose versions are assumed not to change.
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
-# What `repr` tells whole.
+# Types whose `repr` is complete.
 _PLAIN = (str, bytes, int, float, complex, type(None), type(...), range, slice, np.generic)
 
 
 def fingerprint(rules: Rules) -> str:
-    """The same for tables that do the same, as far as their code tells."""
+    """A hash that is equal for tables with the same code and data."""
     return hashlib.sha256(repr(_Teller().told(rules)).encode()).hexdigest()
 
 
 class _Teller:
-    """Says what values are in plain data; one that is met again by its number."""
+    """Turns values into plain data; a value that occurs again becomes its number."""
 
     def __init__(self) -> None:
         self._met: dict[int, int] = {}
@@ -86,11 +85,11 @@ class _Teller:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a value with a name is told by more than that."""
+    """Whether a named value is described by its code and not by its name alone."""
     return isinstance(value, FunctionType | MethodType | CodeType)
 
 
 def _names(code: CodeType) -> set[str]:
-    """What a function and those inside it read by name."""
+    """The global names that a function and its inner functions read."""
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return set(code.co_names).union(*map(_names, inner))

@@ -1,8 +1,8 @@
-"""Layouts with numbers in them: attention kernels with an axis for the heads, layers stacked along an axis.
+"""Layouts with parameters: attention kernels with a head axis, layers stacked along an axis.
 
 The transforms here are made for one model, from its config; like those of `bridge/rules/transforms.py` they return
-views where numpy can, and every one has its exact inverse. Shapes are named (out, in) for torch's matrices; D is the
-width of the model, H the number of heads, d the size of one.
+views where numpy can, and each has an exact inverse. torch's matrices are (out, in); D is the width of the model, H the
+number of heads, d the head size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from easytorch.bridge.core.mapped import give_back
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.rules.computed_transforms import split_heads
-from easytorch.bridge.rules.transforms import Shape, Transform, transform_called
+from easytorch.bridge.rules.transforms import Shape, Transform, get_transform
 
 
 def heads_out(heads: int) -> Transform:
@@ -32,7 +32,7 @@ def heads_bias(heads: int) -> Transform:
     return split_heads(heads, 0, (0, 1))
 
 
-# torch (a, b) <-> (1, a, b): position tables that flax keeps with an axis for the batch.
+# torch (a, b) <-> (1, a, b): position tables that flax keeps with a batch axis.
 with_batch = Transform(
     name="with_batch",
     to_flax=lambda arrays: arrays[0][None],
@@ -45,7 +45,7 @@ with_batch = Transform(
 
 def stacked(one: Transform | str, count: int, axis: int) -> Transform:
     """`count` torch tensors, each laid out by `one`, along `axis` of a single leaf (flax's `nn.scan`, experts)."""
-    layer = transform_called(one) if isinstance(one, str) else one
+    layer = get_transform(one) if isinstance(one, str) else one
     assert layer.parts == 1 and layer.to_torch is not None, f"{layer.name} fuses already"
     to_torch: Callable[[np.ndarray], Sequence[np.ndarray]] = layer.to_torch
 
@@ -76,7 +76,7 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
 
 
 def _stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """`np.stack`, but each array is copied in the order it has in memory: writers transpose far faster than numpy."""
+    """`np.stack`, but each array keeps its memory order: writers transpose far faster than numpy."""
     order = sorted(range(arrays[0].ndim), key=lambda place: abs(arrays[0].strides[place]), reverse=True)
     made = np.stack([array.transpose(order) for array in arrays])
     for array in arrays:
@@ -86,7 +86,7 @@ def _stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
 
 
 def joined(one: Transform, count: int) -> Transform:
-    """`count` leaves, each the layout `one` of a torch matrix, whose matrices torch keeps under each other as one.
+    """`count` leaves, each in the layout `one`, whose torch matrices are concatenated into one along the rows.
 
     For a row with one torch name and `count` leaves: it reads from the leaves to torch.
     """

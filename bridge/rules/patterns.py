@@ -1,5 +1,4 @@
-"""Name patterns, one side of a weight rule: components are literal or a variable (the language:
-`bridge.rules.table`)."""
+"""Name patterns, one side of a weight rule: components are literals or variables (see `bridge.rules.table`)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class Pattern:
     separator: str
 
     def match(self, name: str) -> Bindings | None:
-        """What the variables stand for in `name`, or None."""
+        """The values of the variables in `name`, or None if it does not match."""
         parts = name.split(self.separator)
         if len(parts) != len(self.components):
             return None
@@ -40,7 +39,7 @@ class Pattern:
         return self.separator.join(part if isinstance(part, str) else values[part[0]] for part in self.components)
 
     def like(self, name: str) -> str:
-        """An instance of this pattern as near to `name` as its variables allow, for error messages."""
+        """The instance of this pattern closest to `name`, for error messages."""
         parts = name.split(self.separator)
         parts += [""] * (len(self.components) - len(parts))
         return self.separator.join(
@@ -53,7 +52,7 @@ class Pattern:
         return frozenset(component[0] for component in self.components if not isinstance(component, str))
 
     def overlaps(self, other: Pattern) -> bool:
-        """Whether some name fits both."""
+        """Whether some name matches both."""
         return len(self.components) == len(other.components) and all(
             _share(mine, theirs) for mine, theirs in zip(self.components, other.components, strict=True)
         )
@@ -75,7 +74,7 @@ def has_prefix(side: str) -> bool:
 
 
 def choices_in(sides: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """Variable -> what it may stand for, nothing for anything; `ValueError` where the sides disagree."""
+    """Variable -> its allowed values, empty for any; `ValueError` where the sides disagree."""
     choices: dict[str, tuple[str, ...]] = {}
     for side in sides:
         for name, listed in _VARIABLE.findall(side):

@@ -1,4 +1,4 @@
-"""What a conversion will do, decided from names and shapes alone: which tensors make which, and what stays behind."""
+"""The plan of a conversion, from names and shapes alone: which tensors make which, and which are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from easytorch.bridge.dtypes import FLOATING, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.rules.patterns import Bindings, Pattern
 from easytorch.bridge.rules.table import TIED, TIED_ALWAYS, TIED_IN_TORCH, CompiledRule, RuleTable
-from easytorch.bridge.rules.transforms import Shape, Transform, transform_called
+from easytorch.bridge.rules.transforms import Shape, Transform, get_transform
 
 # Whether two steps make bit-identical tensors.
 Same = Callable[["Step", "Step"], bool]
@@ -22,7 +22,7 @@ Same = Callable[["Step", "Step"], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """Reads `sources`, gives `targets`. `reverse` applies the transform from its fused side to its parts."""
+    """Computes `targets` from `sources`. `reverse` applies the transform from its fused side to its parts."""
 
     sources: tuple[str, ...]
     targets: tuple[TensorInfo, ...]
@@ -34,13 +34,13 @@ class Step:
         return [made.whole() for made in self.run_in_parts([InParts.of(array) for array in arrays])]
 
     def run_in_parts(self, sources: Sequence[InParts]) -> Sequence[InParts]:
-        """The same, with stacking and casting left to whoever asks for the elements."""
+        """The same, with stacking and casting deferred until the elements are read."""
         return [
             made.cast(numpy_dtype(target.dtype)) for made, target in zip(self._made(sources), self.targets, strict=True)
         ]
 
     def _made(self, sources: Sequence[InParts]) -> Sequence[InParts]:
-        if self.transform is transform_called("identity"):
+        if self.transform is get_transform("identity"):
             return sources
         arrays = [source.whole() for source in sources]
         if self.transform.leaves > 1:
@@ -53,7 +53,7 @@ class Step:
         return [InParts.of(one) for one in self._several((self.transform.to_flax(arrays),))]
 
     def _several(self, made: Any) -> Sequence[np.ndarray]:
-        """What a layout has made, which may be anybody's: an array for each target."""
+        """The result of a layout, which may be a user's, checked: an array for each target."""
         names = ", ".join(target.name for target in self.targets)
         return _listed(made, len(self.targets), np.ndarray, self.transform, "array", names)
 
@@ -62,8 +62,8 @@ class Step:
 class Plan:
     """The steps of a conversion, in the target's order.
 
-    `kept` are source tensors (torch) that the target (Flax) has no place for, by their torch name. `tied` are torch
-    names left out because they repeat the data at a Flax path. `notes` are for the user.
+    `kept` are source tensors (torch) that the target (Flax) cannot hold, by their torch name. `tied` are torch names
+    left out because they repeat the data at a Flax path. `notes` are for the user.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -77,17 +77,17 @@ class Plan:
         return {info.name: info for step in self.steps for info in step.targets}
 
     def keep(self, tensors: Iterable[TensorInfo]) -> None:
-        """Adds `tensors`, to be taken as they are."""
+        """Adds `tensors` unchanged."""
         self.steps += [_as_it_is(info) for info in tensors]
 
 
 def cast_plan(tensors: Mapping[str, TensorInfo], dtype: str) -> Plan:
-    """Every tensor as it is, floating point ones in `dtype`; `CheckpointError` where there is no such cast."""
+    """Every tensor unchanged but floating point ones, cast to `dtype`; `CheckpointError` where that is impossible."""
     for name, info in tensors.items():
         if info.dtype in FLOATING and not np.can_cast(numpy_dtype(info.dtype), numpy_dtype(dtype), casting="unsafe"):
             raise CheckpointError(f"{info.dtype} cannot be cast to {dtype}; choose another dtype", tensor=name)
     cast = {name: replace(info, dtype=dtype) if info.dtype in FLOATING else info for name, info in tensors.items()}
-    return Plan([Step((name,), (info,), transform_called("identity"), False) for name, info in cast.items()])
+    return Plan([Step((name,), (info,), get_transform("identity"), False) for name, info in cast.items()])
 
 
 def plan_from_torch(
@@ -137,7 +137,7 @@ def plan_to_torch(
 
 
 def _leave_out_unread(path: str, leaves: dict[str, Step], table: RuleTable, plan: Plan, same: Same) -> None:
-    """Takes leaf `path` out of `leaves` where it repeats the one that its program computes with instead."""
+    """Removes leaf `path` from `leaves` where it repeats the one that its program uses instead."""
     name = leaves[path].targets[0].name
     tie = table.tie(name)
     original = None if tie is None else leaves.get(tie[1])
@@ -159,7 +159,7 @@ class _FromTorch:
         self._table = table
         self._tie = tie
         self._same = same
-        # Name as the rules know it -> name in the source.
+        # Name in the rules -> name in the source.
         self._given = table.torch_names(tensors)
         self._plan = Plan()
         self._parts: dict[tuple[int, str], tuple[CompiledRule, Bindings, dict[int, str]]] = {}
@@ -187,7 +187,7 @@ class _FromTorch:
         alone = self._table.torch_rule(name) is None
         if source not in names:
             if self._tie or alone or rule.kind == TIED_ALWAYS:
-                # It stands for the original from here on: other repeats are held against it.
+                # It replaces the original from here on: other repeats are compared with it.
                 del names[name]
                 names[source] = None
                 self._given[source] = self._given[name]
@@ -244,7 +244,7 @@ class _FromTorch:
 
 
 def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict[str, Step]:
-    """What each leaf becomes; the step of a torch tensor that is made of several stands at the last of them."""
+    """Leaf -> its step; the step of a torch tensor that is made of several leaves is at the last of them."""
     steps: dict[str, Step] = {}
     pending: dict[tuple[int, Bindings], dict[int, TensorInfo]] = {}
     for path, info in tensors.items():
@@ -266,12 +266,12 @@ def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict
 
 
 def _of_several(leaves: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings) -> Step:
-    """What leaves become that need each other."""
+    """The step of leaves that are converted together."""
     return _exchange(leaves, rule, bindings, reverse=True) if rule.exchanged else _fused(leaves, rule, bindings)
 
 
 def _exchange(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings, *, reverse: bool) -> Step:
-    """The several tensors that `infos`, by their place in the rule, are together; reverse: those of torch."""
+    """The step that makes several tensors of `infos` (by place in the rule) together; reverse: torch's tensors."""
     given, made = (rule.leaves, rule.torch) if reverse else (rule.torch, rule.leaves)
     listed = _all_of(infos, given, made[0], bindings)
     shapes: Any = rule.transform.torch_shapes if reverse else rule.transform.flax_shape
@@ -287,7 +287,7 @@ def _exchange(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bin
 
 
 def _fused(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindings) -> Step:
-    """The one tensor that `infos`, by their place in the rule, are the parts of."""
+    """The step that joins `infos` (by place in the rule) into one tensor."""
     parts, whole = (rule.leaves, rule.torch[0]) if rule.cut else (rule.torch, rule.flax)
     listed = _all_of(infos, parts, whole, bindings)
     for info in listed:
@@ -318,7 +318,7 @@ def _all_of(
 
 
 def _cut(info: TensorInfo, rule: CompiledRule, patterns: Sequence[Pattern], bindings: Bindings) -> Step:
-    """The tensors, called by `patterns`, that `info` holds."""
+    """The step that splits `info` into tensors named by `patterns`."""
     _check_rank(info, rule.transform.rank)
     shapes = _shapes(rule.transform.torch_shapes(info.shape), len(patterns), rule.transform, info.name)
     dtype = info.dtype if rule.cut else rule.transform.torch_dtype or info.dtype
@@ -336,12 +336,12 @@ def _check_rank(info: TensorInfo, rank: int | None) -> None:
 
 
 def _shapes(made: Any, count: int, transform: Transform, names: str) -> list[Shape]:
-    """What a layout says of `count` shapes."""
+    """The `count` shapes that a layout returned, checked."""
     return [tuple(shape) for shape in _listed(made, count, tuple | list, transform, "shape", names)]
 
 
 def _listed(made: Any, count: int, kind: Any, transform: Transform, what: str, names: str) -> Any:
-    """`made`, which a layout of anybody's has made; `CheckpointError` where that is no list of `count` of `kind`."""
+    """`made`, returned by a layout that may be a user's; `CheckpointError` unless it is a list of `count` of `kind`."""
     if not isinstance(made, tuple | list) or len(made) != count or not all(isinstance(one, kind) for one in made):
         given = f"{len(made)} of them" if isinstance(made, tuple | list) else f"a {type(made).__name__}"
         raise CheckpointError(
@@ -353,7 +353,7 @@ def _listed(made: Any, count: int, kind: Any, transform: Transform, what: str, n
 
 
 def _as_it_is(info: TensorInfo) -> Step:
-    return Step((info.name,), (info,), transform_called("identity"), False)
+    return Step((info.name,), (info,), get_transform("identity"), False)
 
 
 def _renamed(step: Step, name: str) -> Step:

@@ -9,29 +9,31 @@ import numpy as np
 
 from easytorch.bridge.core.casting import CastOverflow
 from easytorch.bridge.core.compare import identical_parts
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.rules.plan import Plan, Same, Step
-from easytorch.bridge.storage.temp_arrays import Spool
+from easytorch.bridge.storage.temp_arrays import TempArrays
 
 
-class PlannedReader(Closing):
+class PlannedReader(ContextManager):
     """The targets of `plan` as a checkpoint of its own, so that conversions can be chained.
 
     Sources are read from `reader`, those it does not have from `beside`. It owns neither. The tensors of a leaf that
-    holds several (stacked layers) are all made when the first is asked for, and put aside in `spool` until they are.
+    holds several (stacked layers) are all made when the first is read; the others wait in `temp_arrays`.
     """
 
-    def __init__(self, reader: Reader, plan: Plan, beside: Reader | None = None, spool: Spool | None = None) -> None:
+    def __init__(
+        self, reader: Reader, plan: Plan, beside: Reader | None = None, temp_arrays: TempArrays | None = None
+    ) -> None:
         self.tensors: Mapping[str, TensorInfo] = plan.targets
         self.metadata: Mapping[str, str] = {}
         self.files = reader.files
         self._home = {} if beside is None else dict.fromkeys(beside.tensors, beside)
         self._home |= dict.fromkeys(reader.tensors, reader)
         self._makers = {info.name: step for step in plan.steps for info in step.targets}
-        self._spool = Spool() if spool is None else spool
+        self._temp_arrays = TempArrays() if temp_arrays is None else temp_arrays
         self._aside: dict[str, np.ndarray] = {}
         self._locks = {step.sources: Lock() for step in plan.steps if len(step.targets) > 1}
 
@@ -43,21 +45,21 @@ class PlannedReader(Closing):
             raise error.of(name) from None
 
     def read_in_parts(self, name: str) -> InParts:
-        """The same, before what is stacked is copied together and what is cast is cast."""
+        """The same, without copying stacked parts together and without casting yet."""
         step = self._makers[name]
         if len(step.targets) == 1:
             return self._run(step)[0]
         with self._locks[step.sources]:
             if name not in self._aside:
                 for info, made in zip(step.targets, self._run(step), strict=True):
-                    self._aside[info.name] = self._spool.put_aside(made.whole())
+                    self._aside[info.name] = self._temp_arrays.put_aside(made.whole())
             return InParts.of(self._aside.pop(name))
 
     def _run(self, step: Step) -> Sequence[InParts]:
         return step.run_in_parts([read_in_parts(self._home[source], source) for source in step.sources])
 
     def close(self) -> None:
-        """Lets go of what was put aside; the readers behind it are closed by whoever opened them."""
+        """Drops the temporary arrays; the underlying readers are closed by whoever opened them."""
         self._aside.clear()
 
 

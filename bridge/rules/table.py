@@ -4,25 +4,25 @@ A family's table is plain data, `RULES`, a tuple of `(torch pattern, flax patter
 Flax modules hold their parameters.
 
 - Torch names are dotted, Flax paths joined by "/".
-- `{name}` stands for one component, `{name:a|b}` for one of those given (stated once, on either side). A variable
-  stands on both sides.
+- `{name}` matches one component, `{name:a|b}` one of those given (stated once, on either side). A variable occurs on
+  both sides.
 - `[prefix.]` at the start of a torch pattern and `[prefix/]` at the start of its Flax pattern are there on both sides
   or on neither: a checkpoint of the base model alone has no prefix.
-- A transform is a name of `bridge.rules.transforms`, or a `Transform` itself where the layout has numbers in it (heads,
-  stacked layers). A torch pattern may be a tuple of patterns for a transform that fuses. Where torch is the side that
-  fuses, the other pattern is the tuple, and the transform is read from the leaves to torch.
-- Rows without variables are looked up, not searched: a table may have one for every tensor of a model.
+- A transform is a name of `bridge.rules.transforms`, or a `Transform` itself where the layout has parameters (heads,
+  stacked layers). A torch pattern may be a tuple of patterns for a transform that fuses. Where torch holds the fused
+  tensor, the other pattern is the tuple, and the transform maps the leaves to torch.
+- Rows without variables are found in a dict: a table may have one for every tensor of a model.
 
-Seven names in the transform's place say what is not a change of layout:
+Seven names in the transform's place are not layout changes:
 
 - `buffer` (Flax pattern None): Flax has no such leaf; conversion keeps the tensor beside the Flax weights.
 - `tied`: this torch tensor repeats what Flax holds once at the path.
-- `tied_always`: the same, where the config does not say whether: torch has both names filled also if it ties nothing.
+- `tied_always`: the same regardless of the config: torch gets both names even if the config ties nothing.
 - `tied_in_torch`: torch may leave this tensor out because it repeats the one at the path; Flax holds both.
-- `spare`: taken as it is; a leaf that Flax always has, and torch not with every config.
-- `unread`, beside the row that moves the leaf: its own program does not compute with it, because the config ties this
+- `spare`: copied unchanged; a leaf that Flax always has, and torch only with some configs.
+- `unread`, beside the row that moves the leaf: its own program does not use the leaf, because the config ties this
   torch tensor to another. It is left out where the two are equal, and an error where they are not.
-- `alias`: another spelling that torch checkpoints have; the second name, literal too, is the torch one it stands for.
+- `alias`: another spelling in torch checkpoints; the second name, literal too, is the torch name it stands for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 from easytorch.bridge.core.unsupported import is_adapters, is_quantized
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.rules.patterns import Bindings, Pattern, choices_in, has_prefix, parse
-from easytorch.bridge.rules.transforms import Transform, transform_called
+from easytorch.bridge.rules.transforms import Transform, get_transform
 
 Rule = tuple[str | tuple[str, ...], str | tuple[str, ...] | None, str | Transform]
 Rules = tuple[Rule, ...]
@@ -45,14 +45,14 @@ BUFFER = "buffer"
 TIED = "tied"
 TIED_ALWAYS = "tied_always"
 TIED_IN_TORCH = "tied_in_torch"
-# What transformers up to 4.57 held once whatever the config tied (`TIED_ALWAYS`): all but a head's matrix.
+# What transformers up to 4.57 tied regardless of the config (`TIED_ALWAYS`): all but a head's matrix.
 TIED_ENDINGS = (".bias", ".embed_tokens.weight")
 TIES = (TIED, TIED_ALWAYS, TIED_IN_TORCH)
 ALIAS = "alias"
 UNREAD = "unread"
 SPARE = "spare"
 
-# How far below the root a tree of weights is looked for, to name it in an error.
+# The depth to which a tree of weights is searched for, to name it in an error.
 _DEEPEST_TREE = 5
 
 # Names from before transformers 1.0 that checkpoints on the hub still carry.
@@ -77,12 +77,12 @@ class CompiledRule:
 
     @property
     def cut(self) -> bool:
-        """Whether one torch tensor is several leaves, so that the transform reads from those to torch."""
+        """Whether one torch tensor is several leaves, so that the transform maps those to torch."""
         return len(self.leaves) > 1 and len(self.torch) == 1
 
     @property
     def exchanged(self) -> bool:
-        """Whether several torch tensors are several leaves, which need each other in both directions."""
+        """Whether several torch tensors are several leaves, converted together in both directions."""
         return min(len(self.leaves), len(self.torch)) > 1
 
     def order(self, bindings: Bindings) -> tuple:
@@ -138,7 +138,7 @@ class _Side:
 
 
 class RuleTable:
-    """A compiled table. `weights` are the rules that move data; ties and buffers stand apart."""
+    """A compiled table. `weights` are the rules that move data; ties and buffers are separate."""
 
     def __init__(self, rules: Rules) -> None:
         self._aliases = {str(rule[0]): str(rule[1]) for rule in rules if rule[2:] == (ALIAS,)}
@@ -176,7 +176,7 @@ class RuleTable:
         return next(((rule, rule.flax.fill(bindings)) for rule, _, bindings in self._ties.matches(name)), None)
 
     def tied_to(self, path: str) -> Iterator[tuple[CompiledRule, str]]:
-        """Every tie whose data stands at leaf `path`, with the torch name that repeats it."""
+        """Every tie whose data is at leaf `path`, with the torch name that repeats it."""
         for rule, _, bindings in self._tied_to.matches(path):
             yield rule, rule.torch[0].fill(bindings)
 
@@ -185,20 +185,20 @@ class RuleTable:
         return self.torch_rule(name) is not None or self.tie(name) is not None or self.is_buffer(name)
 
     def is_buffer(self, name: str) -> bool:
-        """Whether `name` is a torch tensor that the tree has no place for."""
+        """Whether `name` is a torch tensor that the tree does not hold."""
         return next(self._buffers.matches(name), None) is not None
 
     def is_spare(self, name: str) -> bool:
-        """Whether a torch model may have no place for `name` although the tree always holds it."""
+        """Whether a torch model may lack `name` although the tree always holds it."""
         found = self.torch_rule(name)
         return found is not None and found[0].kind == SPARE
 
     def is_unread(self, path: str) -> bool:
-        """Whether leaf `path` is nothing that its program computes with."""
+        """Whether leaf `path` is not used by its program."""
         return path in self._unread
 
     def torch_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Each name as the table knows it -> as given: the same but for legacy names, which are read as aliases."""
+        """The table's name -> the given name: equal except for legacy names, which are aliases."""
         known: dict[str, str] = {}
         for given in names:
             name = self._modern(given)
@@ -215,7 +215,7 @@ class RuleTable:
         return name
 
     def unknown_torch(self, name: str) -> str:
-        """What to say about a torch name without a rule."""
+        """The error message for a torch name without a rule."""
         if is_quantized(name):
             return (
                 "belongs to quantized weights, which are not converted, and config.json has no `quantization_config`; "
@@ -230,7 +230,7 @@ class RuleTable:
         return f"no rule of this family names it{nearest(name, known)}; remove it or add a rule"
 
     def unknown_flax(self, path: str, paths: Iterable[str] = ()) -> str:
-        """What to say about a Flax path without a rule. paths: all there are."""
+        """The error message for a Flax path without a rule. paths: all paths of the tree."""
         if trees := self._trees(paths):
             listed = ", ".join(sorted(trees))
             return f"stands beside or in several trees of weights, {listed}; choose one by `params_key` (--params-key)"
@@ -241,11 +241,11 @@ class RuleTable:
         return self.leaf_rule("/".join(keys)) is not None
 
     def _trees(self, paths: Iterable[str]) -> set[str]:
-        """Where in a tree stand leaves that the table knows by what follows: `net/params`."""
+        """The prefixes under which a tree has leaves that the table knows: `net/params`."""
         found = set()
         for path in paths:
             keys = path.split("/")
-            # A leaf of the tree at the root is of no other: `bert/...` is known without its prefix too.
+            # A leaf of the root's own tree belongs to no other: `bert/...` is known without its prefix too.
             known = (depth for depth in range(min(len(keys), _DEEPEST_TREE)) if self._knows_leaf(keys[depth:]))
             if depth := next(known, 0):
                 found.add("/".join(keys[:depth]))
@@ -263,7 +263,7 @@ def _table(rules: Rules) -> RuleTable:
 
 
 def as_rules(rules: Sequence[Any]) -> Rules:
-    """A table in tuples, which a user may have written in lists; `ValueError` for a row that is none."""
+    """The table as tuples, where a user may have written lists; `ValueError` for a malformed row."""
     return tuple(_row(number, row) for number, row in enumerate(rules))
 
 
@@ -299,7 +299,7 @@ def _compile(number: int, rule: Rule) -> list[CompiledRule]:
     else:
         kind = change
         if kind not in (BUFFER, UNREAD, *TIES):
-            transform = transform_called("identity" if kind == SPARE else kind)
+            transform = get_transform("identity" if kind == SPARE else kind)
     if transform is not None and transform.to_torch is None:
         raise ValueError(
             f"rule {number} {rule!r}: the transform {kind!r} has no inverse, so the table reads only one way"

@@ -1,7 +1,7 @@
 """Named layout changes between a torch weight and a Flax one, each with its inverse.
 
-The names stand in the rule tables. A transform works on numpy arrays and returns views: nothing is copied until a
-writer asks for the bytes. `parts` is the number of torch tensors that make one Flax leaf, 1 unless the rule fuses
+Rule tables use the names. A transform works on numpy arrays and returns views: nothing is copied until a
+writer reads the bytes. `parts` is the number of torch tensors that make one Flax leaf, 1 unless the rule fuses
 (qkv, gate and up): then `to_flax` is given that many arrays and `to_torch` returns as many.
 """
 
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 class Transform:
     """How torch tensors become one Flax leaf (`to_flax`) and back (`to_torch`, its exact inverse).
 
-    The shape functions say the same of shapes, so that a file's header can be written before any data is read.
+    The shape functions do the same for shapes, so that a file's header can be written before any data is read.
     `rank` is the number of dimensions on the Flax side and `torch_rank` that of each torch tensor, None for any; the
     functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, `torch_dtype` torch's
     where it is not the leaf's. `leaves`: how many leaves `parts` tensors become together, where neither side is one
@@ -44,7 +44,7 @@ class Transform:
 
 
 def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:
-    """One torch tensor whose dimensions stand in the order `to_flax` in Flax."""
+    """One torch tensor whose dimensions are permuted by `to_flax` for Flax."""
     to_torch = tuple(to_flax.index(axis) for axis in range(len(to_flax)))
     return Transform(
         name=name,
@@ -61,14 +61,14 @@ _TRANSFORMS: dict[str, Transform] = {}
 
 
 def register_transform(transform: Transform) -> Transform:
-    """Makes `transform` known to the rule tables by its name; a taken name is an error."""
+    """Registers `transform` for rule tables; a taken name is an error."""
     if transform.name in _TRANSFORMS:
         raise ValueError(f"a transform called {transform.name!r} is registered already; choose another name")
     _TRANSFORMS[transform.name] = transform
     return transform
 
 
-def transform_called(name: str) -> Transform:
+def get_transform(name: str) -> Transform:
     """The transform registered as `name`; `ValueError` listing the known ones otherwise."""
     if name not in _TRANSFORMS:
         raise ValueError(f"no transform is called {name!r}; known: {', '.join(sorted(_TRANSFORMS))}")

@@ -1,4 +1,4 @@
-"""`--rules`: the table of a user's own model, in a Python file of theirs."""
+"""`--rules`: the table of a user's own model, in a Python file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from easytorch.bridge.rules.transforms import Transform
 
 
 def given_rules(rules: Rules | str | PathLike[str] | None) -> Rules | None:
-    """What a user gave for a table: one, or the file of one (`read_rules`)."""
+    """The table that a user gave, directly or as a file (`read_rules`)."""
     if isinstance(rules, str | PathLike):
         return read_rules(rules)
     return None if rules is None else as_rules(rules)
 
 
 def read_rules(path: str | PathLike[str]) -> Rules:
-    """`RULES` of the Python file `path`, which is run; `ValueError` for one without them, or that fails.
+    """`RULES` of the Python file `path`, which is executed; `ValueError` if it lacks them or fails.
 
-    What the file's layouts raise later, in the middle of a conversion, is a `CheckpointError` that says where.
+    An exception in the file's layouts during a conversion becomes a `CheckpointError` that says where.
     """
     file = Path(path)
     if not file.is_file():
@@ -50,7 +50,7 @@ def read_rules(path: str | PathLike[str]) -> Rules:
 
 
 def _guarded(transform: Transform, file: Path) -> Transform:
-    """`transform` with errors of its functions told as the file's."""
+    """`transform` whose functions' errors are reported as the file's."""
 
     def guard(function: Callable[..., Any] | None) -> Any:
         if function is None:

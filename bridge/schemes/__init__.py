@@ -1,1 +1,1 @@
-"""Naming schemes: which torch tensor is which leaf of a tree that other programs write."""
+"""Naming schemes: which torch tensor is which leaf of the trees that other programs write."""

@@ -1,4 +1,4 @@
-"""What a naming scheme is: it recognises its names, and says for one model which torch tensor is which leaf."""
+"""The interface of a naming scheme: it recognises its names, and maps a model's torch tensors to leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easytorch.bridge.rules.table import Rules
 
 
 class Scheme(Protocol):
-    """The names and layouts of one program's checkpoints, whatever file they stand in."""
+    """The names and layouts of one program's checkpoints, in any file format."""
 
     name: str
     # Whether `rules` need no more of the architecture than names, shapes and ties, as an outline has them.
@@ -24,8 +24,8 @@ class Scheme(Protocol):
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
         """torch <-> leaf for the model `config` describes.
 
-        tensors: the leaves of the checkpoint that is read, None when the scheme is to be written.
+        tensors: the leaves of the checkpoint that is read, None when writing.
         """
 
     def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
-        """config.json's content as far as names and shapes tell it, None where they do not."""
+        """config.json's content, inferred from names and shapes; None where that is not possible."""

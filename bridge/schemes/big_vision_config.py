@@ -1,8 +1,8 @@
-"""config.json of a ViT or SigLIP in big_vision's names, read off the shapes.
+"""config.json of a ViT or SigLIP in big_vision's names, inferred from the shapes.
 
-Heads are an axis of the kernels, the patch that of the first convolution, the picture's size the root of the number of
-positions. Not in the shapes, but the same in all of Google's models: flax's LayerNorm has epsilon 1e-6, and its gelu is
-the tanh approximation, which transformers' own ViT configs replace by the exact one.
+Heads are an axis of the kernels, the patch size that of the first convolution, the image size the square root of the
+number of positions. Not in the shapes, but the same in all of Google's models: flax's LayerNorm has epsilon
+1e-6, and its gelu is the tanh approximation, which transformers' own ViT configs replace by the exact one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _encoder(tree: Mapping[str, TensorInfo], prefix: str) -> dict[str, int] | No
 
 
 def _image(tree: Mapping[str, TensorInfo], prefix: str) -> dict[str, int] | None:
-    """Size, patch and channels of the picture."""
+    """Size, patch and channels of the image."""
     kernel = tree.get(f"{prefix}embedding/kernel")
     positions = next(
         (info for name, info in tree.items() if name.startswith(prefix) and _POSITION.fullmatch(name[len(prefix) :])),

@@ -4,9 +4,9 @@ Sources: vision_transformer's `vit_jax/models_vit.py`, big_vision's `models/vit.
 `utils.py`; which torch tensor a leaf is, transformers' `convert_vit_timm_to_pytorch.py` and `convert_siglip_to_hf.py`.
 Attention kernels are those of `flax.linen.MultiHeadDotProductAttention`: (D, H, d) in and (H, d, D) out.
 
-The same blocks have been numbered in two ways (before flax.linen one counter for all modules, since then one a class),
-the position table has stood in three places, and a scanned encoder keeps its layers on a leading axis: what is read may
-be any of them. ViTs are written as vision_transformer publishes them, SigLIP as big_vision does.
+Blocks have been numbered in two ways (one counter for all modules before flax.linen, then one per class), the position
+table has been in three places, and a scanned encoder keeps its layers on a leading axis: all of these are read. ViTs
+are written as vision_transformer publishes them, SigLIP as big_vision does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SIGLIP_BLOCK = (
 
 @dataclass(frozen=True)
 class _Names:
-    """What the modules of a block are called, and whether the layers stand on an axis of the leaves."""
+    """The names of a block's modules, and whether the layers are stacked on an axis of the leaves."""
 
     attention: str
     norm1: str
@@ -90,7 +90,7 @@ class BigVisionTree:
         )
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """One row a tensor; `CheckpointError` for a family that is neither ViT nor SigLIP."""
+        """One row per tensor; `CheckpointError` for a family that is neither ViT nor SigLIP."""
         if config.model_type in _VIT:
             return tuple(_vit(architecture, tensors))
         if config.model_type in _SIGLIP:
@@ -142,7 +142,7 @@ def _layer(torch: str, leaf: str, kind: str, heads: int) -> Iterator[tuple[str, 
 
 
 def _blocks(torch: str, leaf: str, parts: tuple, names: _Names, layers: int, heads: int) -> Iterator[Rule]:
-    """The layers of an encoder: a row a tensor, or a row for all layers of a scanned one."""
+    """The layers of an encoder: a row per tensor, or one row for all layers of a scanned one."""
     for inside, module, kind in parts:
         for end, path, change in _layer(inside, names.of(module), kind, heads):
             torch_names = tuple(f"{torch}{number}.{end}" for number in range(layers))
@@ -172,7 +172,7 @@ def _vit(architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -
 
 
 def _vit_positions(wrapper: str, tensors: Mapping[str, TensorInfo] | None) -> tuple[str, str | Transform]:
-    """Where the position table stands, and whether it has a position for the class token."""
+    """The path of the position table, and its layout, with or without a position for the class token."""
     for path in _POSITIONS:
         if tensors is not None and (info := tensors.get(wrapper + path)) is not None:
             whole = len(info.shape) != 3 or math.isqrt(info.shape[1]) ** 2 != info.shape[1]

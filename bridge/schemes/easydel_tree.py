@@ -2,8 +2,8 @@
 
 Source: EasyDeL 0.3.0, `utils/parameters_transformation.py` (`process_tensor`, `apply_moe_transformations`) and the
 `reform_param` of its modules. A weight becomes `embedding` in an Embed, `scale` in a LayerNorm and `kernel` in all
-others, its RMSNorm included; the dimensions of kernels are turned by their number alone, 2-d (1, 0), 3-d (2, 1, 0),
-4-d (2, 3, 1, 0), whatever the module computes. Experts of one projection are one leaf, (expert, in, out).
+others, its RMSNorm included; the dimensions of kernels are permuted by their number alone, 2-d (1, 0), 3-d (2, 1, 0),
+4-d (2, 3, 1, 0), for every module. Experts of one projection are one leaf, (expert, in, out).
 Other versions called the RMSNorm's leaf `scale`: what is read may be either.
 """
 
@@ -39,7 +39,7 @@ _IN_TURN, _SIDE_BY_SIDE = ("gpt_oss",), ("llama4_text", "llama4")
 
 
 class EasydelTree:
-    """The scheme of every model EasyDeL has or would have."""
+    """EasyDeL's scheme, for any model, including those that EasyDeL lacks."""
 
     name = "easydel"
     by_outline = False
@@ -52,7 +52,7 @@ class EasydelTree:
         )
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """One row a tensor, or for all experts of a projection."""
+        """One row per tensor, or one for all experts of a projection."""
         leaves = frozenset(tensors or ())
         declared = declares_ties(config.content, architecture)
         if declared and architecture.apart and untied(config.content, architecture, self.name) is None:
@@ -72,7 +72,7 @@ class EasydelTree:
 def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row]:
     modules = dict(names.model.named_modules())
     base = f"{names.model.base_model_prefix}/"
-    # A checkpoint of the base model alone calls its leaves without the prefix, one with a head besides with it.
+    # A checkpoint of the base model alone has leaves without the prefix, one with a head has them with it.
     leaves |= {leaf.removeprefix(base) for leaf in leaves} | {base + leaf for leaf in leaves}
     experts: dict[tuple[str, str, str], dict[int, str]] = {}
     paths: dict[str, str] = {}
@@ -90,7 +90,7 @@ def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row
             owner = modules.get(place.name.rpartition(".")[0]) if place.name in names.state else None
             paths[name], transform = _leaf(name, owner, tensor.dim(), leaves)
             yield (name,), paths[name], transform
-            # EasyDeL's graph of a tied model may keep a head of its own, which is initialized and never computed with.
+            # EasyDeL's graph of a tied model may keep a head of its own, which is initialized and never used.
             if unread and name in tied:
                 yield (name,), paths[name], UNREAD
     for (block, projection, end), members in experts.items():
@@ -107,7 +107,7 @@ def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row
 
 
 def _leaf(name: str, owner: torch.nn.Module | None, rank: int, leaves: frozenset[str]) -> tuple[str, str]:
-    """The path of a torch tensor and how its dimensions are turned; `owner` is the module that holds it."""
+    """The path of a torch tensor and how its dimensions are permuted; `owner` is the module that holds it."""
     from torch import nn
 
     path = name.replace(".", "/")

@@ -1,4 +1,4 @@
-"""HF Flax: the names of the Flax classes transformers had up to 4.57, and what they would be for every other model."""
+"""HF Flax: the names of the Flax classes of transformers up to 4.57, and by convention those of any other model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from easytorch.bridge.rules.table import Rules
 
 
 class FlaxTree:
-    """The scheme of every tree that is no other's."""
+    """The scheme of every tree that no other scheme recognises."""
 
     name = "flax"
     by_outline = True
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
-        """Always: it is asked last."""
+        """Always true: it is tried last."""
         return True
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """The table of the family, or what the convention makes of its modules."""
+        """The table of the family, or the convention's for its modules."""
         return flax_rules(config, architecture)
 
     def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:

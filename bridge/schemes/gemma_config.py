@@ -1,7 +1,8 @@
-"""config.json of a Gemma, read off the shapes of DeepMind's checkpoint, which brings none.
+"""config.json of a Gemma, inferred from the shapes of DeepMind's checkpoint, which has none.
 
-What shapes do not say is the same in every model of a generation, or goes with its size. Source: google-deepmind/gemma,
-`gm/nn/_gemma.py`, and for Gemma 1 its technical report; the keys are those of transformers' configs.
+What shapes do not tell is the same in every model of a generation, or depends on its size. Source:
+google-deepmind/gemma, `gm/nn/_gemma.py`, and for Gemma 1 its technical report; the keys are those of transformers'
+configs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _COMMON = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-# Width -> (sliding window, factor of the global rotary, longest text) of the Gemma 3s there are.
+# Width -> (sliding window, factor of the global rotary, maximum length) of the published Gemma 3 models.
 _GEMMA_3 = {
     640: (512, 1.0, 32768),
     1152: (512, 1.0, 32768),
@@ -29,7 +30,7 @@ _GEMMA_3 = {
     3840: (1024, 8.0, 131072),
     5376: (1024, 8.0, 131072),
 }
-# Width and heads of those whose scores are divided by the root of D / N and not of a head's size: the 27Bs.
+# Width and heads of the models whose scores are scaled by sqrt(D / N) instead of sqrt(head size): the 27B ones.
 _BY_WIDTH = ((4608, 32), (5376, 32))
 _VISION = "siglip_encoder/"
 

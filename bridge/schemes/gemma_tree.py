@@ -4,9 +4,9 @@ Source: google-deepmind/gemma, `gm/ckpts/_checkpoint.py` and `_compat.py` (the l
 einsums), `gm/nn/vision/_vision_utils.py` (the tower). The layouts:
 
     nested    layer_0/attn/q_einsum/w, layer_0/mlp/linear           what the library saves, and what is written here
-    kauldron  the same under params/, beside a training state       taken off by `bridge.names.unwrap`
+    kauldron  the same under params/, beside a training state       unwrapped by `bridge.names.unwrap`
     flat      transformer/layer_0/attn/q_einsum/w, .../mlp/linear/w  what Gemma was released as
-    stacked   transformer/stacked_layers/attention_type_0/...        layers that attend alike, along dimension 0
+    stacked   transformer/stacked_layers/attention_type_0/...        layers of one attention type, along dimension 0
 
 N heads of H numbers, K of them for keys and values, D the width, F that of the feed-forward: q_einsum (N, D, H),
 kv_einsum (2, K, D, H), or both as qkv_einsum (3, N, D, H) where K is N; attn_vec_einsum (N, H, D); gating_einsum
@@ -27,7 +27,7 @@ from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.rules.computed_transforms import cut, split_heads, unfolded
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked, with_batch
 from easytorch.bridge.rules.table import TIED, Rule, Rules
-from easytorch.bridge.rules.transforms import Transform, transform_called
+from easytorch.bridge.rules.transforms import Transform, get_transform
 from easytorch.bridge.schemes.gemma_config import gemma_config
 
 _FAMILIES = ("gemma", "gemma2", "gemma3_text", "gemma3")
@@ -60,7 +60,7 @@ class GemmaTree:
         )
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """A row a leaf, for the layers and heads of `config`; written is the nested layout."""
+        """A row per leaf, for the layers and heads of `config`; the nested layout when writing."""
         if config.model_type not in _FAMILIES:
             raise CheckpointError(
                 f"Gemma's names are those of {', '.join(_FAMILIES)}, and not of {config.model_type!r}", file=config.file
@@ -75,7 +75,7 @@ class GemmaTree:
 
 
 def _under(tensors: Mapping[str, TensorInfo]) -> str:
-    """What the names of the text model begin with."""
+    """The prefix of the text model's names."""
     return "transformer/" if f"transformer/{_EMBEDDING}" in tensors else ""
 
 
@@ -101,7 +101,7 @@ class _Table:
         self._gate = "identity" if self._rows_of_gating() else "linear"
 
     def _head_size(self) -> int:
-        """Numbers in a head, by the leaf that says it, else by the config."""
+        """The head size, from the leaf's shape, else from the config."""
         for name, info in self._tensors.items():
             if name.endswith("/attn/attn_vec_einsum/w") and len(info.shape) >= 3:
                 return info.shape[-2]
@@ -124,7 +124,7 @@ class _Table:
 
     def text(self) -> Iterator[Rule]:
         """The language model."""
-        embedding: Transform = transform_called("identity")
+        embedding: Transform = get_transform("identity")
         leaf = self._tensors.get(f"{self._under}{_EMBEDDING}")
         if leaf is not None and len(leaf.shape) == 2 and leaf.shape[0] > self._words:
             embedding = cut(embedding, self._words, 0)
@@ -145,7 +145,7 @@ class _Table:
 
     def _block(self, numbers: list[int] | int, path: str) -> Iterator[Rule]:
         heads, kv_heads = (split_heads(count, 0, (0, 2, 1)) for count in (self._heads, self._kv_heads))
-        linear, identity = transform_called("linear"), transform_called("identity")
+        linear, identity = get_transform("linear"), get_transform("identity")
         leaves: list[tuple[tuple[str, ...], str, Transform]] = []
         if self._heads == self._kv_heads:
             leaves.append((("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "attn/qkv_einsum/w", heads))
@@ -156,9 +156,7 @@ class _Table:
         if f"{self._base}layers.0.self_attn.q_norm.weight" in self._shapes:
             leaves.append((("self_attn.q_norm",), "attn/_query_norm/scale", identity))
             leaves.append((("self_attn.k_norm",), "attn/_key_norm/scale", identity))
-        leaves.append(
-            (("mlp.gate_proj", "mlp.up_proj"), self._mlp(path, "gating_einsum"), transform_called(self._gate))
-        )
+        leaves.append((("mlp.gate_proj", "mlp.up_proj"), self._mlp(path, "gating_einsum"), get_transform(self._gate)))
         leaves.append((("mlp.down_proj",), self._mlp(path, "linear"), linear))
         norms = _NORMS["gemma" if self._config.model_type == "gemma" else "gemma2"]
         leaves += [((torch,), f"{norm}/scale", identity) for torch, norm in norms.items()]

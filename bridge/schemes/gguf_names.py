@@ -2,7 +2,7 @@
 
 Names come from the gguf package's own map (`get_tensor_name_map`). The changes of layout are those of llama.cpp's
 `convert_hf_to_gguf.py` (its `conversion` package, 2026), against which they were compared tensor for tensor: Llama's
-queries and keys interleaved for its rotary embedding, Gemma's norms with their 1 added, GPT-2's weights turned, the
+queries and keys interleaved for its rotary embedding, Gemma's norms with their 1 added, GPT-2's weights transposed, the
 fused projections of Bloom and Falcon regrouped by kind, experts stacked.
 """
 
@@ -208,7 +208,7 @@ _ONE_ADDED = Transform(
     torch_shapes=lambda shape: (shape,),
     flax_dtype="float32",
 )
-# The gate of the shared expert: torch (1, hidden), here (hidden,), which ggml does not tell from (1, hidden).
+# The gate of the shared expert: torch (1, hidden), here (hidden,), which ggml does not distinguish from (1, hidden).
 _ONE_ROW = Transform(
     name="one row",
     to_flax=lambda arrays: arrays[0].reshape(-1),

@@ -5,16 +5,16 @@ llama_or_mistral_ckpt.py` and `convert_gemma*_chkpt.py`, `layers/attentions.py`,
 `layers/normalizations.py`. What is particular there:
 
 - `maxtext` has all layers stacked along dimension 1 of each leaf (`scan_layers`, `param_scan_axis: 1`), experts before
-  them; `maxtext-unscanned` has a subtree `layers_N` a layer. Gemma 2 pairs its layers (`_local`, `_global`); Gemma 3
+  them; `maxtext-unscanned` has a subtree `layers_N` per layer. Gemma 2 pairs its layers (`_local`, `_global`); Gemma 3
   scans six at a time (`layers/layers_0` ... `layers/layers_5`) and keeps the rest in `layers_remainder`.
 - Queries carry the factor of the scores (1 / sqrt(d)), but for Qwen and Gemma 3.
 - Llama's queries and keys are interleaved for rotary, for MaxText's `rope_type: llama3.1`. Its `rope_type: default`
   (which its Llama 2 has) is not: config.json can say `"maxtext_rope_type": "default"`.
 - Gemma's norms hold 1 + weight and its embedding the factor sqrt(D).
 
-Factors are computed in float64; leaves they would round in a sixteen-bit checkpoint are float32 (MaxText restores into
+Factors are computed in float64; leaves they would round in a 16-bit checkpoint are float32 (MaxText restores into
 its own `weight_dtype`). Of float32 weights such a leaf is rounded once each way, unless the factor is a power of two.
-A vocabulary that MaxText has padded is cut to that of the config.
+A vocabulary padded by MaxText is cropped to that of the config.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.rules.computed_transforms import cut, interleaved, scaled, shifted, unfolded
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked
 from easytorch.bridge.rules.table import TIED, Rule, Rules
-from easytorch.bridge.rules.transforms import Transform, transform_called
+from easytorch.bridge.rules.transforms import Transform, get_transform
 
 _WRITTEN_UNDER = "params/params/"
 _LANDMARKS = ("decoder/decoder_norm/scale", "token_embedder/embedding")
@@ -45,7 +45,7 @@ _GEMMA_3_PATTERN = 6
 
 @dataclass(frozen=True)
 class _Family:
-    """What tells one decoder from another. `query`: whether queries carry the scores' factor."""
+    """How a family's decoder differs from others. `query`: whether queries include the scores' factor."""
 
     query: bool = True
     rotary: bool = False
@@ -97,13 +97,13 @@ class MaxTextTree:
             return False
         layers = [name for name in tensors if name.startswith(f"{under}decoder/layers")]
         queries = [tensors[name] for name in layers if re.search(r"/self_attention(_\w+)?/query/kernel$", name)]
-        # A Gemma 3 of less than six layers has nothing but what is left over.
+        # A Gemma 3 of fewer than six layers has only the remainder.
         stacks = tuple(f"{under}decoder/{name}/" for name in ("layers", "layers_remainder"))
         scanned = any(name.startswith(stacks) for name in layers)
         return scanned == self._scanned and bool(queries) and all(len(query.shape) >= 3 for query in queries)
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """A row a leaf, for the layers, heads and experts of `config`."""
+        """A row per leaf, for the layers, heads and experts of `config`."""
         if config.model_type not in _FAMILIES:
             raise CheckpointError(
                 f"MaxText's names are known here for {', '.join(_FAMILIES)}, and not for {config.model_type!r}",
@@ -112,12 +112,12 @@ class MaxTextTree:
         return _Table(config, architecture, tensors, self._scanned).rows()
 
     def infer_config(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
-        """None: the names of Llama and Mistral are the same, and the base of the rotary stands in no tensor."""
+        """None: the names of Llama and Mistral are the same, and the rotary base is in no tensor."""
         return None
 
 
 def _under(tensors: Iterable[str]) -> str | None:
-    """What the names of a MaxText tree begin with, None for another tree."""
+    """The prefix of the names of a MaxText tree, None for another tree."""
     names = set(tensors)
     for under in ("", "params/", _WRITTEN_UNDER):
         if all(f"{under}{landmark}" in names for landmark in _LANDMARKS):
@@ -172,13 +172,13 @@ class _Table:
         return 0 if stacks and all(shape[-1] == self._hidden != shape[0] for shape in stacks) else 1
 
     def _sixteen_bits(self) -> str | None:
-        """The type of a sixteen-bit checkpoint, told by kernels that are never computed with."""
+        """The dtype of a 16-bit checkpoint, from kernels that no factor is applied to; None for others."""
         found = {info.dtype for name, info in (self._tensors or {}).items() if name.endswith("/value/kernel")}
         return found.pop() if len(found) == 1 and found <= set(_SIXTEEN_BITS) else None
 
     def rows(self) -> Rules:
         """The whole table."""
-        embedding, factor = self._vocabulary(transform_called("identity"), "token_embedder/embedding", 0), None
+        embedding, factor = self._vocabulary(get_transform("identity"), "token_embedder/embedding", 0), None
         if self._family.gemma:
             factor = float(np.sqrt(self._hidden))
             if self._config.model_type == "gemma3_text":
@@ -192,7 +192,7 @@ class _Table:
             if self._tie:
                 rows.append(("lm_head.weight", f"{self._under}token_embedder/embedding", TIED))
             if not self._tie or self._apart or self._leaf("decoder/logits_dense/kernel") is not None:
-                head = self._vocabulary(transform_called("linear"), "decoder/logits_dense/kernel", 1)
+                head = self._vocabulary(get_transform("linear"), "decoder/logits_dense/kernel", 1)
                 rows.append(("lm_head.weight", f"{self._under}decoder/logits_dense/kernel", head))
         return tuple(rows)
 
@@ -201,7 +201,7 @@ class _Table:
         return (torch[0] if len(torch) == 1 else torch, f"{self._under}{path}", transform)
 
     def _blocks(self) -> list[tuple[list[int], str, str]]:
-        """The layers of each subtree of leaves, its path under the decoder, and what its names end in."""
+        """The layers of each subtree of leaves, its path under the decoder, and the suffix of its names."""
         numbers = list(range(self._layers))
         if self._config.model_type == "gemma2":
             halves = [(numbers[place::2], f"_{kind}") for place, kind in enumerate(("local", "global"))]
@@ -231,7 +231,7 @@ class _Table:
             query, key = interleaved(query, self._heads), interleaved(key, self._kv_heads)
         if family.query:
             query = scaled(query, self._score_factor, wide=wide, narrow=self._narrow_of(path, suffix, "query"))
-        linear = transform_called("linear")
+        linear = get_transform("linear")
         attention = f"self_attention{suffix}"
         leaves: list[tuple[str, str, Transform]] = [
             ("self_attn.q_proj.weight", f"{attention}/query/kernel", query),
@@ -256,7 +256,7 @@ class _Table:
         return rows if family.experts is None else rows + self._experts(numbers, path, *family.experts, stack)
 
     def _experts(self, numbers: list[int], path: str, torch: str, block: str, stack: bool) -> list[Rule]:
-        linear = transform_called("linear")
+        linear = get_transform("linear")
         count = self._number("num_local_experts" if "num_local_experts" in self._config.content else "num_experts")
         gates = [f"layers.{number}.{torch}.gate.weight" for number in numbers]
         rows = [self._row(gates, f"{path}/{block}/gate/kernel", self._stacked(linear, numbers, stack))]
@@ -282,7 +282,7 @@ class _Table:
         return self._narrow if leaf is not None and leaf.dtype == "float32" else None
 
     def _norm(self) -> Transform:
-        identity = transform_called("identity")
+        identity = get_transform("identity")
         norm = self._leaf("decoder/decoder_norm/scale")
         narrow = self._narrow if norm is not None and norm.dtype == "float32" else None
         return shifted(identity, 1.0, wide=True, narrow=narrow) if self._family.gemma else identity

@@ -1,4 +1,4 @@
-"""The naming schemes there are, and which of them a checkpoint's names follow."""
+"""The registered naming schemes, and which of them a checkpoint's names follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Torch's own names, the hub through which every other scheme is converted.
 TORCH = "torch"
-# The most particular first; the last one takes every tree.
+# The most specific first; the last one accepts every tree.
 _NAMES = ("gguf", "gemma", "big_vision", "maxtext", "maxtext-unscanned", "t5x", "easydel", "flax")
 
 
@@ -55,7 +55,7 @@ def names() -> list[str]:
     return [TORCH, *_NAMES]
 
 
-def scheme_called(name: str) -> Scheme:
+def get_scheme(name: str) -> Scheme:
     """The scheme `name`, which is not torch's; `ValueError` listing the known ones otherwise."""
     if name not in _NAMES:
         raise ValueError(f"no naming scheme is called {name!r}; known: {', '.join(names())}")
@@ -63,6 +63,6 @@ def scheme_called(name: str) -> Scheme:
 
 
 def recognise(tensors: Mapping[str, TensorInfo], config: Config | None, usual: str | None = None) -> Scheme:
-    """The first scheme whose names `tensors` carry; `usual` for names that could be anybody's."""
+    """The first scheme that recognises `tensors`; `usual` for ambiguous names."""
     found = next(scheme for scheme in map(_scheme, _NAMES) if scheme.recognises(tensors, config))
-    return scheme_called(usual) if usual is not None and found.name == _NAMES[-1] else found
+    return get_scheme(usual) if usual is not None and found.name == _NAMES[-1] else found

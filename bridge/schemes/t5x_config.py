@@ -1,4 +1,4 @@
-"""config.json of a T5 family model in T5X's names, read off the shapes.
+"""config.json of a T5 family model in T5X's names, inferred from the shapes.
 
 Not in the shapes: the activation of a gated MLP (gelu in every published T5X model), the distance at which relative
 positions end (128 in all), and whether a LongT5 without global tokens is one: its local attention has T5's weights.

@@ -6,8 +6,8 @@ torch tensor a leaf is, transformers' `convert_t5x_checkpoint_to_flax.py`, `conv
 `convert_switch_transformers_original_flax_checkpoint_to_pytorch.py`.
 
 Kernels are (in, out), those of attention also (in, heads, dim) and (heads, dim, out); relative positions are
-(heads, buckets). A scanned model keeps its layers along axis 1 of every leaf; what is read may be scanned or not. UMT5
-is written scanned, with heads apart, as it was published, the others with a tree a layer.
+(heads, buckets). A scanned model keeps its layers along axis 1 of every leaf; both are read. UMT5 is written
+scanned, with a head axis, as it was published, the others with a subtree per layer.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Where a torch tensor stands in its layer (`path`), and how it is laid out there."""
+    """The path of a torch tensor in its layer, and its layout there."""
 
     path: str
     change: str = "identity"
     expert: int | None = None
-    # Of the whole stack, and not of each of its layers.
+    # Belongs to the whole stack, not to each of its layers.
     shared: bool = False
 
 
@@ -74,7 +74,7 @@ class T5xTree:
         return any(name.endswith(_MARK) for name in tensors)
 
     def rules(self, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo] | None) -> Rules:
-        """One row a leaf; `CheckpointError` for a family T5X has no names for."""
+        """One row per leaf; `CheckpointError` for a family T5X has no names for."""
         if config.model_type not in _FAMILIES:
             raise CheckpointError(
                 f"T5X has no names for {config.model_type!r}; it has for {', '.join(_FAMILIES)}", file=config.file

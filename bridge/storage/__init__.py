@@ -1,1 +1,1 @@
-"""The file system: folders that are there whole or not at all, a journal, arrays put aside in temporary files."""
+"""The file system: folders that are written atomically, a journal, arrays in temporary files."""

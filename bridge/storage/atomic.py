@@ -1,8 +1,8 @@
-"""A destination, a folder or a file, that is there whole or not at all, whatever ends its writer.
+"""A destination, a folder or a file, that is complete or absent, however its writer ends.
 
 It is written in a hidden folder beside the destination (`staging_folder.py`), synced to disk and renamed. An error,
-Ctrl-C included, removes that folder; a killed process leaves it, and the next run to the same destination removes it,
-or goes on from it.
+Ctrl-C included, removes that folder; a killed process leaves it, and the next run to the same destination removes it
+or resumes from it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.exchange import exchange, rename_new
 from easytorch.bridge.storage.fsync import flush, os_error_of, sync
 from easytorch.bridge.storage.journal import Journal, Key, differences
-from easytorch.bridge.storage.staging_folder import Partial, left_behind, make
+from easytorch.bridge.storage.staging_folder import PartialFolder, left_behind, make
 
 
 def refuse_existing(destination: Path) -> None:
-    """`CheckpointError` when something stands at `destination`, a broken link included."""
+    """`CheckpointError` when `destination` exists, even as a broken link."""
     if os.path.lexists(destination):
         raise CheckpointError("exists already; choose another destination or remove it first", file=destination)
 
 
 @dataclass
 class Staging:
-    """A destination being written: what is put into `folder`. `notes` say what killed runs had left."""
+    """A destination being written, in `folder`. `notes` say what killed runs had left."""
 
     folder: Path
     journal: Journal | None
@@ -37,9 +37,9 @@ class Staging:
 
 @contextmanager
 def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes `destination` when the block ends well.
+    """A folder to fill, which becomes `destination` when the block succeeds.
 
-    What stands at `destination` is an error, or, to `replace` a folder, stays until the new one takes its place.
+    An existing `destination` is an error, or, with `replace`, stays until the new one takes its place.
     """
     with staged(destination, replace=replace) as staging:
         yield staging.folder
@@ -61,11 +61,11 @@ def staged(
     key: Key | None = None,
     resume: bool = False,
 ) -> Iterator[Staging]:
-    """A folder to fill, which, or whose `file`, becomes `destination` when the block ends well.
+    """A folder to fill, which (or whose `file`) becomes `destination` when the block succeeds.
 
-    key: which conversion this is: what it finishes can be journalled then. `resume` goes on from what a killed run with
-    the same key has finished, and when this one is interrupted (no error), what it has finished stays.
-    `CheckpointError` for what exists already and for whatever cannot be written; `destination` is as it was then.
+    key: identifies the conversion, so that finished files are journalled. `resume` continues from the finished files of
+    a killed run with the same key; when this one is interrupted (not by an error), its finished files stay.
+    `CheckpointError` for an existing destination and for write errors; `destination` is then unchanged.
     """
     found, notes = _sweep(destination, key if resume else None)
     if not replace and os.path.lexists(destination):
@@ -105,12 +105,12 @@ def staged(
 
 
 def sweep(destination: Path) -> list[str]:
-    """Removes what killed runs to this destination left, and says so."""
+    """Removes what killed runs to this destination left; returns notes on it."""
     return _sweep(destination, None)[1]
 
 
-def _sweep(destination: Path, key: Key | None) -> tuple[Partial | None, list[str]]:
-    """`sweep`, but the one of this very conversion (`key`) is returned."""
+def _sweep(destination: Path, key: Key | None) -> tuple[PartialFolder | None, list[str]]:
+    """`sweep`, but the folder of the same conversion (`key`) is kept and returned."""
     dead, living = left_behind(destination)
     notes = [f"{root}: another process is writing the same destination" for root in living]
     found = None
@@ -131,7 +131,7 @@ def _sweep(destination: Path, key: Key | None) -> tuple[Partial | None, list[str
     return found, notes
 
 
-def _publish(whole: Path, partial: Partial, destination: Path, replace: bool) -> None:
+def _publish(whole: Path, partial: PartialFolder, destination: Path, replace: bool) -> None:
     if not replace or not os.path.lexists(destination):
         try:
             rename_new(whole, destination)
@@ -144,7 +144,7 @@ def _publish(whole: Path, partial: Partial, destination: Path, replace: bool) ->
     if whole.is_file():
         whole.replace(destination)
         return
-    # From here on `partial.folder` may be the old one, which no run may go on from.
+    # From here on `partial.folder` may be the old one, from which no run may resume.
     partial.journal.unlink(missing_ok=True)
     if not exchange(whole, destination):
         partial.old.parent.mkdir()

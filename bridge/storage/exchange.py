@@ -1,7 +1,7 @@
 """Two renames that Python's `os` lacks: one that never overwrites, one that exchanges.
 
-renameat2(2) of Linux. Where the kernel, the C library or the file system has it not (NFS, macOS), `rename_new` looks
-first and renames then, and `exchange` says no.
+renameat2(2) of Linux. Where the kernel, the C library or the file system lacks it (NFS, macOS), `rename_new` checks and
+then renames, and `exchange` returns False.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Renames `source` to `target`; `FileExistsError` when something stands there, a broken link included."""
+    """Renames `source` to `target`; `FileExistsError` when that exists, even as a broken link."""
     if _renamed(source, target, _NO_REPLACE):
         return
     if os.path.lexists(target):
@@ -26,7 +26,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Gives each of two paths the other's name in one step; False, and nothing done, where that is not possible."""
+    """Swaps two paths atomically; False, and nothing done, where that is not possible."""
     return _renamed(one, other, _EXCHANGE)
 
 

@@ -1,8 +1,8 @@
-"""What of a conversion is on disk for good, so that `--resume` need not write it again.
+"""The files of a conversion that are safely on disk, so that `--resume` need not write them again.
 
-Lines of JSON beside the unfinished destination: the first says which conversion this is, each further one names a file
-that was written and synced before its line was. A file is the smallest piece: rewriting one costs no more than a shard
-of `max_shard_size`, and half a file that another format's library wrote could not be trusted.
+Lines of JSON beside the unfinished destination: the first identifies the conversion, each further one names a file that
+was written and synced before its line. A file is the unit: rewriting one costs at most a shard of `max_shard_size`, and
+half a file written by a format's library could not be trusted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from easytorch.bridge.storage.fsync import flush, sync
 
-# What identifies a conversion: plain JSON. The names of parts that differ are told to the user.
+# What identifies a conversion: plain JSON. The user is told which keys differ.
 Key = Mapping[str, Any]
 
 
 class Journal:
-    """The open journal at `file` about the destination being written at `folder`; `finished` are its whole files."""
+    """The open journal at `file` of the destination being written in `folder`; `finished` are its complete files."""
 
     def __init__(self, file: Path, folder: Path, key: Key) -> None:
         self._file = file
@@ -40,7 +40,7 @@ class Journal:
         sync(file.parent)
 
     def finish(self, names: Collection[str]) -> None:
-        """Syncs the files (or folders) `names` to disk and says so for good; threads may call it."""
+        """Syncs the files (or folders) `names` to disk and records that; thread-safe."""
         flush(self._folder / name for name in names)
         with self._lock:
             _append(self._file, [{"file": name, "state": state_of(self._folder / name)} for name in names])
@@ -64,7 +64,7 @@ def _append(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _entries(file: Path) -> list[dict]:
-    """The key and the finished files, up to the first line that is not whole."""
+    """The key and the finished files, up to the first incomplete line."""
     try:
         lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def _entries(file: Path) -> list[dict]:
 
 
 def state_of(path: Path) -> list | None:
-    """Sizes and times of a file, or of every file of a folder by its path; None when there is none."""
+    """Sizes and times of a file, or of every file in a folder by path; None when it does not exist."""
     if not path.exists():
         return None
     files = sorted(path.rglob("*")) if path.is_dir() else [path]

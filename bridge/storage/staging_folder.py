@@ -1,9 +1,9 @@
 """`.NAME.XXXXXXXX.partial`: the hidden folder beside a destination in which it is written.
 
-lock        held (flock) by the process that writes, so that a killed one is told from a living one, never by age
+lock        held (flock) by the writing process, which distinguishes a killed writer from a running one
 journal     what is finished, see `journal.py`
 new/NAME    the destination to be
-old/NAME    what stood there, where file systems cannot exchange two names
+old/NAME    the previous destination, where the file system cannot exchange two names
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from easytorch.bridge.storage.exchange import rename_new
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
-class Partial:
+class PartialFolder:
     """One such folder, owned by this process until `release` or `remove`."""
 
     def __init__(self, root: Path, destination: Path, lock: int) -> None:
@@ -36,19 +36,19 @@ class Partial:
         os.close(self._lock)
 
     def remove(self) -> None:
-        """Removes the folder; what cannot be removed is left for the next sweep."""
+        """Removes the folder; files that cannot be removed are left for the next sweep."""
         shutil.rmtree(self.root, ignore_errors=True)
         self.release()
 
     def finish_exchange(self, destination: Path) -> bool:
-        """Puts the whole new one in place where a run was killed between moving the old one aside and that."""
+        """Moves the complete new one into place where a run was killed after moving the old one aside."""
         if not os.path.lexists(self.old) or not os.path.lexists(self.folder) or os.path.lexists(destination):
             return False
         rename_new(self.folder, destination)
         return True
 
 
-def make(destination: Path) -> Partial:
+def make(destination: Path) -> PartialFolder:
     """A new, empty partial folder beside `destination`, whose parent exists; `OSError` where none can be made."""
     while True:
         root = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
@@ -59,9 +59,9 @@ def make(destination: Path) -> Partial:
             shutil.rmtree(root, ignore_errors=True)
             raise
         if lock is None:
-            # In the moment before it was locked, another run's sweep took the folder for a dead one's.
+            # Before it was locked, another run's sweep took the folder for a dead run's.
             continue
-        partial = Partial(root, destination, lock)
+        partial = PartialFolder(root, destination, lock)
         try:
             partial.folder.mkdir(parents=True)
         except OSError:
@@ -70,10 +70,10 @@ def make(destination: Path) -> Partial:
         return partial
 
 
-def left_behind(destination: Path) -> tuple[list[Partial], list[Path]]:
-    """The partial folders of `destination` whose writer is dead, owned by this process now, and those of living ones.
+def left_behind(destination: Path) -> tuple[list[PartialFolder], list[Path]]:
+    """The partial folders of `destination` of dead writers, now owned by this process, and those of running ones.
 
-    Without file locks nobody can be told dead.
+    Without file locks no writer can be known to be dead.
     """
     pattern = re.compile(rf"\.{re.escape(destination.name)}\.[0-9a-f]{{8}}\.partial")
     try:
@@ -91,7 +91,7 @@ def left_behind(destination: Path) -> tuple[list[Partial], list[Path]]:
         if lock is None:
             living.append(root)
         else:
-            dead.append(Partial(root, destination, lock))
+            dead.append(PartialFolder(root, destination, lock))
     return dead, living
 
 

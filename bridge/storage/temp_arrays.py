@@ -1,4 +1,4 @@
-"""Arrays put aside in temporary files, for leaves that hold many tensors and cost much to read again."""
+"""Arrays in temporary files, for leaves that hold many tensors and are expensive to read again."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from easytorch.bridge.errors import CheckpointError
 _LEAST_BYTES = 1 << 16
 
 
-class Spool:
-    """Where arrays are put aside: in TMPDIR where that is set, else in `folder`, else where Python puts such files.
+class TempArrays:
+    """Writes arrays to temporary files: in TMPDIR if that is set, else in `folder`, else in Python's default folder.
 
-    The default of the last is often in memory (a tmpfs), and too small: a conversion's `folder` is its destination's.
+    Python's default is often in memory (a tmpfs) and too small, so a conversion's `folder` is its destination's.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
 
     def put_aside(self, array: np.ndarray) -> np.ndarray:
-        """`array` in a file of its own that goes with the last view of it; the same array where it costs no memory.
+        """`array` in a file of its own, deleted with the last view of it; the same array where it costs no memory.
 
-        `CheckpointError` where the folder has no room.
+        `CheckpointError` where the disk is full.
         """
         if array.nbytes < _LEAST_BYTES or stands_in_file(array):
             return array
         folder = tempfile.gettempdir() if self.folder is None or "TMPDIR" in os.environ else self.folder
         try:
             with tempfile.TemporaryFile(prefix="easytorch-", dir=folder, buffering=0) as file:
-                # Not through the map: a full disk would be a bus error, and what is written count as memory.
+                # Not through the map: a full disk would raise SIGBUS, and written pages would count as memory.
                 for block in byte_blocks(array):
                     while block:
                         block = block[file.write(block) :]

@@ -27,7 +27,7 @@ from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree
 from easytorch.bridge.names.architecture import Architecture, architecture_like
 from easytorch.bridge.names.tied_weights import held_apart
 from easytorch.bridge.rules.table import Rules, compile_rules
-from easytorch.bridge.schemes.registry import recognise, scheme_called
+from easytorch.bridge.schemes.registry import get_scheme, recognise
 from easytorch.bridge.state import (
     infos_of,
     same_arrays,
@@ -238,7 +238,7 @@ def _architecture(model_class: ModelClass, config: PreTrainedConfig, given: Coll
 
 
 def _rules(architecture: Architecture, config: PreTrainedConfig, scheme: str) -> Rules:
-    return scheme_called(scheme).rules(_content(config), architecture, None)
+    return get_scheme(scheme).rules(_content(config), architecture, None)
 
 
 def _content(config: PreTrainedConfig) -> Config:

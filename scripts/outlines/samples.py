@@ -23,7 +23,7 @@ from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture, archi
 from easytorch.bridge.names.flax_convention import model_rows
 from easytorch.bridge.names.outlines.fields import ACTIVATIONS, LABELS
 from easytorch.bridge.rules.table import BUFFER, TIES
-from easytorch.bridge.rules.transforms import transform_called
+from easytorch.bridge.rules.transforms import get_transform
 
 Settings = dict[str, Any]
 
@@ -308,7 +308,7 @@ def _built(architecture: Architecture, values: Settings) -> Built:
     names = architecture.names
     found: list[tuple[str, str | None, str]] = []
     for torch_names, path, kind in model_rows(names):
-        kind = kind if isinstance(kind, str) or transform_called(kind.name) is not kind else kind.name
+        kind = kind if isinstance(kind, str) or get_transform(kind.name) is not kind else kind.name
         if len(torch_names) > 1 or isinstance(path, tuple) or not isinstance(kind, str):
             raise ValueError(f"several tensors are one: {torch_names}, {path}")
         found.append((torch_names[0], path, kind))

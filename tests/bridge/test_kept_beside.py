@@ -78,10 +78,10 @@ def test_verify_looks_beside(with_buffer, tmp_path, monkeypatch):
         arrays = {name: array + 1 for name, array in arrays.items()}
         save_file(arrays, folder / FILE_NAME, metadata={"format": "pt", "tied": json.dumps(sorted(tied))})
 
-    monkeypatch.setattr(pipeline, "write_side_file", write_wrong)
+    monkeypatch.setattr(pipeline, "write_torch_buffers", write_wrong)
     with pytest.raises(CheckpointError, match=r"position_ids' does not come back"):
         convert(tmp_path / "flax", tmp_path / "orbax", to="orbax", verify=True)
-    monkeypatch.setattr(pipeline, "write_side_file", lambda *given: None)
+    monkeypatch.setattr(pipeline, "write_torch_buffers", lambda *given: None)
     with pytest.raises(CheckpointError, match=r"position_ids' does not come back"):
         convert(tmp_path / "flax", tmp_path / "orbax", to="orbax", verify=True)
     assert not (tmp_path / "orbax").exists()

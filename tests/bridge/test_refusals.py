@@ -149,7 +149,7 @@ def test_a_number_stays_one_in_every_cast(given, made):
     cast(largest, target)
     if limits[0] > limits[1]:
         largest[77] = limits[0]
-        with pytest.raises(CastOverflow, match=f"{made} ends at"):
+        with pytest.raises(CastOverflow, match=f"the largest {made} is"):
             cast(largest, target)
 
 
@@ -157,7 +157,7 @@ def test_a_number_stays_one_in_every_cast(given, made):
 def test_a_type_without_zero_and_negatives_says_so(value):
     made = np.dtype(ml_dtypes.float8_e8m0fnu)
     assert cast(np.array([0.5, 8.0], np.float32), made).astype(np.float32).tolist() == [0.5, 8.0]
-    with pytest.raises(CastOverflow, match=f"holds {value:.4g}, and float8_e8m0fnu has no zero and nothing negative"):
+    with pytest.raises(CastOverflow, match=f"holds {value:.4g}, and .* has neither zero nor negative numbers"):
         cast(np.array([1.0, value], np.float32), made)
 
 
@@ -172,16 +172,16 @@ def test_a_dtype_too_small_for_a_weight_names_it(tiny_torch, tmp_path, to):
 
     weights = load_file(tiny_torch / "model.safetensors")
     if to == "gguf":
-        with pytest.raises(CastOverflow, match="Q8_0 ends at"):
+        with pytest.raises(CastOverflow, match="the largest Q8_0 is"):
             list(packed(np.full((2, 32), 1e7, np.float32), "Q8_0"))
-        with pytest.raises(CastOverflow, match=r"float16 ends at 6\.55e"):
+        with pytest.raises(CastOverflow, match=r"the largest float16 is 6\.55e"):
             list(packed(np.full((2, 32), 1e6, np.float32), "F16"))
         return
     for name in ("bert.encoder.layer.1.output.dense.weight", "classifier.bias"):
         spoilt = {**weights, name: weights[name].copy()}
         spoilt[name].flat[-1] = 1e6
         save_file(spoilt, tiny_torch / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match=r"holds 1e\+06, and float16 ends at 6.55e\+04") as error:
+        with pytest.raises(CheckpointError, match=r"holds 1e\+06, and the largest float16 is 6.55e\+04") as error:
             convert(tiny_torch, tmp_path / "new", to=to, dtype="fp16")
         assert error.value.tensor in (name, name.replace(".", "/").replace("weight", "kernel"))
         convert(tiny_torch, tmp_path / f"bf16 {name}", to=to, dtype="bf16", verify=True)

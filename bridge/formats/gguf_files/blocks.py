@@ -1,4 +1,4 @@
-"""Elements as GGUF stores them, a few rows at a time: numbers as they are, or packed with a scale for every block.
+"""Elements as GGUF stores them, a few rows at a time: plain numbers, or quantized with a scale for every block.
 
 The packed types are those of the gguf package (`gguf.quants`), which unpacks what llama.cpp packs.
 """
@@ -82,8 +82,8 @@ def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray]:
         largest = np.abs(rows, where=np.isfinite(rows), out=np.zeros_like(rows)).max(initial=0.0)
         if largest > _MOST_SCALE * _MOST_STEPS:
             raise CastOverflow(
-                f"holds {largest:.4g}, and {kind} ends at {_MOST_SCALE * _MOST_STEPS:.4g}; give another dtype, as bf16 "
-                "or f32"
+                f"holds {largest:.4g}, and the largest {kind} is {_MOST_SCALE * _MOST_STEPS:.4g}; give another dtype, "
+                "as bf16 or f32"
             )
         yield _bytes(quantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
 

@@ -1,8 +1,8 @@
 """A model's config as GGUF metadata and back: the keys llama.cpp reads, from transformers' config classes.
 
 Source: `set_gguf_parameters` of llama.cpp's `convert_hf_to_gguf.py` (its `conversion` package, 2026) and the gguf
-package's `Keys`. Metadata says less than config.json does, so the whole config goes along under a key of our own, which
-others ignore; without it a config is made from the metadata and the shapes.
+package's `Keys`. Metadata says less than config.json does, so the complete config is stored under a key of our own,
+which others ignore; without it a config is inferred from the metadata and the shapes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ARCHITECTURES = {
     "umt5": "t5",
 }
 OWN_CONFIG = "easytorch.config"
-# Tensors that llama.cpp wants and torch computes from its config.
+# Tensors that llama.cpp expects and torch computes from its config.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 DERIVED = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
@@ -81,7 +81,7 @@ _T5_KEYS: dict[str, str | None] = {
     "decoder_start_token_id": "decoder_start_token_id",
     "attention.relative_buckets_count": "relative_attention_num_buckets",
 }
-# Where a family calls it otherwise; None: its config does not say it.
+# Where a family's attribute has another name; None: its config does not have it.
 _OTHERWISE: dict[str, dict[str, str | None]] = {
     "bert": {"attention.head_count_kv": None},
     "gpt2": {
@@ -214,7 +214,7 @@ def _long_attention(context: int, original: int) -> float:
 
 
 def derived_tensors(config: Config) -> dict[str, np.ndarray]:
-    """The tensors of `DERIVED` the model has: what its rotary frequencies are divided by, float32."""
+    """The tensors of `DERIVED` that the model has: the divisors of its rotary frequencies, float32."""
     settings = settings_of(config)
     given = getattr(settings, "rope_parameters", None) or {}
     rope = given.get("full_attention", given)
@@ -245,7 +245,7 @@ _LLAMA3_DEFAULTS = {"low_freq_": 1.0, "high_freq_": 4.0, "": 8.0}
 def config_from(
     fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], derived: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
-    """config.json's content: the one that went along, else from metadata and shapes; None for another architecture."""
+    """config.json's content: the stored one, else from metadata and shapes; None for an unknown architecture."""
     own = fields.get(OWN_CONFIG)
     if isinstance(own, str):
         try:
@@ -260,7 +260,7 @@ def config_from(
 
 
 def _is_plain(value: Any) -> bool:
-    """Text, or a number that there is: of what a config is made of."""
+    """Whether the value is a string or a finite number, as in a config."""
     return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -369,7 +369,7 @@ def _rope_from(
 
 
 def _llama3(factors: np.ndarray, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes these factors, if Meta's own numbers do; the file says no more than the factors."""
+    """The rope settings that give these factors, if Meta's published ones do; the file has only the factors."""
     tried = {**rope, **_LLAMA3, "rope_type": "llama3", "factor": float(factors.max(initial=1.0))}
     if np.allclose(llama3_factors(2 * len(factors), tried), factors, rtol=1e-5):
         return tried

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's format: `*.gguf`, or parts called `NAME-00001-of-00003.gguf`; names are llama.cpp's.
 
-Packed elements are read as float32. Written are plain numbers and Q8_0; as by llama.cpp's converter, norms, vectors and
-a few small tables are float32 whatever the rest is, and rows that blocks do not divide are float16 instead of Q8_0.
+Quantized elements are read as float32. Plain numbers and Q8_0 are written; as in llama.cpp's converter, norms, vectors
+and a few small tables are always float32, and rows whose length blocks do not divide are float16 instead of Q8_0.
 Source: ggml's docs/gguf.md, the gguf package (`GGUFWriter` writes the headers), llama.cpp's `convert_hf_to_gguf.py`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from easytorch.bridge.core.casting import CastOverflow, cast
 from easytorch.bridge.core.config import Config
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.core.reader import Reader
@@ -49,7 +49,7 @@ Q8_0 = "q8_0"
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 
 
-class GgufReader(Closing):
+class GgufReader(ContextManager):
     """One open file or the parts of one. `fields`: the metadata, arrays included."""
 
     def __init__(self, files: Sequence[Path], writable: bool = False) -> None:
@@ -121,7 +121,7 @@ class GgufReader(Closing):
         return self.read_in_parts(name).whole()
 
     def read_in_parts(self, name: str) -> InParts:
-        """The same, not read yet where that can wait."""
+        """The same, without reading yet where possible."""
         mapped, stored = self._home[name]
         if stored.kind in PLAIN:
             return InParts.of(mapped.elements(stored.start, stored.shape, PLAIN[stored.kind]))
@@ -129,7 +129,7 @@ class GgufReader(Closing):
         return InParts.of(unpack(packed, stored.kind, stored.shape))
 
     def read_packed(self, name: str) -> np.ndarray:
-        """The bytes of a tensor as they stand in the file."""
+        """The bytes of a tensor as in the file."""
         mapped, stored = self._home[name]
         return mapped.array(stored.start, (stored.nbytes,), "uint8")
 
@@ -238,7 +238,7 @@ class Gguf:
         return _FILE_TYPES.get(self._most or max(stored, key=stored.count, default="F32"), 0)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
-        """How many tensors there are in all, which every part states."""
+        """Writes the total number of tensors, which every part states, into each."""
         if len(layout) > 1:
             from easytorch.bridge.formats.gguf_files.header import state_total
 

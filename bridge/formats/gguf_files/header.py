@@ -84,9 +84,9 @@ def write_header(
 
 
 def carried_fields(fields: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """What goes along of the metadata `fields` of another GGUF file: its name, tokenizer, settings of anybody's.
+    """The part of the metadata `fields` of another GGUF file that is copied: its name, tokenizer, unknown settings.
 
-    whole: also what it says of the model, whose config is the file's own and no other one given in its place.
+    whole: also the model's settings, where the config is the file's own and not one given instead.
     """
     model = f"{fields.get('general.architecture')}."
     return {

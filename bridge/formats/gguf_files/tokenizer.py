@@ -1,7 +1,7 @@
 """The tokenizer beside a checkpoint as GGUF metadata: SentencePiece's `tokenizer.model`, else `tokenizer.json`.
 
-Source: llama.cpp's `convert_hf_to_gguf.py` (`_set_vocab_*`) and llama-vocab.cpp. That script knows a tokenizer's way of
-cutting text into words by a hash over its own test sentence; here it is told by the pattern in tokenizer.json.
+Source: llama.cpp's `convert_hf_to_gguf.py` (`_set_vocab_*`) and llama-vocab.cpp. That script identifies a
+pre-tokenizer by a hash of its own test sentence; here it is identified by the pattern in tokenizer.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# What cuts text into words, as tokenizer.json says it -> what llama.cpp calls that.
+# Pre-tokenizer pattern in tokenizer.json -> llama.cpp's name for it.
 _WORDS = {
     ("ByteLevel",): "gpt-2",
     ("Split", _GPT2_PATTERN): "gpt-2",
@@ -187,7 +187,7 @@ def _of_type(step: Any, kind: str) -> dict[str, Any]:
 
 
 def _words_of(content: dict[str, Any]) -> str:
-    """llama.cpp's name of how text is cut into words; a warning and its default where it has none."""
+    """llama.cpp's name of the pre-tokenizer; its default, with a warning, where it has none."""
     steps = _steps(content.get("pre_tokenizer"))
     key: tuple[str, ...] = ()
     for step in steps:
@@ -208,7 +208,7 @@ def _words_of(content: dict[str, Any]) -> str:
 
 
 def _words(tokens: _Tokens) -> list[str]:
-    """WordPiece's tokens as llama.cpp has them: the beginnings of words marked instead of what goes on."""
+    """WordPiece's tokens as llama.cpp has them: word starts are marked instead of continuations."""
     return [
         text if kind == _Type.CONTROL else text[2:] if text.startswith("##") else _SPACE + text
         for text, kind in zip(tokens.texts, tokens.types, strict=True)

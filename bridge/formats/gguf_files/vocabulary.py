@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file holds: carried into another one as it is, or written as tokenizer.json."""
+"""The tokenizer in a GGUF file: copied into another GGUF file, or written as tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_TOKENIZERS = "tokenizer."
 _MODEL = "tokenizer.ggml.model"
 # What llama.cpp's converter and this one write for a model without a tokenizer.
 _NONE = ("none", "no_vocab")
-# One of them beside the file is the tokenizer as it was before llama.cpp's.
+# If one of these stands beside the file, it is the original tokenizer.
 _BETTER = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 # What transformers, tokenizers and gguf raise for vocabularies they cannot read.
 _UNREADABLE = (ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, OSError)

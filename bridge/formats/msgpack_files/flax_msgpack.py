@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.core.nested import flat, nested
@@ -25,7 +25,7 @@ from easytorch.bridge.formats.parallel_write import write_parts
 from easytorch.bridge.formats.sharding import find, open_files, shard_names, split, write_index
 
 
-class MsgpackFile(Closing):
+class MsgpackFile(ContextManager):
     """One open msgpack file: an index of where each array stands, data mapped."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:

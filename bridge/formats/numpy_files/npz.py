@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from easytorch.bridge.core.blocks import byte_blocks
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 _ZIP64_EXTRA = 20
 
 
-class NpzFile(Closing):
+class NpzFile(ContextManager):
     """One open npz file."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:

@@ -28,7 +28,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 # Leaves that are no arrays, by what orbax calls them (`metadata/empty_values.py`).
 _NO_ARRAYS = ("None", "Dict", "List", "Tuple", "NamedTuple")
-# Everything else that stands in the folder of a tree and is no companion of the model (config, tokenizer).
+# Everything else in the folder of a tree that is not one of the model's auxiliary files (config, tokenizer).
 _OWN = (MANIFEST, CHECKPOINT_METADATA, AGGREGATE, STRINGS, "_sharding", "array_metadatas", "commit_success.txt", "d")
 _OWN_PREFIXES = ("ocdbt.", "ocdbt_")
 # A step's folder: `100`, `step_100`.
@@ -84,9 +84,9 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def own_paths(folder: Path, keys: Iterable[str]) -> list[Path]:
-    """What is the checkpoint of the tree in `folder`, its metadata first: files, stores, and the folders of `keys`.
+    """The paths that make up the checkpoint of the tree in `folder`, metadata first: files, stores, folders of `keys`.
 
-    Of a run's folder also the other items and steps: none of them goes along with the model.
+    In a run's folder also the other items and steps, so that none of them is copied as an auxiliary file.
     """
     found = [folder / METADATA, *(folder / name for name in _OWN), *(folder / key.split("/")[0] for key in keys)]
     found += [path for path in sorted(folder.iterdir()) if path.name.startswith(_OWN_PREFIXES)]

@@ -52,9 +52,9 @@ def array_spec(store: dict[str, Any], name: str, driver: str) -> dict[str, Any]:
 
 @contextmanager
 def tensorstore_errors(file: Path, tensor: str | None = None, *, writing: bool = False) -> Iterator[None]:
-    """What tensorstore raises (`ValueError` and its like) as a `CheckpointError`.
+    """Turns tensorstore's errors (`ValueError` and similar) into `CheckpointError`.
 
-    writing: where the operating system refused, its own error, which whoever knows the destination makes one of.
+    writing: an error of the operating system is raised as such, for the caller, which knows the destination.
     """
     try:
         yield

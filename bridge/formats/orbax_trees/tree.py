@@ -1,7 +1,7 @@
-"""Orbax checkpoints: trees of zarr arrays, in one store (OCDBT) or a folder an array; names are paths with "/".
+"""Orbax checkpoints: trees of zarr arrays, in one store (OCDBT) or a folder per array; names are paths with "/".
 
-Written by orbax's PyTree and Standard handlers. A leaf is called by the keys that lead to it, whatever they were in
-jax: dictionary keys, list positions, attributes. Only metadata is read until a tensor is asked for.
+Written by orbax's PyTree and Standard handlers. A leaf is named by the keys that lead to it: dictionary keys, list
+positions or attributes. Only metadata is read until a tensor is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -33,13 +33,13 @@ from easytorch.bridge.formats.orbax_trees.store import (
 )
 from easytorch.bridge.formats.zarr_folders.metadata import DESCRIPTIONS, ZarrArray, parse
 
-# No compressor tensorstore has packs better than zstd's runs: four bytes for 128 KiB.
+# No compressor of tensorstore does better than zstd on constant runs: four bytes for 128 KiB.
 _MOST_PACKED = 1 << 15
-# Chunks are read until so many bytes are under way.
+# Chunks are requested until so many bytes are in flight.
 _WINDOW_BYTES = 64 << 20
 
 
-class OrbaxReader(Closing):
+class OrbaxReader(ContextManager):
     """One open tree: its arrays are described, and read one at a time."""
 
     def __init__(self, folder: Path) -> None:
@@ -183,7 +183,7 @@ class OrbaxTree:
         return OrbaxReader(file)
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
-        """One part store for every `max_shard_size` bytes, as Orbax writes one a process."""
+        """One part store per `max_shard_size` bytes, as Orbax writes one per process."""
         return orbax_write.part_layout(tensors, max_shard_size)
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
@@ -206,7 +206,7 @@ class OrbaxZarr(OrbaxTree):
     name = "Orbax zarr"
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
-        """One folder a tensor."""
+        """One folder per tensor."""
         return orbax_write.array_layout(tensors)
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:

@@ -36,11 +36,11 @@ from easytorch.bridge.formats.sharding import split
 
 # A chunk is read whole.
 _CHUNK_BYTES = 16 << 20
-# Copies of chunks that may wait to be written.
+# Bytes of chunk copies that may be pending.
 _PENDING_BYTES = 64 << 20
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _DICT_KEY = 2
-# What tensorstore has no element type for.
+# Element types that tensorstore lacks.
 _NOT_HELD = ("float8_e4m3", "uint4")
 
 
@@ -75,7 +75,7 @@ def _check_names(tensors: Sequence[TensorInfo]) -> None:
 
 
 def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """The shape of a tensor's chunks: whole but for the leading axes, which are cut to `_CHUNK_BYTES`."""
+    """The shape of a tensor's chunks: only the leading axes are split, to `_CHUNK_BYTES`."""
     shape = [max(1, size) for size in info.shape]
     size = TensorInfo("", tuple(shape), info.dtype).nbytes
     for axis, length in enumerate(info.shape):
@@ -102,7 +102,7 @@ def write_arrays(folder: Path, tensors: Sequence[TensorInfo], source: Source, *,
         with tensorstore_errors(folder, info.name, writing=True):
             pending.array(_create(store, info, context), array, chunk_shape(info))
         source.wrote(info)
-        # Not to be held while the next one is read.
+        # Freed before the next one is read.
         give_back(array)
         del array
     with tensorstore_errors(folder, writing=True):
@@ -126,14 +126,14 @@ def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
 
 
 class _Pending:
-    """Writes under way, never more than `_PENDING_BYTES` of them."""
+    """Writes in flight, at most `_PENDING_BYTES` of them."""
 
     def __init__(self) -> None:
         self._futures: deque[tuple[Any, int]] = deque()
         self._bytes = 0
 
     def array(self, store: Any, array: np.ndarray, chunk: tuple[int, ...]) -> None:
-        """Writes one array, a row of chunks after the other: the copy that is made is one of a chunk."""
+        """Writes one array, one row of chunks after the other, so that only chunks are copied."""
         for start in np.ndindex(*(-(-size // step) for size, step in zip(array.shape, chunk, strict=True))):
             window = tuple(slice(at * step, (at + 1) * step) for at, step in zip(start, chunk, strict=True))
             block = contiguous(array[window])
@@ -159,7 +159,7 @@ class _Pending:
 
 
 def merge_parts(folder: Path, parts: Sequence[str]) -> None:
-    """One store in `folder` whose B-tree refers to the data in the part stores; what was there before is replaced."""
+    """Makes one store in `folder` whose B-tree refers to the data in the part stores, replacing an older one."""
     ts = load_tensorstore()
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder / "d", ignore_errors=True)

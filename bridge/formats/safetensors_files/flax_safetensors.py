@@ -28,7 +28,7 @@ from easytorch.bridge.formats.sharding import find, open_files, shard_names, spl
 
 
 class _Dotted:
-    """A source asked by the names that stand in the file."""
+    """A source whose tensors are read under the dotted names of the file."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.core.reader import Reader
@@ -29,8 +29,8 @@ HEADER_LIMIT = 100_000_000
 _BROKEN = "download or save the file again"
 
 
-class SafetensorsFile(Closing):
-    """One open safetensors file: the header is read and checked, data stays where it is."""
+class SafetensorsFile(ContextManager):
+    """One open safetensors file: the header is read and checked, data is not read."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
         self._map = MappedFile(path, writable)
@@ -119,7 +119,7 @@ class SafetensorsFile(Closing):
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return content
 
 
@@ -132,7 +132,7 @@ def _naturals(values: object) -> bool:
 
 
 def storage_order(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
-    """Widest element first, then by name: what the format's own writer does, so that data stays aligned."""
+    """Widest element type first, then by name, as the format's own writer does, so that data stays aligned."""
     rank = {dtype: number for number, dtype in enumerate(SAFETENSORS_CODES)}
     for info in tensors:
         if info.dtype not in rank:
@@ -155,7 +155,7 @@ def write_file(path: Path, tensors: Sequence[TensorInfo], source: Source, metada
 
 
 def states_flax(file: Path) -> bool:
-    """Whether a file, or the first shard of an index, says that its names are Flax's; a damaged one does not say."""
+    """Whether a file, or the first shard of an index, declares Flax's names; a damaged one does not."""
     try:
         shard = file.parent / min(read_index(file).values()) if file.name.endswith(".index.json") else file
         with SafetensorsFile(shard) as one:

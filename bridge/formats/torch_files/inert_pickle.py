@@ -1,6 +1,6 @@
-"""Pickles read as plain data: what they would construct or call is written down, and nothing is constructed or called.
+"""Pickles read as plain data: what they would construct or call is recorded, and nothing is constructed or called.
 
-Only names a caller lists may occur, and only the operations that Python's pickler uses for data of that kind.
+Only names that the caller allows may occur, and only the opcodes that Python's pickler uses for such data.
 Source: Python's pickletools.
 """
 
@@ -33,7 +33,7 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """What calling or instantiating `name` with `arguments` would have made, and the state it was given afterwards."""
+    """The recorded call of `name` with `arguments`, and the state that was set afterwards."""
 
     name: str
     arguments: Any
@@ -48,7 +48,7 @@ class Made:
 def read_pickle(data: bytes, file: Path, allowed: Callable[[str], bool]) -> Any:
     """The value pickled in `data`, of None, bool, int, float, str, tuple, list, dict, `Name` and `Made`.
 
-    Tuples are never keys: a nested one takes forever to hash. Whoever reads the value checks what it finds.
+    Tuples are never keys: nested ones take exponential time to hash. The caller checks the value.
     `CheckpointError` for another name than an `allowed` one, another operation, and a damaged pickle.
     """
     try:

@@ -1,4 +1,4 @@
-"""A pickled torch checkpoint looked at before torch unpickles it: what could hurt is refused unread.
+"""A check of a pickled torch checkpoint before torch unpickles it: dangerous files are refused unread.
 
 `weights_only=True` runs no code from the file, but it inflates compressed entries whatever their size, allocates what
 legal constructors are told to, and hashes the keys of dicts: nested tuples there overflow the C stack (a crash), or

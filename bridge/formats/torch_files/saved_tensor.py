@@ -1,7 +1,7 @@
-"""One tensor as `torch.save` writes it, in a stretch of a mapped file: found without unpickling, read without a copy.
+"""One tensor as `torch.save` writes it, inside a mapped file: located without unpickling, read without a copy.
 
-Source: torch.serialization of torch 2.13: a zip archive, entries stored, of `data.pkl`, which says how the tensor lies
-in its storage, and `data/0`, the storage.
+Source: torch.serialization of torch 2.13: a zip archive, entries stored, of `data.pkl`, which holds the tensor's
+offset, sizes and strides, and `data/0`, the storage.
 """
 
 from __future__ import annotations

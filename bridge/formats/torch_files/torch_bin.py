@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import ReadFile, Unread
 from easytorch.bridge.core.reader import Reader
@@ -42,7 +42,7 @@ _DAMAGED = (
 _REPEATED_LIMIT = 64 << 20
 
 
-class PickleFile(Closing):
+class PickleFile(ContextManager):
     """One open pickle. Data stays in the file where torch wrote a zip archive, as it does since 1.6.
 
     `writable` tensors are a private map of it.

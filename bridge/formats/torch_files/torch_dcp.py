@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint: a folder of `.metadata` and `__0_0.distcp`, `__1_0.distcp`, ..., one or more a rank.
+"""torch.distributed.checkpoint: a folder of `.metadata` and `__0_0.distcp`, `__1_0.distcp`, ..., at least one per rank.
 
 Tensors sharded over ranks (FSDP, DTensor) are assembled from their pieces. Of a training state only the model is
-read: what optimizers, schedulers and loops keep is left out, and reported. The safetensors that
-`HuggingFaceStorageWriter` writes a shard a rank are read too; those it writes whole are ordinary ones.
+read: the state of optimizers, schedulers and loops is left out, and reported. The per-rank safetensors shards of
+`HuggingFaceStorageWriter` are read too; its consolidated ones are ordinary safetensors.
 Source: torch.distributed.checkpoint of torch 2.13: filesystem.py, hf_storage.py, default_planner.py.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -36,7 +36,7 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 ReadPiece = Callable[[Piece, str], np.ndarray]
 
 
-class DcpReader(Closing):
+class DcpReader(ContextManager):
     """The model in an open checkpoint."""
 
     def __init__(
@@ -56,7 +56,7 @@ class DcpReader(Closing):
         """The assembled tensor; where one piece is all of it, a view of the mapped file."""
         saved = self._saved[name]
         if len(saved.pieces) == 1:
-            # Without elements its sizes may be others than the whole's.
+            # An empty piece may have other sizes than the tensor.
             return self._piece(name, saved, saved.pieces[0]).reshape(saved.shape)
         whole = np.empty(saved.shape, numpy_dtype(saved.dtype))
         for piece in saved.pieces:
@@ -123,7 +123,7 @@ class _Files:
 
 
 class _Shards:
-    """The safetensors that ranks wrote, each with where in the whole its tensors lie."""
+    """The safetensors that ranks wrote, with the offsets of their pieces in the full tensors."""
 
     def __init__(self, files: Sequence[Path], writable: bool) -> None:
         self._files: dict[str, SafetensorsFile] = {}
@@ -226,7 +226,7 @@ class TorchDcp:
 
 
 def _stretches(file: Path, count: int) -> list[tuple[int, int]]:
-    """Start and length of `count` saved tensors that fill `file`: an archive tells where it began only at its end."""
+    """(start, length) of the `count` saved tensors that fill `file`; an archive's size is known only from its end."""
     mapped = MappedFile(file)
     found: list[tuple[int, int]] = []
     end = mapped.size

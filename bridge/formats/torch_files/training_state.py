@@ -1,7 +1,7 @@
 """The model in what a torch training loop saves: `{"model": ..., "optimizer": ..., "step": ...}` and the like.
 
-Keys are as torchtitan, Lightning, Accelerate and hand-written loops call them; what modules of torch that wrap a model
-(DDP, FSDP1, torch.compile, activation checkpointing) put before its names is taken away.
+Keys are those of torchtitan, Lightning, Accelerate and hand-written loops; prefixes of torch's wrapper modules (DDP,
+FSDP1, torch.compile, activation checkpointing) are removed.
 """
 
 from __future__ import annotations

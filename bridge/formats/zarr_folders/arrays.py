@@ -1,7 +1,7 @@
 """Arrays that are zarr folders of plain files, listed by an index of their own: EasyDeL's and T5X's.
 
 Both are written through jax's `GlobalAsyncCheckpointManager`, that is tensorstore's `zarr` driver: `.zarray` and one
-file a chunk. What is declared is held against the files before anything is allocated.
+file per chunk. Declared sizes are checked against the files before anything is allocated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from easytorch.bridge.formats.zarr_folders.metadata import DESCRIPTIONS, ZarrArr
 _DESCRIPTION_LIMIT = 1 << 20
 # What zstd makes of zeros: four bytes for 128 KiB.
 _MOST_PACKED = 1 << 15
-# What tensorstore has no element type for.
+# Element types that tensorstore lacks.
 _NOT_HELD = ("float8_e4m3", "uint4")
 
 
@@ -117,7 +117,7 @@ def check_names(tensors: list[TensorInfo], program: str) -> None:
 def write_folder(folder: Path, info: TensorInfo, array: np.ndarray) -> None:
     """Writes `array` as the zarr folder `folder`, replacing what an earlier attempt left of it.
 
-    Nothing is compressed: zstd takes a tenth off weights at best, and writes them at a third of the speed.
+    Nothing is compressed: zstd saves a tenth of the size at best, at a third of the speed.
     """
     check_announced(info, array)
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -29,7 +29,7 @@ _PREFIX = "model"
 _STEP = re.compile(r"run-(\d{1,18})")
 
 
-class EasydelReader(Closing):
+class EasydelReader(ContextManager):
     """One open checkpoint: the arrays of the prefix "model", or of the only one there is."""
 
     def __init__(self, index: Path) -> None:
@@ -107,7 +107,7 @@ class EasydelStore:
         return EasydelReader(file)
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
-        """A folder a tensor."""
+        """One folder per tensor."""
         check_names(list(tensors), self.name)
         return {f"{_PREFIX}/{info.name}": [info] for info in tensors}
 

@@ -1,4 +1,4 @@
-"""What a zarr array says of itself: `.zarray` (version 2) or `zarr.json` (version 3), checked before anything is read.
+"""The metadata of a zarr array: `.zarray` (version 2) or `zarr.json` (version 3), checked before anything is read.
 
 Sources: the zarr v2 and v3 specifications, and tensorstore's `zarr` and `zarr3` drivers for the element types zarr
 itself does not have (`bfloat16`, `float8_*`, `int4` under their own names).

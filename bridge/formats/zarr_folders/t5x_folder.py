@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from easytorch.bridge.core.context_manager import Closing
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -70,7 +70,7 @@ class _Index(MsgpackFile):
         return path.removesuffix("/")
 
 
-class T5xReader(Closing):
+class T5xReader(ContextManager):
     """One open checkpoint: parameters under "target/", the optimizer's state under "state/"."""
 
     def __init__(self, index: Path) -> None:
@@ -121,7 +121,7 @@ class T5xFolder:
         return T5xReader(file)
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
-        """A folder a tensor, its path joined by dots."""
+        """One folder per tensor, its path joined by dots."""
         check_names(list(tensors), self.name)
         nested({info.name: info for info in tensors})
         return {info.name.replace("/", "."): [info] for info in tensors}

@@ -21,7 +21,7 @@ from easytorch.bridge.formats.parallel_write import Elements, write_parts
 from easytorch.bridge.rules.computed_transforms import interleaved, scaled, unfolded
 from easytorch.bridge.rules.head_transforms import stacked
 from easytorch.bridge.rules.plan import Step, cast_plan
-from easytorch.bridge.rules.transforms import transform_called
+from easytorch.bridge.rules.transforms import get_transform
 
 RNG = np.random.default_rng(0)
 
@@ -112,7 +112,7 @@ def test_a_stack_is_numpys(layer: str, axis: int) -> None:
         transforms[unfolded(one, (2, 3))] = np.stack(turned).reshape(2, 3, *turned[0].shape)
         transforms[scaled(one, 2.0, wide=True)] = np.stack(turned).astype(np.float32) * 2
         if linear:
-            pairs = interleaved(transform_called("linear"), 1)
+            pairs = interleaved(get_transform("linear"), 1)
             transforms[stacked(pairs, 6, 0)] = np.stack([_woven(array).T for array in arrays])
     for transform, expected in transforms.items():
         info = TensorInfo("leaf", transform.flax_shape([array.shape for array in arrays]), expected.dtype.name)

@@ -25,7 +25,7 @@ from easytorch.bridge.names.architecture import architecture_like
 from easytorch.bridge.names.flax_convention import convention_rules
 from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.rules.table import compile_rules
-from easytorch.bridge.rules.transforms import transform_called
+from easytorch.bridge.rules.transforms import get_transform
 
 _spec = importlib.util.spec_from_file_location("convention_cases", Path(__file__).parents[1] / "convention_cases.py")
 assert _spec is not None and _spec.loader is not None
@@ -41,7 +41,7 @@ def leaves_of(module: nn.Module) -> dict[str, np.ndarray]:
         if tensor.is_floating_point():
             path, transform = leaf_of(name, modules[name.rpartition(".")[0]], tensor.dim())
             head = "batch_stats/" if is_statistic(name) else "params/"
-            leaves[head + path] = transform_called(transform).to_flax([tensor.numpy()])
+            leaves[head + path] = get_transform(transform).to_flax([tensor.numpy()])
     return leaves
 
 

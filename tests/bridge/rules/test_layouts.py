@@ -311,7 +311,7 @@ def test_what_is_dropped_is_a_list_of_names_as_they_are(tmp_path):
     save_tree({"w[0]": np.ones(2, np.float32), "w0": np.ones(2, np.float32)}, folder)
     rules = (("w", "w0", "identity"),)
     convert(folder, tmp_path / "torch", to="torch", rules=rules, drop=["w[0]"])
-    with pytest.raises(TypeError, match="drop is a text, 'w0'; give a list of names"):
+    with pytest.raises(TypeError, match="drop is the string 'w0'; give a list of names"):
         convert(folder, tmp_path / "new", to="torch", rules=rules, drop="w0")
 
 

@@ -8,7 +8,7 @@ from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.rules.plan import plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.table import compile_rules
-from easytorch.bridge.rules.transforms import Transform, register_transform, transform_called
+from easytorch.bridge.rules.transforms import Transform, get_transform, register_transform
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
 from easytorch.models.bert import RULES as BERT
 from easytorch.models.llama import RULES as LLAMA
@@ -46,7 +46,7 @@ def test_every_rule_reads_back_what_it_wrote(rules):
     ],
 )
 def test_layouts(name, torch_shape, flax_shape):
-    transform = transform_called(name)
+    transform = get_transform(name)
     array = np.arange(np.prod(torch_shape)).reshape(torch_shape)
     assert transform.to_flax([array]).shape == transform.flax_shape([torch_shape]) == flax_shape
     assert transform.to_flax([array]).base is not None, "a view, not a copy"
