@@ -23,7 +23,7 @@ from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import Format, OwnNames
 from easytorch.bridge.jobs.steps import chosen, step_folder, step_read
 from easytorch.bridge.jobs.torch_buffers import TorchBuffers
-from easytorch.bridge.names.architecture import Architecture, architecture_of, check
+from easytorch.bridge.names.architecture import Architecture, architecture_of, check, without_layers
 from easytorch.bridge.names.flax_convention import flax_rules, outlined_rules
 from easytorch.bridge.names.fused_reader import by_hub_names
 from easytorch.bridge.names.native_rules import native_rules
@@ -312,7 +312,7 @@ class Checkpoint(ContextManager):
 
     def _check(self, tensors: dict, table: RuleTable) -> None:
         weights = {name: info for name, info in tensors.items() if not table.is_buffer(name)}
-        check(weights, self._known, table)
+        check(weights, self._known, table, without_layers(self.needed_config.content))
 
     def close(self) -> None:
         """Closes every file."""

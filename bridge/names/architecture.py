@@ -23,6 +23,8 @@ UNBUILDABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
 # What a config calls the number of its layers, blocks or experts, and how many of them are built in no time.
 _COUNT = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?|(num_)?blocks|depth|(\w+_)?experts")
 _HARMLESS = 512
+# Those of layers, of which no model has fewer than none.
+_LAYERS = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?")
 # The same counts as lists by stage: `[3, 4, 6, 3]`, `[[["global", "local"], 12]]`.
 _STAGES = ("depths", "attention_types")
 # transformers builds two dicts with an entry for each label; ImageNet-21k has 21 843.
@@ -102,7 +104,7 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
 
 
 def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:
-    """Refuses layers and experts by the billion, each of which would be a module or a name."""
+    """Refuses layers and experts by the billion, each of which would be a module or a name, and layers below zero."""
     for key, value in content.items():
         if isinstance(value, dict):
             refuse_counts(value, config, tensors)
@@ -112,8 +114,20 @@ def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None
             value = _sum(value)
         # Not every count is of what this class has (a decoder's, in the config of an encoder).
         limit = tensors if key == "num_hidden_layers" else max(tensors, _HARMLESS)
+        if _LAYERS.fullmatch(key) and isinstance(value, int) and value < 0:
+            raise CheckpointError(f"`{key}` is {value}; it is a number above 0", file=config.file)
         if isinstance(value, int) and (key in _STAGES or _COUNT.fullmatch(key)) and value > limit:
             raise CheckpointError(f"`{key}` is {value}, the checkpoint has {tensors} tensors", file=config.file)
+
+
+def without_layers(content: Mapping[str, Any]) -> str | None:
+    """The key by which a config, or a part of it, says that a stack has no layers; None where none does."""
+    for key, value in content.items():
+        if isinstance(value, dict) and (found := without_layers(value)) is not None:
+            return found
+        if _LAYERS.fullmatch(key) and type(value) is int and value == 0:
+            return key
+    return None
 
 
 def _sum(value: object) -> int:
@@ -152,10 +166,13 @@ def _model_class(config: Config, config_class: type) -> type:
     return found
 
 
-def check(tensors: Mapping[str, TensorInfo], architecture: Architecture, table: RuleTable) -> None:
+def check(
+    tensors: Mapping[str, TensorInfo], architecture: Architecture, table: RuleTable, empty: str | None = None
+) -> None:
     """Refuses torch `tensors` (by the names the rules know) with a weight missing, left over, or of another shape.
 
     Modules that the architecture lacks altogether (a pooler, another head) are no error: hub checkpoints have them.
+    Layers are, where the config's key `empty` says that there are none.
     """
     prefix = f"{architecture.base}."
     wanted = {name.removeprefix(prefix): shape for name, shape in architecture.shapes.items()}
@@ -176,6 +193,12 @@ def check(tensors: Mapping[str, TensorInfo], architecture: Architecture, table: 
         raise CheckpointError(message, file=_file(tensors), tensor=missing[0])
     used = {_rule_number(name, table) for name in architecture.shapes}
     for name, info in there.items():
+        if empty is not None and name not in wanted and any(part.isdecimal() for part in name.split(".")):
+            raise CheckpointError(
+                f"is left over: `{empty}` is 0 in config.json; correct that or remove the tensor",
+                file=info.file or None,
+                tensor=info.name,
+            )
         if (
             name not in wanted
             and _rule_number(info.name, table) in used

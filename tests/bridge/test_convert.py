@@ -247,6 +247,11 @@ BAD_CHECKPOINTS = {
         lambda folder: edit_config(folder, num_hidden_layers=10**9),
         "`num_hidden_layers` is 1000000000",
     ),
+    "no layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=0),
+        "layer.0.*left over: `num_hidden_layers` is 0",
+    ),
+    "fewer layers than none": (lambda folder: edit_config(folder, num_hidden_layers=-1), "`num_hidden_layers` is -1"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights found"),
     "truncated": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
@@ -291,6 +296,31 @@ def test_bad_flax_checkpoints(tiny_leaves, save_flax, tmp_path, change, message)
     with pytest.raises(CheckpointError, match=rf"flax_model\.msgpack: .*{message}"):
         convert(save_flax(tiny_leaves), tmp_path / "new", to="torch")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "key"),
+    [
+        ("Bert", {}, "num_hidden_layers"),
+        ("Llama", {}, "num_hidden_layers"),
+        ("GPT2", {"n_embd": 8, "n_layer": 2, "n_head": 2}, "n_layer"),
+        ("T5", {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 2}, "num_layers"),
+        ("T5", {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 2}, "num_decoder_layers"),
+    ],
+)
+@pytest.mark.parametrize("layers", [0, -2])
+def test_layers_that_the_config_denies(tmp_path, family, sizes, key, layers):
+    """To a tree and back: transformers builds a model without layers of such a config, and no weight is missing."""
+    common = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(vocab_size=20, **(sizes or common))
+    getattr(transformers, f"{family}Model")(config).save_pretrained(tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "flax", to="flax")
+    for source, to in (("torch", "flax"), ("torch", "orbax"), ("flax", "torch")):
+        edit_config(tmp_path / source, **{key: layers})
+        # Where the table is made of the model it has no rows for layers then, and T5's decoder looks like another tree.
+        with pytest.raises(CheckpointError, match=rf"`{key}` is {layers}\b|no rule of this family|several trees"):
+            convert(tmp_path / source, tmp_path / "new", to=to)
+        assert not (tmp_path / "new").exists()
 
 
 def test_bad_arguments(tiny_flax, tmp_path):

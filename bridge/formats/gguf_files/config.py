@@ -110,6 +110,9 @@ _OTHERWISE: dict[str, dict[str, str | None]] = {
     "mt5": _T5_KEYS,
     "umt5": _T5_KEYS,
 }
+# Whole numbers are unsigned of 32 bits in the metadata, the others float32.
+_WHOLE = frozenset((*_NUMBERS, *_T5_KEYS)) - _FRACTIONS.keys()
+_LARGEST_WHOLE, _LARGEST_FLOAT = 2**32 - 1, float(np.finfo(np.float32).max)
 _SLIDING = ("gemma2", "gemma3_text")
 _CAUSAL_HEADS = {"bert": "BertModel", **dict.fromkeys(("t5", "mt5", "umt5"), "ForConditionalGeneration")}
 # What Llama 3.1 and 3.2 were trained with, and with which the file's factors are compared.
@@ -153,12 +156,28 @@ def fields_of(config: Config) -> dict[str, int | float | bool | str]:
     for key, attribute, kind in _keys(family):
         value = getattr(settings, attribute, None)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            fields[key] = kind(value)
+            fields[key] = kind(value) if math.isfinite(value) else value
+    _refuse_unstorable(fields, config)
     fields |= _special(family, settings, fields)
     fields |= _rope(family, settings, int(fields.get("attention.key_length", 0)))
+    _refuse_unstorable(fields, config)
     named = {f"{arch}.{key}": value for key, value in fields.items()}
     name = str(config.content.get("_name_or_path") or config.file.parent.name)
     return {"general.name": name, **named, OWN_CONFIG: json.dumps(config.content)}
+
+
+def _refuse_unstorable(fields: Mapping[str, int | float | bool | str], config: Config) -> None:
+    """Refuses numbers that the types of GGUF's metadata do not hold, which its writer cannot pack."""
+    for key, value in fields.items():
+        whole = isinstance(value, int) or key in _WHOLE
+        if isinstance(value, str) or (0 <= value <= _LARGEST_WHOLE if whole else abs(value) <= _LARGEST_FLOAT):
+            continue
+        range_ = f"a number from 0 to {_LARGEST_WHOLE}" if whole else "a float32"
+        name = _NUMBERS.get(key) or _FRACTIONS.get(key) or key
+        raise CheckpointError(
+            f"{name} is {value!r}, and GGUF's `{key}` is {range_}; correct it",
+            file=config.file,
+        )
 
 
 def _special(family: str, settings: Any, fields: Mapping[str, Any]) -> dict[str, int | float | bool | str]:

@@ -569,6 +569,26 @@ def test_an_architecture_llama_cpp_has_not(tiny_torch, tmp_path):
         convert(tiny_torch, tmp_path / "out.gguf", to="gguf", dtype="q4_k_m")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_position_embeddings": -1}, "`context_length` is a number from 0 to 4294967295"),
+        ({"max_position_embeddings": 2**32}, "max_position_embeddings is 4294967296"),
+        ({"rms_norm_eps": 1e39}, r"rms_norm_eps is 1e\+39, .* is a float32"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e300}}, "`rope.freq_base` is a float32"),
+    ],
+    ids=["negative", "beyond 32 bits", "beyond float32", "nan", "rotary"],
+)
+def test_numbers_that_the_metadata_does_not_hold(saved, tmp_path, change, message):
+    source = saved("llama")[1]
+    file = source / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
+        convert(source, tmp_path / "new.gguf", to="gguf")
+    assert not (tmp_path / "new.gguf").exists()
+
+
 def test_several_files(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         save_file({"w": np.ones(1, np.float32)}, tmp_path / name)
