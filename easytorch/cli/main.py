@@ -15,6 +15,7 @@ import typer
 
 from easytorch import __version__
 from easytorch.cli.lazy import CONTEXT, LazyGroup, add_commands
+from easytorch.missing_packages import what_to_install
 from easytorch.switches import switch
 
 # What EasyTorch raises on purpose, and what bad input makes Python raise: CheckpointError and
@@ -93,6 +94,8 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
+    if (text := what_to_install(error)) is not None:
+        return text
     from easytorch.bridge.core.printable import printable
 
     # Names of files, tensors and classes that a checkpoint brought stand in it.

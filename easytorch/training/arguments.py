@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from easytorch.bridge.errors import nearest
+from easytorch.missing_packages import what_to_install
 from easytorch.switches import switch
 from easytorch.training.config import TrainingConfig, flag
 
@@ -60,6 +61,9 @@ def _report(error: Exception) -> int:
 
     if isinstance(error, OtherProcessError):
         return 2 if error.wrong_input else 1
+    if (missing := what_to_install(error)) is not None and not switch("EASYTORCH_TRACEBACK"):
+        print(f"error: {missing}", file=sys.stderr, flush=True)
+        return 2
     code = 2 if isinstance(error, (ValueError, OSError)) else 1
     if isinstance(error, (ValueError, OSError, NonFiniteError)) and not switch("EASYTORCH_TRACEBACK"):
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

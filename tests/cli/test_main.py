@@ -5,14 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from easytorch import __version__
+from easytorch import __version__, missing_packages
 from easytorch.cli import env
 from easytorch.cli.lazy import command_names, summary
 from easytorch.cli.main import main
+from easytorch.training import arguments
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "transformers", "jax", "numpy", "matplotlib"}
@@ -90,6 +92,52 @@ def test_an_error_of_the_user_is_one_line_and_2(error, line, monkeypatch, capsys
     assert exit_code("env") == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", line)
+
+
+def _import_error(name):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        return error
+    raise AssertionError(f"{name} was found")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("no_such_package", "the package 'no_such_package' is not installed: pip install no_such_package"),
+        (
+            "json.no_such_part",
+            "the package 'json' has no 'json.no_such_part'; another version may: pip install --upgrade json",
+        ),
+        ("easytorch.no_such_part", "No module named 'easytorch.no_such_part'"),
+    ],
+)
+def test_a_missing_package_says_what_to_install(name, line, monkeypatch, capsys):
+    """Also in the trainer, which has an end of its own for what its processes raise."""
+    error = (
+        ModuleNotFoundError("No module named 'json.no_such_part'", name=name) if "json" in name else _import_error(name)
+    )
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(env, "collect", fail)
+    monkeypatch.delenv("EASYTORCH_TRACEBACK", raising=False)
+    assert exit_code("env") == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+    assert (arguments._report(error), capsys.readouterr().err.startswith("Traceback")) == (
+        (1, True) if "easytorch" in name else (2, False)
+    )
+
+
+def test_the_extras_of_packages_are_those_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in missing_packages._EXTRAS.items():
+        if package != "jaxlib":  # comes with jax
+            assert any(re.match(rf"{package}\b", line) for line in declared[extra]), (package, extra)
+    error = ModuleNotFoundError("No module named 'gguf'", name="gguf")
+    assert missing_packages.what_to_install(error).endswith('pip install "easytorch[bridge]"')
 
 
 def test_an_unexpected_error_is_not_hidden(monkeypatch):

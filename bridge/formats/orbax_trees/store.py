@@ -26,7 +26,7 @@ def load_tensorstore() -> Any:
     try:
         import tensorstore
     except ImportError as error:
-        raise ImportError("Orbax and EasyDeL folders need tensorstore: pip install tensorstore") from error
+        raise ImportError("folders of Orbax, EasyDeL and T5X need tensorstore: pip install tensorstore") from error
     return tensorstore
 
 
