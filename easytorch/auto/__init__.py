@@ -1,8 +1,8 @@
 """The auto classes: drop-ins for transformers' own.
 
 A family in `easytorch/models` loads as our native class, any other architecture as transformers' own class with our
-attention plugged in wherever that class calls one. `model.easytorch_report` says which, and after the first forward
-how many of its attention layers really called it. Names load on first use: transformers only with the first of them.
+attention wherever that class calls one. `model.easytorch_report` says which, and after the first forward how many of
+its attention layers actually called it. Names are loaded lazily, transformers with the first of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Every auto class the newest transformers makes models with; `classes.py` makes ours of it.
+# Every auto class of the newest transformers that makes models; `classes.py` derives ours from it.
 MODELS = (
     "AutoBackbone",
     "AutoModel",
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 
 
 def offered(names: tuple[str, ...]) -> list[str]:
-    """`names` without the auto classes that came after the installed transformers."""
+    """`names` without the auto classes that the installed transformers lacks."""
     transformers = importlib.import_module("transformers")
     theirs = set(dir(transformers))
     return [name for name in names if name not in MODELS or name in theirs]

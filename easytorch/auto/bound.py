@@ -1,4 +1,4 @@
-"""What `BridgeMixin` gives native models, as attributes of one instance of transformers' own class."""
+"""`BridgeMixin`'s methods, as attributes of one instance of transformers' own class."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from easytorch.protocol.batching import generate_batch
 
 
 class Bound:
-    """`function(model, ...)` as an attribute of the model, which it keeps alive no more than a method would.
+    """`function(model, ...)` as an attribute of the model, with only a weak reference to it.
 
-    A reference back would make a cycle, and the weights of a deleted model would stay until Python looks for cycles.
+    A strong reference would make a cycle, and a deleted model's weights would stay until the garbage collector runs.
     """
 
     def __init__(self, function: Callable[..., Any], model: PreTrainedModel) -> None:
@@ -44,7 +44,7 @@ class Bound:
 
 
 class Transform:
-    """`BridgeMixin.pure_transform_fn` for one model: it keeps its names and its config, and none of its weights."""
+    """`BridgeMixin.pure_transform_fn` for one model: it holds its names and its config, and none of its weights."""
 
     def __init__(self, model_class: type[PreTrainedModel], config: Any, names: tuple[str, ...]) -> None:
         self.described = (model_class, config, names)

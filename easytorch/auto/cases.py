@@ -1,4 +1,4 @@
-"""What a small model is called with in a trial: no mask, masks of every kind, gradients, tokens after a cache."""
+"""The calls of a small model in a trial: without mask, with masks of every kind, gradients, decoding with a cache."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _PEEK = ("cache_dir", "force_download", "proxies", "local_files_only", "token", 
 
 
 class NativeFirst:
-    """Config class -> model class, as transformers maps it, the native class of the same name in its place."""
+    """transformers' mapping config class -> model class, with native classes instead of those of the same name."""
 
     def __init__(self, transformers_mapping: Any) -> None:
         self._theirs = transformers_mapping
@@ -55,14 +55,14 @@ class NativeFirst:
         return iter({**dict.fromkeys(self._theirs), **self._registered})
 
     def register(self, config_class: type[PreTrainedConfig], model_class: ModelClass, exist_ok: bool = False) -> None:
-        """What `AutoModel.register` calls; a taken config class is an error unless `exist_ok`."""
+        """Called by `AutoModel.register`; a taken config class is an error unless `exist_ok`."""
         if config_class in self and not exist_ok:
             raise ValueError(f"{config_class.__name__} has a model already; pass exist_ok=True to replace it")
         self._registered[config_class] = model_class
 
 
 class EasyTorchAuto(_Base):
-    """What the auto classes do before and after transformers' own, which stands behind them in the bases."""
+    """What the auto classes do before and after transformers' own, which follows in their bases."""
 
     _model_mapping: Any
 
@@ -77,7 +77,7 @@ class EasyTorchAuto(_Base):
 
     @classmethod
     def from_flax(cls, config: PreTrainedConfig, params: Any, **kwargs: Any) -> Any:
-        """A model of `config` with the weights of a tree of jax's world: see `BridgeMixin.from_flax`, whose kwargs."""
+        """A model of `config` with the weights of a tree of arrays; arguments as for `BridgeMixin.from_flax`."""
         model_class = _model_class(cls, config)
         config, choice = _choose_attention(model_class, config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -91,8 +91,8 @@ class EasyTorchAuto(_Base):
     ) -> Any:
         """A model with the weights of a folder or a name on the Hub, as `transformers.AutoModel.from_pretrained`.
 
-        Beyond its arguments: `from_flax` loads flax_model.msgpack or another tree of arrays, which is also found where
-        there are no torch weights; `strict=False` leaves missing and left-over weights at transformers' warning.
+        Further arguments: `from_flax` loads flax_model.msgpack or another tree of arrays, which is also the default
+        where there are no torch weights; with `strict=False` missing and unexpected weights are only warned about.
         """
         path = pretrained_model_name_or_path
         config = _peek(path, kwargs)
@@ -127,7 +127,7 @@ class EasyTorchAuto(_Base):
 
 
 class EasyTorchBackbone(EasyTorchAuto):
-    """`AutoBackbone`: the same, and timm's backbones under their own names, which have no "/"."""
+    """`AutoBackbone`: the same, with timm's backbones under their own names, which have no "/"."""
 
     @classmethod
     def from_pretrained(
@@ -141,19 +141,19 @@ class EasyTorchBackbone(EasyTorchAuto):
 
     @classmethod
     def _load(cls, path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        # AutoBackbone's own asks the Hub even about a folder, and takes it for a name of timm's.
+        # AutoBackbone's own `from_pretrained` asks the Hub even about a folder, and takes it for a timm name.
         return super(_BaseAutoBackboneClass, cls).from_pretrained(path, *model_args, **kwargs)  # type: ignore[misc]
 
 
 def _theirs(auto: type) -> Any:
-    """transformers' auto class behind one of ours: it prefers the checkpoint's own code to a class of the library."""
+    """transformers' auto class of one of ours, which runs remote code where the checkpoint has its own."""
     return next(base for base in auto.__mro__ if base.__module__.startswith("transformers."))
 
 
 def _choose_attention(
     model_class: ModelClass, config: PreTrainedConfig, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, Choice]:
-    """The config to build from, and what the model gets; what transformers is to be told is put into `kwargs`."""
+    """The config to build from, and the attention the model gets; `kwargs` receives the argument for transformers."""
     asked = kwargs.pop("attn_implementation", None)
     if not issubclass(model_class, NativeModel):
         config, of_config = settled(config)
@@ -162,13 +162,13 @@ def _choose_attention(
     choice = attention_for(model_class, config, asked, wants_weights)
     if choice.passed is not None:
         kwargs["attn_implementation"] = choice.passed
-    # The name of ours goes into the config, which from_config shares with its caller and with other models of it.
+    # Our attention's name goes into the config, which from_config would share with its caller and other models.
     named = choice.ours or issubclass(model_class, NativeModel)
     return copy.deepcopy(config) if named else config, choice
 
 
 def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:
-    """The loaded `model` with what was chosen for it, and its report."""
+    """The loaded `model` with its chosen attention, and its report."""
     plug_attention(model, choice)
     if not isinstance(model, NativeModel):
         model.set_attn_implementation = Bound(set_attention, model)  # type: ignore[method-assign]
@@ -176,7 +176,7 @@ def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:
 
 
 def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
-    """The config the model will have, read only to know its class; of an adapter, that of the model it adapts."""
+    """The config, read only to find the model class; for an adapter, that of its base model."""
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         return config
@@ -235,7 +235,7 @@ def _wants_remote_code(auto: Any, config: PreTrainedConfig, kwargs: dict[str, An
 
 
 def __getattr__(name: str) -> Any:
-    """transformers' auto class `name` with ours in front; made when it is first asked for, and then kept."""
+    """transformers' auto class `name` with ours as first base, created on first use."""
     theirs = getattr(transformers, name, None) if _IS_AUTO(name) else None
     if theirs is None:
         of = f"transformers {transformers.__version__}" if _IS_AUTO(name) else f"module {__name__!r}"

@@ -1,4 +1,4 @@
-"""What another library's model can fail with when it is made small and given made-up inputs."""
+"""The exceptions that a third-party model may raise when it is shrunk and run on synthetic inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small inputs for a model of any architecture: what its forward has parameters for, tried until it runs."""
+"""Small inputs for a model of any architecture: candidates by its forward's parameters, tried until one runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def working_inputs(model: PreTrainedModel, seed: int = 0) -> tuple[Inputs | None
     return None, failure
 
 
-# (what torch says of a size that a weight does not fit, the dimension): its groups are the size given and that wanted.
+# (torch's message for a size that does not fit a weight, the dimension); its groups are the given and the wanted size.
 _WRONG_SIZES = (
     (r"mat1 and mat2 shapes cannot be multiplied \(\d+x(?P<given>\d+) and (?P<wanted>\d+)x\d+\)", -1),
     (r"normalized_shape=\[(?P<wanted>\d+)\].*got input of size\[.*\b(?P<given>\d+)\]", -1),
@@ -46,7 +46,7 @@ _WRONG_SIZES = (
 
 
 def _resized(inputs: Inputs, message: str, seed: int) -> Inputs | None:
-    """`inputs` of the size that the error asks for; None where it asks for none, or no input has the wrong one."""
+    """`inputs` resized as the error asks; None where it names no size, or no input has the wrong one."""
     for pattern, dim in _WRONG_SIZES:
         found = re.search(pattern, message)
         wrong = {} if found is None else {
@@ -67,7 +67,7 @@ _WRONG_PLACES = re.compile(r"(?P<kind>\w+) features and \w+ tokens do not match,
 
 
 def _with_places(config: PreTrainedConfig, inputs: Inputs, message: str, seed: int) -> Inputs | None:
-    """`inputs` with as many places for an image (or sound) among the tokens as the error says it has features."""
+    """`inputs` with as many image (or audio) placeholder tokens as the error says there are features."""
     found = _WRONG_PLACES.search(message)
     if found is None or "input_ids" not in inputs:
         return None
@@ -77,7 +77,7 @@ def _with_places(config: PreTrainedConfig, inputs: Inputs, message: str, seed: i
     return inputs | {"input_ids": torch.cat((maker.tokens(1), places, maker.tokens()), 1)} if place else None
 
 
-# What is tried first: (the parameters, those that go with them where the forward has them).
+# Tried first: (required parameters, optional ones that are added if the forward has them).
 _GROUPS = (
     (("input_ids",), ("bbox", "decoder_input_ids")),
     (("pixel_values",), ("decoder_input_ids",)),
@@ -91,7 +91,7 @@ _GROUPS = (
 
 
 def candidates(model: PreTrainedModel, seed: int = 0) -> Iterator[Inputs]:
-    """What `model` may be called with, the likeliest first; whoever asks tries them."""
+    """Possible inputs for `model`, the likeliest first; the caller tries them."""
     parameters = inspect.signature(model.forward).parameters
     names = [name for name in parameters if name not in ("args", "kwargs")]
     main = [model.main_input_name] if isinstance(model.main_input_name, str) else model.main_input_name

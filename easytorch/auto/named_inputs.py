@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from easytorch.auto.tiny import configs_in
 
 BATCH, LENGTH = 2, 9
-LAYOUTS = 6  # arrangements of the dimensions to try; a maker that knows fewer repeats them
-_FIRST_ID, _LAST_ID = 20, 200  # between the ids that mean something and those moved into a small vocabulary
+LAYOUTS = 6  # arrangements of the dimensions to try; makers with fewer repeat them
+_FIRST_ID, _LAST_ID = 20, 200  # between the special ids and those moved into a small vocabulary
 _ROWS, _STEPS = 4, 16  # patches along each side of an image; queries, steps and latents where the config says nothing
-_SAMPLES = 3840  # of a wave: whole frames at 12.5, 25 and 50 Hz
+_SAMPLES = 3840  # of a waveform: an integer number of frames at 12.5, 25 and 50 Hz
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Maker:
         return self.first("context_length", 0) + (max(lags) if self.layout % 2 else 0) or _STEPS
 
     def make(self, name: str, names: list[str]) -> torch.Tensor | None:
-        """A value for the parameter `name` of a forward that has `names`; None where nothing is known about it."""
+        """A value for the parameter `name` of a forward with parameters `names`; None if the name is not known."""
         if name in ("pixel_values", "hidden_states") and not _AS_PATCHES.isdisjoint(names):
             return self._as_patches(names)
         return _MAKERS[name](self) if name in _MAKERS else None
@@ -129,7 +129,7 @@ class Maker:
         return mask
 
 
-# What says that an image comes as rows of patches.
+# Parameters that indicate an image given as rows of patches.
 _AS_PATCHES = {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "pixel_position_ids"}
 
 

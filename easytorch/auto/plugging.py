@@ -1,6 +1,6 @@
-"""Which class is native, and what an instance of transformers' own is given once it is loaded.
+"""Which class is native, and what is attached to an instance of transformers' own class once it is loaded.
 
-That is our attention, where trial.py shows that it gives transformers' numbers, and the bridge.
+That is our attention, where trial.py shows that it gives the same results, and the bridge.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from easytorch.protocol.native import NativeModel, check_parts
 
 ModelClass = type[PreTrainedModel]
 
-# The names configs of plugged models have -> those users give.
+# Attention names in configs of plugged models -> the names that users give.
 PUBLIC_NAMES = {ours: name for names in OF_STOCK.values() for name, ours in names.items()}
 
 
@@ -38,9 +38,9 @@ def native_class(model_class: ModelClass) -> ModelClass:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a model is loaded with. passed: the `attn_implementation` for transformers, None for its own choice.
+    """The attention a model is loaded with. passed: `attn_implementation` for transformers, None for its own choice.
 
-    ours: group of modules (`attention_groups`) -> the name of ours they get once loaded. reason: why not all do.
+    ours: group of modules (`attention_groups`) -> our attention's name, set once loaded. reason: why not all get it.
     """
 
     passed: str | dict[str, str] | None = None
@@ -77,7 +77,7 @@ def attention_for(
 
 
 def built_from(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedConfig:
-    """What the auto classes give `model_class`: a language model of a config that has images is made of its text."""
+    """The config that `model_class` is built from: for a language model, the text config of a multimodal one."""
     text = config.sub_configs.get("text_config")
     return config.get_text_config() if text is not None and model_class.config_class == text else config
 
@@ -93,9 +93,9 @@ def plug_attention(model: PreTrainedModel, choice: Choice) -> None:
 
 
 def settled(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str | None]:
-    """(a config transformers can build from, what the given one asks for): that of a plugged model has names of ours.
+    """(a config that transformers can build from, the attention it requests): a plugged model's config has our names.
 
-    "easytorch" in it asks for nothing: every model loaded here has it.
+    "easytorch" in it is no request: every model loaded here has it.
     """
     if not any(part._attn_implementation in OURS for part in configs_in(config)):
         return config, None
@@ -120,7 +120,7 @@ def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str,
 
 
 def _check_names(config: PreTrainedConfig, asked: str | dict[str, Any] | None) -> None:
-    """`ValueError` for an attention, or a part of the config, that is not there; transformers passes over some."""
+    """`ValueError` for an unknown attention or sub-config, some of which transformers ignores."""
     if isinstance(asked, dict):
         check_parts(config, asked)
         for part, name in asked.items():
@@ -148,7 +148,7 @@ def _cannot_be_obeyed(asked: str, reason: str) -> ValueError:
 
 
 def plug_bridge(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives `model`, if its class is transformers' own, what native ones have: `to_flax` and its kin, by instance."""
+    """Attaches `to_flax` and the other bridge methods to `model`, if its class is transformers' own."""
     if not isinstance(model, NativeModel):
         for name, bound in bridge_of(model).items():
             setattr(model, name, bound)
@@ -156,5 +156,5 @@ def plug_bridge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _of_config(config: PreTrainedConfig) -> str | None:
-    """What the config object itself asks for. "sdpa" is what transformers leaves there when nobody asks."""
+    """The attention that the config object requests; "sdpa" is transformers' default and counts as no request."""
     return None if config._attn_implementation in (None, "sdpa") else config._attn_implementation

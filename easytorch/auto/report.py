@@ -1,4 +1,4 @@
-"""`model.easytorch_report`: what EasyTorch does in a model, and which attention layers called it at first."""
+"""`model.easytorch_report`: what EasyTorch does in a model, and which attention layers used it in the first forward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ logger = logging.getLogger(__name__)
 class Report:
     """How a model was loaded.
 
-    native: our own class. attention: the name under which its attention is found. reason: why that is not ours, where
-    it is not. layers: its attention layers by name. called: those that called our attention in the first forward, None
-    before it.
+    native: it is our own class. attention: its attention's name. reason: why that is not ours, if it is not. layers:
+    its attention layers by name. called: those that called our attention in the first forward, None before it.
     """
 
     model_class: str
@@ -37,7 +36,7 @@ class Report:
 
     @property
     def not_replaced(self) -> tuple[str, ...]:
-        """The attention layers that computed without us; before the first forward, those that surely will."""
+        """The attention layers that did not use our attention; before the first forward, those known not to."""
         called = (self.layers if self.reason is None else ()) if self.called is None else self.called
         return tuple(name for name in self.layers if name not in set(called))
 
@@ -70,7 +69,7 @@ def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The innermost modules whose class is called an attention, by name."""
+    """The innermost modules whose class name contains "attention", by module name."""
     named = {name: module for name, module in model.named_modules() if "attention" in type(module).__name__.lower()}
     inner = {name.rpartition(".")[0] for name in named}
     outer = {parent for name in inner for parent in _and_parents(name)}
@@ -83,7 +82,7 @@ def _and_parents(name: str) -> list[str]:
 
 
 def _around(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """The smallest module that computes all the named ones: what runs whatever head or adapter stands around it."""
+    """The smallest module that contains all the named ones, which runs under any head or adapter."""
     columns = zip(*(name.split(".") for name in names), strict=False)
     shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns)]
     while isinstance(model.get_submodule(".".join(shared)), nn.ModuleList | nn.ModuleDict):
@@ -92,14 +91,14 @@ def _around(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
 
 
 class _FirstForward:
-    """Counts, while the model computes for the first time, which of its attention layers reach ours."""
+    """Records, during the first forward, which attention layers call ours."""
 
     def __init__(self, model: PreTrainedModel, report: Report, layers: dict[str, nn.Module]) -> None:
         self.model = model
         self.report = report
         self.names: dict[int, str] = {}
         self.seen: set[str] = set()
-        # generate() runs an encoder by itself before the model: the count starts with the first layer, wherever it is
+        # generate() runs an encoder before the model: recording starts with the first layer, wherever it is
         self.handles: list[RemovableHandle] = [layer.register_forward_pre_hook(self.start) for layer in layers.values()]
         self.handles.append(_around(model, tuple(layers)).register_forward_hook(self.finish, always_call=True))
 
@@ -117,7 +116,7 @@ class _FirstForward:
         if self.observe not in OBSERVERS:
             return
         OBSERVERS.remove(self.observe)
-        if output is None:  # the forward failed: the next one counts
+        if output is None:  # the forward failed: record the next one
             return
         for handle in self.handles:
             handle.remove()

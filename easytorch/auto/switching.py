@@ -1,4 +1,4 @@
-"""`set_attn_implementation` of transformers' own class with our attention: our names too, and none unheeded."""
+"""`set_attn_implementation` for transformers' own class with our attention: accepts our names, ignores none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from easytorch.protocol.conversion import plain_config
 def set_attention(model: PreTrainedModel, attn_implementation: str | dict[str, str], **kwargs: Any) -> None:
     """As `PreTrainedModel.set_attn_implementation`, with the names of EasyTorch.
 
-    `ValueError`, and the model stays as it was, for a name or a part that is not there and where ours would give other
-    numbers.
+    `ValueError`, leaving the model unchanged, for an unknown name or sub-config, and where ours gives other results.
     """
     choice = attention_for(type(model), plain_config(model.config), attn_implementation, False)
     groups = attention_groups(model)

@@ -1,8 +1,8 @@
-"""A config made small: the same architecture at a size that builds and runs in milliseconds.
+"""A shrunken config: the same architecture at a size that builds and runs in milliseconds.
 
 Every width of a config and of the configs inside it is divided by one number, and every head count by another, so that
-what must agree (hidden size = heads * head size, a projector's input = a tower's output) still does. Layers are kept
-one of each kind, windows become shorter than the trial's rows, and token ids move into the small vocabulary.
+sizes that must agree (hidden size = heads * head size, a projector's input = a tower's output) still do. One layer of
+each type is kept, windows become shorter than the trial's rows, and token ids move into the small vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ WINDOW = 4
 EXPERTS, EXPERTS_A_TOKEN = 4, 2
 FRAMES, LATENTS = 4, 2
 LEAST_WIDTH = 8  # the 3 channels of an image are fewer
-LEAST_HEAD = 4  # what is smaller already stays: half of a rotary head must not be nothing
+LEAST_HEAD = 4  # smaller ones stay: half of a rotary head must not be 0
 
-# (the most head counts are divided by, what head sizes are divided by, fewer layers, smaller images): the first that
-# builds and runs is taken.
+# (largest divisor of head counts, divisor of head sizes, fewer layers, smaller images): the first that builds and runs
+# is taken.
 ATTEMPTS = (
     (8, 8, True, True),
     (1, 8, True, True),
@@ -84,7 +84,7 @@ _PERIODS = re.compile(
 
 
 def shrunken(config: PreTrainedConfig, attempt: int = 0) -> PreTrainedConfig:
-    """A small copy of `config`, whose attention nobody has chosen; `attempt`: which of `ATTEMPTS`."""
+    """A small copy of `config`, without a chosen attention; `attempt`: which of `ATTEMPTS`."""
     heads, by, layers, images = ATTEMPTS[attempt]
     config = copy.deepcopy(config)
     parts = list(configs_in(config))
@@ -112,7 +112,7 @@ def shrunken(config: PreTrainedConfig, attempt: int = 0) -> PreTrainedConfig:
 
 
 def _fill(part: PreTrainedConfig) -> None:
-    """What a class may want and its default config leaves open or has wrong, unlike the config of a checkpoint."""
+    """Sets what a class needs and its default config lacks or has wrong, unlike the config of a checkpoint."""
     given = vars(part)  # attributes may be properties that raise
     heads, width = given.get("num_attention_heads"), given.get("hidden_size")
     if _is_int(heads) and _is_int(width):
@@ -144,7 +144,7 @@ def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _head_sizes(part: PreTrainedConfig) -> Iterator[int]:
-    """What each head of the attention of `part` has, or several such sizes; nothing where they are not known."""
+    """The head sizes of the attention of `part`; none where they are not known."""
     given = vars(part)  # attributes may be properties that raise
     if _is_int(given.get("head_dim")):
         yield given["head_dim"]
@@ -156,7 +156,7 @@ def _head_sizes(part: PreTrainedConfig) -> Iterator[int]:
 
 
 def _common_divisor(parts: list[PreTrainedConfig], most: int) -> int:
-    """What every count of query heads can be divided by, a power of two up to `most`."""
+    """The largest power of two up to `most` that divides every count of query heads."""
     counts = [
         value
         for part in parts
@@ -198,7 +198,7 @@ def _shrunken_value(name: str, value: Any, heads: int, by: int, ids: dict[int, i
             return max(1, value // divisor)
     if _WIDTHS.fullmatch(name) and value >= LEAST_WIDTH:
         width = max(1, value // (heads * by))
-        return -(-width // 8) * 8 if "moe" in name else width  # rows that grouped products read start at 16 bytes
+        return -(-width // 8) * 8 if "moe" in name else width  # grouped matmuls need rows aligned to 16 bytes
     return value
 
 
@@ -253,7 +253,7 @@ def _shrink_rotary(part: PreTrainedConfig, by: int) -> None:
 
 
 def _section(part: PreTrainedConfig, rope: dict[str, Any], by: int) -> list[int]:
-    """How many pairs turn by time, height and width; some classes have a default that the small head does not fit."""
+    """The rotary pairs for time, height and width; some classes' default does not fit the small head."""
     if rope.get("mrope_section") and all(size % by == 0 for size in rope["mrope_section"]):
         return [size // by for size in rope["mrope_section"]]
     head = next(_head_sizes(part), 0)

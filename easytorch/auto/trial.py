@@ -1,9 +1,9 @@
-"""Whether the attention of a transformers class may be ours: a small model of the class is run with both.
+"""Whether a transformers class works with our attention: a small model of the class is run with both.
 
-transformers accepts any registered attention name for any class, and a class may yet build masks of its own, join them
-with masks made by name, or compute attention by itself: wrong numbers without an error. So nothing is concluded from
-what a class declares. A model of a few thousand weights is made from the config, and its outputs and gradients must be
-those of transformers' own attention under every kind of mask the class takes.
+transformers accepts any registered attention name for any class, but a class may build masks of its own, combine them
+with masks chosen by name, or compute attention itself: wrong results without an error. So what a class declares is not
+trusted. A model of a few thousand weights is made from the config, and its outputs and gradients must equal those with
+transformers' own attention under every kind of mask that the class accepts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from easytorch.layers.attention import OBSERVERS, OF_STOCK
 
 ModelClass = type[PreTrainedModel]
 
-MOST_WEIGHTS = (8_000_000, 30_000_000)  # what builds with fewer is taken before what needs more
+MOST_WEIGHTS = (8_000_000, 30_000_000)  # the smaller limit is tried first
 
 
 @dataclass
 class Trial:
-    """What was found. plugged: the groups (see `attention_groups`) whose attention may be ours; refusals: why not."""
+    """The result of a trial. plugged: the groups (`attention_groups`) that may use our attention; refusals: why not."""
 
     plugged: frozenset[str] = frozenset()
     refusals: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass
 class Group:
-    """The modules that find their attention by the name in one config object."""
+    """The modules that look up their attention's name in one config object."""
 
     config: PreTrainedConfig
     modules: list[nn.Module] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Group:
 
 
 def attention_groups(model: nn.Module) -> dict[str, Group]:
-    """The config objects of `model`'s modules, each by the name of the first module that has it."""
+    """The config objects of `model`'s modules, by the name of the first module that has each."""
     groups: dict[int, tuple[str, Group]] = {}
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
@@ -107,9 +107,9 @@ def _try(model_class: ModelClass, config: PreTrainedConfig) -> Trial:
 
 
 def small_models(model_class: ModelClass, config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedModel]:
-    """Models of `config` made small in other ways, those of few weights first; `failures` is told of those not made.
+    """Models of `config` shrunk in several ways, smallest first; `failures` receives what could not be built.
 
-    What has no attention comes as an outline on the meta device, whatever its size: nothing is to be run.
+    A model without attention stays on the meta device, since nothing is run.
     """
     larger, seen, unmade = [], set(), []
     for attempt in range(len(ATTEMPTS)):
@@ -138,7 +138,7 @@ def small_models(model_class: ModelClass, config: PreTrainedConfig, failures: li
             unmade.append(f"{model_class.__name__} has {count} weights even when it is made small")
             break
         yield build(model_class, shrunken(config, attempt))
-    failures.extend([*unmade[:1], *failures[:1]])  # what runs and lacks inputs says more than what does not build
+    failures.extend([*unmade[:1], *failures[:1]])  # a failed run is more informative than a failed build
 
 
 def build(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedModel:
@@ -165,7 +165,7 @@ class Run:
 
 
 def _runs(model: PreTrainedModel, failures: list[str]) -> Iterator[Run]:
-    """Calls that transformers' own attention carries out: of the model, and of models in it that it did not run."""
+    """Calls that work with transformers' own attention: of the model, and of submodels that it did not run."""
     run: set[nn.Module] = set()
     handles = [
         module.register_forward_pre_hook(lambda module, args: run.add(module))
@@ -295,7 +295,7 @@ def _difference(run: Run, to_stock: Callable[[], None], to_ours: Callable[[], No
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random numbers, devices, modes, warnings and logs as if no trial had been."""
+    """Restores random state, device, modes, warnings and logging after a trial."""
     dtype, level = torch.get_default_dtype(), logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

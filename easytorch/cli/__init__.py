@@ -1,1 +1,1 @@
-"""The command line: `easytorch COMMAND`, one file a command."""
+"""The command line: `easytorch COMMAND`, one file per command."""

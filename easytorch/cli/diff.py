@@ -49,7 +49,7 @@ def command(
 
 
 def _without_infinities(value: Any) -> Any:
-    """JSON has no number for them: "Infinity" as text."""
+    """JSON has no infinities: they become the string "Infinity"."""
     if isinstance(value, dict):
         return {key: _without_infinities(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -76,7 +76,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
 
 
 def operations_table(choices: list[dict[str, Any]]) -> Table:
-    """One row an operation and platform: what the automatic choice runs there, and why."""
+    """One row per operation and platform: what the automatic choice runs there, and why."""
     columns = ("operation", "platform", "implementation", "backend", "reason")
     table = Table(title="Operations", box=box.SIMPLE, title_justify="left")
     for column in columns:

@@ -60,7 +60,7 @@ _Branches = dict[str, tuple["Tree", "_Branches"]]
 
 
 def _tree(info: CheckpointInfo) -> Tree:
-    """Every tensor under the parts of its name; one whose name begins another's stands beside that one's branch."""
+    """A tree of the tensors by the parts of their names; a name that is another's prefix is beside that branch."""
     from rich.text import Text
     from rich.tree import Tree
 

@@ -1,4 +1,4 @@
-"""A command group that imports a command when it is run, not when the program starts or prints its help."""
+"""A command group that imports a command only when it runs, not at startup or for `--help`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`easytorch`: the entry point, its global options, and what becomes of an error."""
+"""`easytorch`: the entry point, its global options, and error handling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from easytorch.cli.lazy import CONTEXT, LazyGroup, add_commands
 from easytorch.missing_packages import what_to_install
 from easytorch.switches import switch
 
-# What EasyTorch raises on purpose, and what bad input makes Python raise: CheckpointError and
+# Errors that EasyTorch raises on purpose, and those that Python raises for bad input: CheckpointError and
 # UnsupportedOperationError are ValueErrors, a missing folder an OSError, a missing optional package an ImportError.
 USER_ERRORS = (ValueError, OSError, ImportError)
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     128 + the signal's number when a signal ended it (130: Ctrl-C).
     """
     try:
-        switch("EASYTORCH_TRACEBACK")  # said now where it means nothing, not while another error is shown
+        switch("EASYTORCH_TRACEBACK")  # reports an invalid value now, not while another error is shown
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -80,7 +80,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    # Only the main thread may set handlers; one that is set or ignored (nohup) stays as it is.
+    # Only the main thread may set handlers; existing and ignored ones (nohup) are kept.
     free = [name for name in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(name) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         free = []
@@ -98,6 +98,6 @@ def _one_line(error: BaseException) -> str:
         return text
     from easytorch.bridge.core.printable import printable
 
-    # Names of files, tensors and classes that a checkpoint brought stand in it.
+    # It may contain names of files, tensors and classes from an untrusted checkpoint.
     text = printable(" ".join(str(error).split()))
     return text or type(error).__name__

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-# The flags behind --processes, --help among them, are those of easytorch.training.arguments.
+# The other flags, --help included, are those of easytorch.training.arguments.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -21,5 +21,5 @@ def command(
     try:
         launch(config, processes)
     except TrainingFailedError as error:
-        # The processes have said what failed.
+        # The processes have reported the error.
         raise typer.Exit(error.code) from error

@@ -37,11 +37,11 @@ def generate_tokens(
 ) -> Iterator[torch.Tensor]:
     """Yield the next token of every row, (B,) int64 on the device of `input_ids`, until every row ended.
 
-    model: a causal language model of easytorch or transformers; in training mode its dropout is at work.
+    model: a causal language model of easytorch or transformers; in training mode its dropout applies.
     input_ids: (B, T) int64. attention_mask: (B, T), nonzero at real tokens; padding may be on either side.
     temperature, top_k, top_p, repetition_penalty, seed: see `SamplingConfig`; the default is greedy.
     eos_token_id: one or several ids, an empty list for none; None takes those of the model's generation config.
-    pad_token_id: what a row gives once it ended; None takes that of the generation config, else the first end token.
+    pad_token_id: returned for a row that has ended; None takes that of the generation config, else the first end token.
     cache: "static" (fixed shapes), "dynamic", or None: static on xla, dynamic elsewhere.
     Raises `ValueError` for arguments that do not fit, before anything runs.
     """
@@ -64,7 +64,7 @@ def generate_tokens(
         raise ValueError(
             f"cache must be {' or '.join(map(repr, _DECODERS))}, or None to choose by device; got {cache!r}"
         )
-    # on the host: rows of different padding are brought to one form before anything is traced or compiled
+    # on the host: padding is normalized before anything is traced or compiled
     ids, mask = align_right(input_ids.cpu(), mask.cpu().bool(), pad_token_id)
     decoder = _DECODERS[kind](model, ids, mask, max_new_tokens, device)
     sampler = Sampler(config, decoder.ids, decoder.mask, eos, pad_token_id, device)
@@ -84,7 +84,7 @@ def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch
 
 
 def _run_graph(device: torch.device) -> None:
-    """On xla, ends the program here, so that every step is the same one."""
+    """On xla, cuts the graph here, so that every step is the same program."""
     if device.type == "xla":
         import torch_xla
 

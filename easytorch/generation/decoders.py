@@ -1,4 +1,4 @@
-"""What the decode loop asks of a model and its cache: the logits after the prompt, and after each further token."""
+"""The model and its cache as the decode loop uses them: logits after the prompt, and after each further token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_PROMPT, _LEAST_CACHE = 16, 128
 
 
 class CausalLM(Protocol):
-    """What is asked of a model: a causal language model of easytorch or transformers, or PEFT's wrapper of one."""
+    """The interface of a causal language model of easytorch or transformers, or PEFT's wrapper of one."""
 
     config: Any
     generation_config: Any
@@ -37,7 +37,7 @@ def bucket(length: int, least: int) -> int:
 
 
 def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T), (B, T) boolean -> the same with each row's tokens at its end, in order; empty columns go."""
+    """(B, T), (B, T) boolean -> the same with each row's tokens at its end, in order, without empty columns."""
     order = torch.argsort(mask.to(torch.int8), dim=-1, stable=True)
     mask = mask.gather(1, order)
     ids = torch.where(mask, ids.gather(1, order), pad_token_id)
@@ -55,7 +55,7 @@ class Decoder(ABC):
         self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
         self.model, self.ids, self.mask, self.device = model, ids, mask, device
-        # PEFT's wrappers take **kwargs; what the wrapped model takes is what counts
+        # PEFT's wrappers take **kwargs; the signature of the wrapped model counts
         forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
         self._accepted = inspect.signature(forward).parameters
 
@@ -78,7 +78,7 @@ class Decoder(ABC):
 
 
 class DynamicDecoder(Decoder):
-    """A cache that grows by a token a step: no work on empty slots, and a new shape each step."""
+    """A cache that grows by one token per step: no work on empty slots, and a new shape at each step."""
 
     def __init__(
         self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
@@ -102,9 +102,9 @@ class DynamicDecoder(Decoder):
 class StaticDecoder(Decoder):
     """A cache of fixed length, a prompt padded on the left to a power of two: every step has the same shapes.
 
-    Every layer keeps the whole length, sliding-window layers too (transformers rolls those on a Python counter, which
-    would be a new program a step); their window is in the mask. Masks are given ready made, because deciding whether
-    one is needed reads the padding back to the host.
+    Every layer keeps the full length, sliding-window layers too (transformers rolls those with a Python counter, which
+    would compile a new program per step); their window is in the mask. Masks are built here, because deciding whether
+    one is needed would read the padding back to the host.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class StaticDecoder(Decoder):
         self._mask_functions = self._find_mask_functions(set(layer_types))
         capacity = bucket(length + max_new_tokens, _LEAST_CACHE)
         self._cache = Cache(layers=[StaticLayer(max_cache_len=capacity) for _ in layer_types])
-        # slots after the prompt count as seen: that they are not yet written is left to the causal mask
+        # slots after the prompt are marked visible: the causal mask hides those not yet written
         self._seen = pad(self.mask, (0, capacity - length), value=True).to(device)
         self._position = self._positions()[:, -1:].to(device)
 
@@ -154,7 +154,7 @@ class StaticDecoder(Decoder):
         return {layer_type: known[layer_type] for layer_type in sorted(layer_types)}
 
     def _masks(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """One ready mask, or one for each type of layer where the model tells them apart."""
+        """One mask, or a dict of masks by layer type for models that have several."""
         like = torch.empty((*ids.shape, 1), dtype=self.model.dtype, device=self.device)
         masks = {
             layer_type: create(self._config, like, self._seen, self._cache, positions, allow_is_causal_skip=False)

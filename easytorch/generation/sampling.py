@@ -1,8 +1,7 @@
-"""From logits to tokens: pure tensor functions, and `Sampler`, which carries what changes from step to step.
+"""From logits to tokens: pure tensor functions, and `Sampler`, which holds the state between steps.
 
-The random numbers are a function of (seed, step, row, token), not of a generator's hidden state: one seed gives the
-same tokens on every device, a row's tokens do not depend on the rows beside it, and a compiled decode step needs no
-more than a counter.
+The random numbers are a function of (seed, step, row, token), not of a generator's hidden state: a seed gives the same
+tokens on every device, a row's tokens do not depend on the other rows, and a compiled decode step needs only a counter.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Sampler:
         self.prompt, self.prompt_mask = prompt.to(device), prompt_mask.to(device=device, dtype=torch.bool)
         self.seen: torch.Tensor | None = None
         seed = torch.randint(0, 2**31 - 1, ()).item() if config.seed is None else config.seed
-        # vectors of one: torch_xla compiles the scalars 0 and 1 into the program, so seed 1 would have one of its own
+        # shape (1,): torch_xla compiles the scalars 0 and 1 into the program as constants, so seed 1 would recompile
         self.seed = torch.tensor([int(seed) & LOW]).to(device)
         self.step = torch.tensor([0]).to(device)
         scalars = (config.temperature, config.top_p or 1.0, config.repetition_penalty)

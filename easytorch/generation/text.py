@@ -1,4 +1,4 @@
-"""Text as it is generated: pieces that join to what decoding all tokens at once gives."""
+"""Streaming text: pieces whose concatenation equals decoding all tokens at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def stream_tokens(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any)
 def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
     """The pieces of text that tokens add, one by one; a piece is held back while its last character is incomplete.
 
-    Each token is decoded behind the ones of the piece before it, since a tokenizer writes the first token of a text
-    differently (a leading space), so a step costs the decoding of a few tokens and not of the whole text.
+    Each token is decoded after those of the previous piece, since a tokenizer treats the first token of a text
+    differently (a leading space); a step decodes a few tokens and not the whole text.
     """
     ids: list[int] = []
     start = read = 0  # ids[start:read] were emitted and stand as context, ids[read:] were not

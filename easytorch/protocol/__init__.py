@@ -1,13 +1,13 @@
-"""What a native model can do beyond `transformers.PreTrainedModel`, one file a capability.
+"""What a native model can do beyond `transformers.PreTrainedModel`, one file per capability.
 
-base.py              `BaseModuleProtocol`: the interface, by EasyDeL's names, of what is carried out today
+base.py              `BaseModuleProtocol`: the implemented part of EasyDeL's interface
 native.py            `NativeModel`: the base class of every native family
 bridge.py            `BridgeMixin`: weights to and from JAX/Flax, and a plain transformers model of the same weights
 loading.py           `from_pretrained`, of native models and of transformers' own
-checkpoint_files.py  which file a folder or name stands for, and that it is whole
+checkpoint_files.py  which file a folder or name stands for, and whether it is complete
 flax_loading.py      a Flax checkpoint given to a `from_pretrained`
 tied_weights.py      weights a checkpoint holds under another of their names
-load_checks.py       which weights it may lack, or hold in addition
+load_checks.py       which weights a checkpoint may lack, or hold in addition
 conversion.py        weights to and from JAX/Flax for any transformers model, as functions
 """
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 class BaseModuleProtocol(Protocol):
     """The interface the rooms above models rely on: code that takes any native model names this type.
 
-    `PreTrainedModel` carries out the first half, `NativeModel` and `BridgeMixin` the second. It names only what is
-    carried out; `isinstance(model, BaseModuleProtocol)` holds for every native model.
+    `PreTrainedModel` implements the first half, `NativeModel` and `BridgeMixin` the second. It lists only what is
+    implemented; `isinstance(model, BaseModuleProtocol)` holds for every native model.
     """
 
     config: PreTrainedConfig

@@ -1,4 +1,4 @@
-"""`generate_batch` with our attention, which transformers' continuous batching takes under the name "sdpa"."""
+"""`generate_batch` with our attention, which transformers' continuous batching accepts under the name "sdpa"."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _AS = {stock["easytorch"]: name for name, stock in OF_STOCK.items()}
 
 
 def generate_batch(model: PreTrainedModel, generate: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate`, which is transformers' `generate_batch`, of `model`; `RuntimeError` where a request fails.
+    """Runs `generate`, transformers' `generate_batch`, on `model`; `RuntimeError` where a request fails.
 
-    Left to itself it logs what went wrong in its thread and returns fewer results, or none.
+    By itself it logs errors of its thread and returns fewer results, or none.
     """
     with _known_attention(model):
         results = generate(inputs, *args, **kwargs)
@@ -33,7 +33,7 @@ def generate_batch(model: PreTrainedModel, generate: Callable[..., Any], inputs:
 
 @contextmanager
 def _known_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Our automatic choice under the name of transformers' own; that of native models stays ours."""
+    """Registers our automatic choice under the name of transformers' own attention; native models keep theirs."""
     configs = {id(config): config for module in model.modules() if (config := _ours(module)) is not None}
     names = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
@@ -46,7 +46,7 @@ def _known_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _ours(module: torch.nn.Module) -> PreTrainedConfig | None:
-    """The module's config where that names an attention of ours."""
+    """The module's config if it names an attention of ours."""
     config = getattr(module, "config", None)
     if not isinstance(config, PreTrainedConfig) or config._attn_implementation not in OURS:
         return None

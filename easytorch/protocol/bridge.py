@@ -18,7 +18,7 @@ else:
 
 
 class BridgeMixin(_Base):
-    """The names are those of EasyDeL's `EasyBridgeMixin`, and work for bf16, for tied weights and for experts too."""
+    """The methods of EasyDeL's `EasyBridgeMixin`, for bf16, tied weights and experts too."""
 
     config: PreTrainedConfig
 
@@ -40,7 +40,7 @@ class BridgeMixin(_Base):
         """The weights as a nested dict of arrays in HF Flax naming: `flax_model.apply({"params": tree}, ...)`.
 
         framework: "numpy", whose arrays share a CPU model's memory where the layouts allow, or "jax", whose arrays are
-        copies and stand where `shardings` says: a Sharding, a tree of them, or a function of the path. `copy`: False
+        copies, placed by `shardings`: a Sharding, a tree of them, or a function of the path. `copy`: False
         shares with jax too, True with neither. scheme: the names of another program, as in `bridge.convert`.
         """
         return conversion.to_flax(self, framework=framework, shardings=shardings, copy=copy, scheme=scheme)

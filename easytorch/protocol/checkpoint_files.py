@@ -1,4 +1,4 @@
-"""Which file a name or folder stands for, and that it is whole, before transformers reads it."""
+"""Which file a name or folder stands for, and whether it is complete, before transformers reads it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _AGAIN = "download or save it again"
 def flax_file(name_or_path: Any, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
     """The checkpoint to load through the bridge, or None where transformers reads the weights itself.
 
-    That is a tree of JAX's world where it is asked for; and whatever the bridge reads (Flax, Orbax, npz, a torch.dcp
-    folder) where there are no weights in torch's own files. A name on the Hub is looked up there, in its cache first.
+    With `from_flax` that is a Flax or other JAX tree; otherwise whatever the bridge reads (Flax, Orbax, npz, a
+    torch.dcp folder), if torch's own files hold no weights. A name on the Hub is looked up there, in its cache first.
     """
     if name_or_path is None:
         return None
@@ -58,7 +58,7 @@ def _in_folder(folder: Path, from_flax: bool, kwargs: dict[str, Any]) -> Path | 
 
 
 def has_torch_weights(folder: Path, kwargs: dict[str, Any]) -> bool:
-    """Whether a folder holds weights under a name transformers looks for."""
+    """Whether a folder holds weights under a file name that transformers loads."""
     variant = kwargs.get("variant")
     names = [*TORCH_FILES, "adapter_config.json"]
     if variant:
@@ -128,7 +128,7 @@ def torch_folder(name_or_path: Any, kwargs: dict[str, Any]) -> Path:
 
 
 def inferred_config(folder: Path) -> PreTrainedConfig | None:
-    """The config of a checkpoint that brings none, where its names and shapes tell it (Gemma's, MaxText's, T5X's)."""
+    """The config of a checkpoint without one, inferred from names and shapes (Gemma, MaxText, T5X) where possible."""
     if (folder / "config.json").is_file() or has_torch_weights(folder, {}) or not (found := classify(folder)):
         return None
     with open_checkpoint(folder, prefer="tree", found=found) as checkpoint:

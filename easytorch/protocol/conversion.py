@@ -1,6 +1,6 @@
-"""Any transformers model as a tree of jax's world, and back: native or not, its names by the family's rules.
+"""Any transformers model, native or not, as a tree of arrays with Flax's names, and back.
 
-`BridgeMixin` and the auto classes call these; for a model that came from elsewhere they are called directly:
+`BridgeMixin` and the auto classes call these; for models loaded elsewhere call them directly:
 
     from easytorch.protocol import conversion
     tree = conversion.to_flax(model)
@@ -57,7 +57,7 @@ def to_flax(
     """The weights of `model` as a nested dict of arrays, named as HF Flax does: `{"params": tree}` for a linen module.
 
     A model with batch statistics gives `{"params": ..., "batch_stats": ...}`. bf16 is `ml_dtypes.bfloat16`, which jax
-    takes. Experts come one an expert, as checkpoints hold them; integer buffers (index tables, counters) are left out.
+    accepts. Experts are separate leaves, as in checkpoints; integer buffers (index tables, counters) are left out.
     framework, shardings, copy: see `bridge.memory.tree`. scheme: the names of another program, as in `bridge.convert`.
     """
     transform = transform_fn(model, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
@@ -74,7 +74,7 @@ def transform_fn(
 ) -> Transform:
     """torch state dict -> tree, for models like `model`: what `to_flax` does. It keeps none of the model's weights.
 
-    Weights that are `DTensor`s (FSDP, tensor parallel) are gathered one by one, so every process calls it.
+    Weights that are `DTensor`s (FSDP, tensor parallel) are gathered one by one, so every process must call it.
     """
     _refuse_adapters(model)
     return transform_for(
@@ -127,7 +127,7 @@ def from_flax(
 ) -> Any:
     """A model of `config` with the weights of a tree, of linen, of nnx or of plain arrays (`bridge.memory.tree`).
 
-    Its names may be those of any scheme the bridge knows; which, they tell themselves. kwargs: `from_pretrained`'s.
+    Its names may follow any scheme of the bridge, which is detected. kwargs: `from_pretrained`'s.
     `CheckpointError` when a weight is missing, left over or of another shape.
     """
     architecture, rules, leaves = _open(model_class, config, params)
@@ -155,10 +155,10 @@ def state_dict_from_flax(
     copy: bool | None = None,
     mesh: DeviceMesh | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The weights of a tree by the names checkpoints of `model_class` have, on the CPU.
+    """The weights of a tree under the names in checkpoints of `model_class`, on the CPU.
 
-    mesh: a `torch.distributed` mesh whose dimensions are named like the axes of jax's: each weight is a `DTensor` with
-    the leaf's placements there, of which every process fills its own part (`bridge.memory.dtensors`).
+    mesh: a `torch.distributed` mesh whose dimensions have the names of jax's mesh axes: each weight is then a `DTensor`
+    with the leaf's placements, and every process fills its own shards (`bridge.memory.dtensors`).
     """
     architecture, rules, leaves = _open(model_class, config, params)
     if mesh is None:
@@ -167,7 +167,7 @@ def state_dict_from_flax(
 
 
 def described(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str]) -> tuple[Architecture, Rules]:
-    """What `model_class` holds, and the Flax names of that and of `given`, names there are beside."""
+    """The weights of `model_class`, and the rules for their Flax names and those of `given`, the present names."""
     architecture = _architecture(model_class, config, given)
     return architecture, _rules(architecture, config, "flax")
 
@@ -181,14 +181,16 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
     config = plain_config(model.config)
     weights = model.state_dict(keep_vars=True)
     if copy_weights:
-        weights = copies.deepcopy(dict(weights))  # one call: what was tied stays tied
+        weights = copies.deepcopy(dict(weights))  # one call, so that tied weights stay tied
     plain = {name: weight.detach() for name, weight in weights.items()}
     theirs: Any = _their_class(type(model))
     hub = _architecture(type(model), config).names.to_hub(plain)
     built = theirs.from_pretrained(None, config=config, state_dict=hub, dtype=model.dtype)
     loaded: PreTrainedModel = built.to(model.device)
     for name, parameter in loaded.named_parameters():
-        parameter.requires_grad_(weights[name].requires_grad)  # assigning gives a weight the flag it replaces
+        parameter.requires_grad_(
+            weights[name].requires_grad
+        )  # assigning gives a weight the flag of the one it replaces
     loaded.load_state_dict(weights, assign=True)
     if model.can_generate():
         loaded.generation_config = copies.deepcopy(model.generation_config)
@@ -197,7 +199,7 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
 
 
 def _refuse_adapters(model: Any) -> None:
-    """`TypeError` for what is no model of transformers, or one that an adapter is plugged into."""
+    """`TypeError` for anything but a transformers model, and for one with an adapter."""
     if hasattr(model, "merge_and_unload") or getattr(model, "_hf_peft_config_loaded", False):
         raise TypeError(
             f"{type(model).__name__} has an adapter (PEFT), which has no place in the tree; pass what "
@@ -208,17 +210,17 @@ def _refuse_adapters(model: Any) -> None:
 
 
 def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`weights` by the names under which transformers' loader puts each where it belongs.
+    """`weights` renamed so that transformers' loader puts each where it belongs.
 
-    The loader takes off the base model's name, or adds it, wherever the model has the result too: a class with both,
-    as BeitForMaskedImageModeling has `layernorm` and `beit.layernorm`, gets them exchanged. So they are, beforehand.
+    The loader strips or adds the base model's prefix wherever the result is also a name of the model: in a class with
+    both, as BeitForMaskedImageModeling's `layernorm` and `beit.layernorm`, it swaps them. So they are swapped here too.
     """
     base = model_class.base_model_prefix or None
     return {rename_source_key(name, [], [], base, weights)[0]: weight for name, weight in weights.items()}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU; one that is sharded over processes is gathered."""
+    """The full tensor on the CPU; a sharded one is gathered."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
@@ -231,7 +233,7 @@ def _open(model_class: ModelClass, config: PreTrainedConfig, params: Any) -> tup
 
 
 def _architecture(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str] = ()) -> Architecture:
-    """What transformers' own class holds. given: the names there are, torch's or the tree's."""
+    """The weights of transformers' own class. given: the present names, torch's or the tree's."""
     with torch.device("meta"):
         model = _their_class(model_class)(plain_config(config))
     return architecture_like(model, given)
@@ -252,7 +254,7 @@ def _their_class(model_class: ModelClass) -> ModelClass:
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy without our attention, which transformers then chooses as it would."""
+    """A copy without our attention, so that transformers chooses its own."""
     config = copies.deepcopy(config)
     waiting = [config]
     while waiting:

@@ -1,4 +1,4 @@
-"""A checkpoint transformers cannot read into its model: Flax's, for one. A state dict it takes only without a path."""
+"""Loading checkpoints that transformers cannot read, such as Flax's: `from_pretrained` gets a state dict instead."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def load_flax(
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`load`, a `from_pretrained`, with the weights of the checkpoint `file` given to it as a state dict.
+    """Calls `load`, a `from_pretrained`, with the weights of the checkpoint `file` as a state dict.
 
-    dtype: None and "auto" are the dtype the checkpoint has, as for a torch checkpoint whose config does not say.
+    dtype: None and "auto" mean the checkpoint's dtype, as for a torch checkpoint whose config has none.
     """
     where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
     # A config takes whatever it is given, and "auto" is no dtype it could have.

@@ -1,8 +1,8 @@
-"""What a loaded checkpoint must have held: transformers warns and fills up with random numbers, EasyTorch refuses.
+"""Checks on the weights that were loaded: where transformers warns and keeps random values, EasyTorch raises.
 
-Loading another head (a base model into a classifier, or a language model into its base) stays a warning: the head's
-weights are meant to be new, or to be left behind. A base weight that is missing, a weight no class of the family has,
-and a shape that differs are errors.
+Loading another head (a base model into a classifier, or a language model into its base) stays a warning: the head is
+meant to be new, or dropped. A missing base weight, a weight that no class of the family has, and a different shape are
+errors.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def check_loaded(
 def check_loaded_foreign(
     model: PreTrainedModel, info: dict[str, Any], source: str | None, *, ignore_mismatched_sizes: bool
 ) -> None:
-    """The same for transformers' own class, whose optional weights nobody lists: what layers show is judged.
+    """The same for transformers' own class, whose optional weights are not listed: layers are compared with each other.
 
-    A missing weight is an error when another layer has it, a left-over one when it is a layer the model does not have.
+    A missing weight is an error if another layer has it, an unexpected one if the model lacks its layer.
     """
     check_shapes(model, info, source, ignore_mismatched_sizes)
     expected = set(model.state_dict())

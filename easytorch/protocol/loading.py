@@ -1,4 +1,4 @@
-"""`from_pretrained` of every model, native or transformers' own: what transformers leaves out before and after it."""
+"""`from_pretrained` of every model, native or transformers' own: the steps before and after transformers' loader."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def load_pretrained(
     from_state_dict: Callable[..., Any],
     check: Check,
 ) -> tuple[Any, dict[str, Any]]:
-    """(model, loading info) of the checkpoint at `path`: Flax weights too, whole files, ties filled, no shape lost.
+    """(model, loading info) of the checkpoint at `path`, Flax included: complete files, filled ties, checked shapes.
 
     from_torch, from_state_dict: transformers' `from_pretrained` for torch's files, and for weights read by the bridge.
-    kwargs: those of `from_pretrained`, with `from_flax`, `strict` and `ignore_mismatched_sizes` as `NativeModel` has
-    them; they are taken out.
+    kwargs: those of `from_pretrained`, and `NativeModel`'s `from_flax`, `strict` and `ignore_mismatched_sizes`, which
+    are popped.
     """
     strict = kwargs.pop("strict", True)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
     flax = flax_file(path, kwargs.pop("from_flax", False), kwargs)
-    # Mismatches are collected by transformers, and judged by `check`.
+    # transformers collects mismatches; `check` decides on them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     if flax is None:
         source = check_torch_files(path, kwargs)

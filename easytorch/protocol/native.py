@@ -23,7 +23,7 @@ from easytorch.protocol.loading import load_pretrained
 
 
 def check_parts(config: PreTrainedConfig, attn_implementation: Any) -> None:
-    """`ValueError` for a dict of attentions that names a part which `config` does not have."""
+    """`ValueError` for a dict of attentions that names a sub-config which `config` does not have."""
     if not isinstance(attn_implementation, dict):
         return
     parts = ["", *config.sub_configs]
@@ -41,8 +41,8 @@ class NativeModel(BridgeMixin, PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
 
-    # Patterns of weight names: those a checkpoint of the family may lack or hold in addition whatever its head, and
-    # those of its heads.
+    # Patterns of weight names: those that any checkpoint of the family may lack or have in addition, and those of its
+    # heads.
     optional_weights: ClassVar[tuple[str, ...]] = ()
     head_weights: ClassVar[tuple[str, ...]] = ()
 
@@ -58,11 +58,11 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         strict: bool = True,
         **kwargs: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
-        """`transformers.PreTrainedModel.from_pretrained`, and Flax checkpoints, and errors where that only warns.
+        """As `transformers.PreTrainedModel.from_pretrained`, with Flax checkpoints, and errors where that only warns.
 
-        from_flax: load flax_model.msgpack even where torch weights are; without it, where there are no others.
-        strict: refuse a checkpoint without one of the base weights, or with one the family does not know; False leaves
-        it at transformers' warning. A shape that differs is refused unless `ignore_mismatched_sizes`.
+        from_flax: load flax_model.msgpack even beside torch weights; by default only where there are no others.
+        strict: refuse a checkpoint that lacks a base weight, or has one the family does not know; with False
+        transformers only warns. A shape that differs is refused unless `ignore_mismatched_sizes`.
         """
         load: Any = super().from_pretrained
         kwargs |= {"config": config, "ignore_mismatched_sizes": ignore_mismatched_sizes}
@@ -83,7 +83,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         return generate_batch(self, super().generate_batch, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """transformers' initial values, which takes every norm for one whose weight starts at one."""
+        """transformers' initialization, which would set the weight of every norm to one."""
         initialize: Callable[[torch.nn.Module], None] = super()._init_weights
         initialize(module)
         if isinstance(module, ZeroCenteredRMSNorm):
@@ -92,7 +92,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
             module.init_buffers()
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
-        """`.to(...)` and its kin. Moving to xla makes every parameter anew, which would untie the tied ones."""
+        """`.to(...)` and the like. Moving to xla recreates every parameter, which would untie tied ones."""
         apply: Callable[..., Self] = super()._apply
         apply(fn, recurse)
         if any(parameter.device.type == "xla" for parameter in self.parameters()):
@@ -109,7 +109,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
         return True
 
     def set_attn_implementation(self, attn_implementation: Any, allow_all_kernels: bool = False) -> None:
-        """As transformers', which passes over parts of the config that are not there; here they are a `ValueError`."""
+        """As transformers', which ignores names of missing sub-configs; here they are a `ValueError`."""
         check_parts(self.config, attn_implementation)
         super().set_attn_implementation(attn_implementation, allow_all_kernels)
 
@@ -134,7 +134,7 @@ class NativeModel(BridgeMixin, PreTrainedModel):
 
 
 class NativeDecoder(NativeModel):
-    """What the `PreTrainedModel` of a decoder family is made of, where it does not say otherwise."""
+    """The defaults of a decoder family's `PreTrainedModel`."""
 
     base_model_prefix = "model"
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 - transformers copies it into a set

@@ -1,7 +1,7 @@
-"""Weights that a checkpoint holds under another of their names than the class which is loaded has for them.
+"""Tied weights that a checkpoint stores under another of their names than the loaded class has.
 
-An encoder-decoder keeps the embeddings of its two halves once, as `shared`; its decoder alone (`BartForCausalLM`) has
-them as `embed_tokens`, which transformers would leave at random numbers, a torch checkpoint's too.
+An encoder-decoder stores the embeddings of both halves once, as `shared`; its decoder alone (`BartForCausalLM`) has
+them as `embed_tokens`, which transformers would leave random, even for a torch checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def fill_repeats(model: PreTrainedModel, info: dict[str, Any], read: Read) -> None:
-    """Fills those of `info["missing_keys"]` that repeat one of `info["unexpected_keys"]`, and takes both off the lists.
+    """Fills those of `info["missing_keys"]` that repeat one of `info["unexpected_keys"]`, and removes both.
 
     read: a weight of the checkpoint by its name there.
     """
@@ -43,7 +43,7 @@ def fill_repeats(model: PreTrainedModel, info: dict[str, Any], read: Read) -> No
 
 
 def reader_of(name_or_path: Any, kwargs: dict[str, Any]) -> Read:
-    """What reads single weights of the torch checkpoint that was loaded from there with `kwargs`."""
+    """A function that reads single weights of the torch checkpoint that was loaded with `kwargs`."""
 
     def read(name: str) -> torch.Tensor:
         if name_or_path is None:

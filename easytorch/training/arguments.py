@@ -46,7 +46,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
                     raise wrong
             assert config is not None
             result = train_among(processes, config)
-        except Exception as error:  # the boundary of the process: what failed is said before the others end it
+        except Exception as error:  # the boundary of the process: report the error before torchrun ends the process
             code = _report(error)
             if processes.failed:
                 processes.barrier()
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Say what failed, on one line where that is the user's to mend; the exit code."""
+    """Print the error, on one line if it is a user error; returns the exit code."""
     from easytorch.training.finite import NonFiniteError
     from easytorch.training.processes import OtherProcessError
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a model folder as transformers writes it, and beside the weights what a resumed run needs."""
+"""Checkpoints: a model folder as transformers writes it, with the state that resuming needs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> None:
-    """Write `final` completely or not at all, then remove all but the newest `keep` beside it.
+    """Write `final` atomically, then remove all but the newest `keep` beside it.
 
     Raises `CheckpointError` where it cannot be written; what was there before stays.
     """
     with new_folder(final, replace=True) as temporary, named_os_errors(final):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        # A file of ours: torch, given a path, loses the reason why it could not be written.
+        # An open file: given a path, torch loses the reason why it could not be written.
         with (temporary / STATE).open("wb") as file:
             torch.save({"step": step, **state}, file)
     for old in _checkpoints(final.parent)[:-keep]:
@@ -55,7 +55,7 @@ def latest_checkpoint(output: str | Path) -> Path | None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was given as `state`, and the step; `CheckpointError` for what is damaged."""
+    """The `state` given to `save_checkpoint`, and the step; `CheckpointError` if it is damaged."""
     path = checkpoint / STATE
     if not path.is_file():
         raise FileNotFoundError(f"{checkpoint} has no {STATE}: it can be loaded as a model, and not be resumed from")

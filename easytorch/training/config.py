@@ -16,7 +16,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 
-# Where a run and its console go, and how often: a resumed run may have others, and learns the same.
+# Output and logging settings: a resumed run may change them without affecting training.
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
 )  # fmt: skip
@@ -189,7 +189,7 @@ class TrainingConfig:
         return share, micro
 
     def settings(self) -> dict[str, Any]:
-        """What decides what is learnt, as plain data: a checkpoint stores it, and a resumed run must have the same."""
+        """The settings that affect training, as plain data: stored in a checkpoint, and compared when resuming."""
         every = dataclasses.asdict(self)
         return {name: value for name, value in every.items() if name not in NOT_COMPARED}
 

@@ -1,4 +1,4 @@
-"""What goes wrong with files, as `OSError` with the file's name, whichever library met it."""
+"""File errors of any library as `OSError` with the file's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: which tensor has the first of them, and the error that ends a run for it."""
+"""NaN and infinity: which tensor has the first of them, and the error that ends a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def first_nonfinite(model: torch.nn.Module, loss: float, norm: float) -> str | None:
-    """What is not finite after a backward pass, named in the order of causes; None where everything is finite.
+    """The first tensor, in causal order, that is not finite after a backward pass; None where all are.
 
     loss: over all processes. norm: of all gradients. A parameter comes before the loss it makes, the loss before its
     gradients, and of these the ones nearest to the loss.

@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any
 
-# Ctrl-C reaches a process twice: from the terminal, and from torchrun, which passes it on.
+# A process receives Ctrl-C twice: from the terminal, and from torchrun, which forwards it.
 SAME_REQUEST_SECONDS = 2.0
 
 
@@ -28,7 +28,7 @@ class StopOnSignal:
         self._restore()
 
     def asked_within(self, seconds: float) -> bool:
-        """Whether it is asked, by now or within so many seconds."""
+        """Whether a signal has arrived, or arrives within so many seconds."""
         until = time.monotonic() + seconds
         while not self.asked and time.monotonic() < until:
             time.sleep(0.05)

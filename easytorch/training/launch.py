@@ -56,8 +56,8 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
 
 @contextmanager
 def _signals_passed_on(running: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """What is asked of this process by signal is done by the one it waits for, which writes a checkpoint first; the
-    numbers that came. A terminal sends Ctrl-C to both, and torchrun does not finish in order when it gets two."""
+    """Forwards signals to the child process, which writes a checkpoint before it ends; yields the received numbers.
+    A terminal sends Ctrl-C to both, and torchrun does not shut down cleanly when it gets two."""
     asked: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -78,7 +78,7 @@ def _signals_passed_on(running: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def child_environment() -> dict[str, str]:
-    """What a Python child needs to import this very easytorch, installed or not; goes over `os.environ`."""
+    """The environment for a Python child to import this easytorch, installed or not; updates `os.environ`."""
     paths = [str(Path(easytorch.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

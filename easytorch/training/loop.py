@@ -84,7 +84,7 @@ def dropout_seed(seed: int, step: int, rank: int) -> int:
 
 
 def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None) -> dict[str, Any]:
-    """Check everything, say what it takes, and write tokenizer and tokens; the settings a checkpoint stores."""
+    """Check the inputs, print notes, write tokenizer and tokens; returns the settings that a checkpoint stores."""
     inputs = check_inputs(config, processes)
     for note in inputs.notes:
         print(note, flush=True)
@@ -264,8 +264,8 @@ class _Run:
             self._fail(self.step, nonfinite_parameter(self.model) or f"the held-out loss is {loss}")
 
     def _save(self) -> None:
-        """A checkpoint, if its weights are good: without this look at them, the last good checkpoint could make room
-        for weights that the step before has driven off, since the loss of a step is that of the weights before it."""
+        """Save a checkpoint if the weights are finite: the loss of a step is that of the weights before it, so without
+        this check the last good checkpoint could be replaced by diverged weights."""
         bad = nonfinite_parameter(self.model)
         if self.processes.any(bad is not None):  # in one process alone, where its memory is bad
             found: str | None = bad or "a parameter is not finite in another process"
@@ -282,7 +282,7 @@ class _Run:
                 )  # fmt: skip
 
     def _nonfinite_next(self) -> str | None:
-        """What is not finite when a block in each process goes forward and backward, without dropout, if anything."""
+        """The first non-finite value in a forward and backward of one block per process, without dropout, if any."""
         self.model.eval()
         tokens = self.blocks.batch([self.processes.rank % self.blocks.train_count]).to(self.processes.device)
         loss = self._loss(self.model, tokens)
@@ -313,7 +313,7 @@ class _Run:
 
 
 def _draw(output: Path) -> None:
-    """The loss curve, where matplotlib is there to draw it; the run does not depend on it."""
+    """Draw the loss curve if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         print('loss.png is not drawn, matplotlib is missing: pip install "easytorch[train]"')
     elif series(read_metrics(output / "metrics.jsonl"), "loss"):  # none where every step was skipped

@@ -1,4 +1,4 @@
-"""The memory that a model and its optimizer take, before they take it."""
+"""The memory that a model and its optimizer need, checked before allocation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES_A_PARAMETER = 4 + 4 + 8
 
 
 def count_parameters(architecture: PreTrainedConfig) -> int:
-    """Of the causal language model with this config, made without memory; `ValueError` where it cannot be made."""
+    """The parameters of the causal language model with this config, on meta; `ValueError` where it cannot be built."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -31,7 +31,7 @@ def count_parameters(architecture: PreTrainedConfig) -> int:
 
 
 def needed(parameters: int, processes: int, on_gpu: bool, available: int | None) -> str:
-    """One line that says how much, a process and in all; `ValueError` where the machine has less.
+    """One line with the memory per process and in total; `ValueError` where the machine has less.
 
     available: bytes of the CPU's memory, which processes share, or of one GPU's, of which each has its own.
     """

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, for a training step or an evaluation.
+"""`metrics.jsonl`: one JSON object per line, for a training step or an evaluation.
 
 JSON has no NaN and no infinity: a number that is not finite is written as null.
 """

@@ -1,4 +1,4 @@
-"""What a run starts from: tokenizer, blocks of text, and the model, new, pretrained or out of a checkpoint."""
+"""The inputs of a run: tokenizer, blocks of text, and the model, new, pretrained or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was found to be in order before anything is made.
+    """The inputs, checked before anything is created.
 
     texts: the documents. settings: what a checkpoint will store of them. notes: what the user is told.
     """
@@ -37,7 +37,7 @@ class Inputs:
 
 
 def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
-    """What can be seen to be wrong before anything is made: `ValueError` or `OSError`."""
+    """Checks what can be checked before anything is created: `ValueError` or `OSError`."""
     config.share(processes)
     device = find_device(config.device)
     checkpoint = find_checkpoint(config)
@@ -143,7 +143,7 @@ def check_model(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) 
         )
     if (bad := nonfinite_parameter(model)) is not None:
         raise ValueError(f"the model cannot be trained from here: {bad}")
-    # Two texts that begin with the same token: what is predicted from it must not depend on what follows.
+    # Two texts with the same first token: its prediction must not depend on what follows.
     tokens = torch.tensor([[0, 1], [0, 2]], dtype=torch.int64, device=model.device)
     try:
         with torch.no_grad():

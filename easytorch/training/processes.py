@@ -1,4 +1,4 @@
-"""The processes of a run: one alone, or those that torchrun started."""
+"""The processes of a run: a single one, or those that torchrun started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from easytorch.training.config import flag
 from easytorch.training.interrupt import StopOnSignal
 
-# torchrun looks at its processes ten times a second; on a busy machine it takes longer to pass on what it saw.
+# torchrun polls its processes ten times a second; on a busy machine it takes longer to react.
 LOST_PEER_SECONDS = 3.0
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the run has failed, and says why. `wrong_input`: with a `ValueError` or an `OSError`."""
+    """Another process of the run failed, and reports why. `wrong_input`: with a `ValueError` or an `OSError`."""
 
     def __init__(self, message: str, wrong_input: bool) -> None:
         self.wrong_input = wrong_input
@@ -53,13 +53,13 @@ class Processes:
         return stacked.tolist()
 
     def any(self, found: bool) -> bool:
-        """Whether it is so in any process; the same answer in every one."""
+        """Whether `found` is true in any process; the same result in all."""
         return self.sum(float(found))[0] > 0
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What the block raises in any process ends it in all: the first that failed raises its error, and the others
-        `OtherProcessError`. The block itself may not communicate."""
+        """An error in the block in any process ends it in all: the first that failed raises its error, the others
+        `OtherProcessError`. The block itself must not communicate."""
         error: Exception | None = None
         try:
             yield
@@ -79,9 +79,9 @@ class Processes:
 
     @contextmanager
     def one_failure(self, stop: StopOnSignal) -> Iterator[None]:
-        """The block communicates: a process that fails in it breaks the connections of the others, which then have
-        nothing to say and raise `OtherProcessError`. The first to fail says so in the store they share; for one that
-        was killed torchrun sends the others SIGTERM."""
+        """For a block that communicates: a process that fails in it breaks the connections of the others, which then
+        raise `OtherProcessError`. The first to fail marks it in the shared store; if a process is killed, torchrun
+        sends the others SIGTERM."""
         try:
             yield
         except Exception as error:  # a boundary between processes
@@ -96,7 +96,7 @@ class Processes:
 
 
 def _mark(error: Exception | None) -> float:
-    """0 for a process that is well, 2 for one with wrong input, else 1."""
+    """0 without an error, 2 for wrong input, else 1."""
     return 0.0 if error is None else 2.0 if isinstance(error, (ValueError, OSError)) else 1.0
 
 

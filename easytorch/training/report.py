@@ -1,4 +1,4 @@
-"""What the first process shows and writes down while it trains; the others stay silent."""
+"""Progress and metrics, which only the first process prints and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from easytorch.training.metrics import MetricsFile
 
 
 class Report:
-    """A progress bar on a terminal, a line now and then elsewhere, and `metrics.jsonl` in both."""
+    """A progress bar on a terminal, occasional lines elsewhere, and `metrics.jsonl`."""
 
     def __init__(self, output: Path, first_step: int, steps: int, log_every: int) -> None:
         self.metrics = MetricsFile(output / "metrics.jsonl", first_step)

@@ -10,7 +10,7 @@ from easytorch.training.config import TrainingConfig
 
 
 def fingerprint(texts: Sequence[str]) -> str:
-    """Of the documents in their order, whatever their files are called."""
+    """A hash of the documents in order, independent of file names."""
     digest = hashlib.sha256()
     for text in texts:
         data = text.encode()
@@ -28,7 +28,7 @@ def stored_settings(config: TrainingConfig, processes: int, texts: Sequence[str]
 
 
 def check_same(stored: dict[str, Any], now: dict[str, Any], change: Sequence[str], checkpoint: str) -> list[str]:
-    """What `change` allows to differ and does, in words. `ValueError` names everything else that differs."""
+    """Notes on the differences that `change` allows. `ValueError` naming all others."""
     differing = {name: _difference(name, stored.get(name), now[name]) for name in now}
     found = {name: words for name, words in differing.items() if words}
     refused = [words for name, words in found.items() if name not in change]

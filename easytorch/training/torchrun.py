@@ -1,4 +1,4 @@
-"""torchrun, less what it says when a process fails: that process has said why, and torchrun's own pages bury it.
+"""torchrun without its own failure report, which would bury the message of the process that failed.
 
     python -m easytorch.training.torchrun [torchrun's arguments]
 

@@ -18,7 +18,7 @@ PROMPT = "When an exception is raised,"
 def run(demo: Demo, checkpoint: Path) -> None:
     from transformers import AutoTokenizer
 
-    # One token of a small model is too little work to share: two threads wait for one another, worst on a busy machine.
+    # One token of a small model is too little work for two threads, which mostly wait for each other.
     torch.set_num_threads(1)
     model = easytorch.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -18,7 +18,7 @@ def run(demo: Demo) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """A line an operation: what runs on each platform, and behind it the backend where that has another name."""
+    """One row per operation: what runs on each platform, followed by the backend if that has another name."""
     made = Table(box=box.SIMPLE)
     made.add_column("operation", no_wrap=True)
     for column in PLATFORMS:

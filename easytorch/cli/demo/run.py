@@ -44,7 +44,7 @@ def run(*, quick: bool, output: Path) -> bool:
 
 
 def _setting(demo: Demo) -> str:
-    """One line: on what, and where to."""
+    """One line: versions, threads and the output folder."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "jax"))
     return f"{versions}; {torch.get_num_threads()} CPU threads; writing to {demo.output}"
 
@@ -56,7 +56,7 @@ def _require_packages() -> None:
 
 
 def _fresh(output: Path) -> Path:
-    """An empty folder at `output`; what a former demo left there is removed, and nobody else's folder is."""
+    """An empty folder at `output`; a previous demo's folder is removed, any other is an error."""
     if output.exists() and not (output / MARK).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists and was not made by this demo; give another folder with --output")
     if output.exists():

@@ -34,7 +34,7 @@ class Demo:
 
     @contextmanager
     def stage(self, number: int, title: str) -> Iterator[None]:
-        """A header, and the time of what happens inside."""
+        """Prints a header, and measures the time of the block."""
         self._stage = f"{number}. {title}"
         self.console.print()
         self.console.print(Rule(f"[bold]{number} of 5[/bold]  {title}", align="left"))
