@@ -97,11 +97,11 @@ class EasyTorchAuto(_Base):
         path = pretrained_model_name_or_path
         config = _peek(path, kwargs)
         if _wants_remote_code(cls, config, kwargs):
-            kwargs.pop("strict", None)
-            loaded = _theirs(cls).from_pretrained(path, *model_args, **kwargs)
-            _finished(loaded[0] if isinstance(loaded, tuple) else loaded, Choice(reason=_REMOTE))
-            return loaded
+            return _load_theirs(cls, _REMOTE, path, *model_args, **kwargs)
         model_class = _model_class(cls, config)
+        reason = model_class.refusal(config, kwargs) if issubclass(model_class, NativeModel) else None
+        if reason is not None:
+            return _load_theirs(cls, reason, path, *model_args, **kwargs)
         config, choice = _choose_attention(model_class, config, kwargs)
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             kwargs["config"] = config
@@ -148,6 +148,14 @@ class EasyTorchBackbone(EasyTorchAuto):
 def _theirs(auto: type) -> Any:
     """transformers' auto class of one of ours, which runs remote code where the checkpoint has its own."""
     return next(base for base in auto.__mro__ if base.__module__.startswith("transformers."))
+
+
+def _load_theirs(auto: type, reason: str, path: Any, *model_args: Any, **kwargs: Any) -> Any:
+    """What transformers loads, and the reason in its report."""
+    kwargs.pop("strict", None)
+    loaded = _theirs(auto).from_pretrained(path, *model_args, **kwargs)
+    _finished(loaded[0] if isinstance(loaded, tuple) else loaded, Choice(reason=reason))
+    return loaded
 
 
 def _choose_attention(

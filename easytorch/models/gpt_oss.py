@@ -80,6 +80,14 @@ class GptOssPreTrainedModel(NativeMoeDecoder):
     }
     _keep_in_fp32_modules = ["post_attention_layernorm", "input_layernorm", "norm"]  # noqa: RUF012
 
+    @classmethod
+    def refusal(cls, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> str | None:
+        quantization = kwargs.get("quantization_config") or getattr(config, "quantization_config", None) or {}
+        options = quantization if isinstance(quantization, Mapping) else vars(quantization)
+        if options.get("quant_method") != "mxfp4" or options.get("dequantize"):
+            return None
+        return "its experts stay in 4 bits (Mxfp4Config(dequantize=True) loads the native class)"
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, GptOssAttention):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -77,6 +77,11 @@ class NativeModel(BridgeMixin, PreTrainedModel):
             check=check_loaded,
         )
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def refusal(cls, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> str | None:
+        """Why `from_pretrained` of `config` with these arguments is left to transformers' class; None: it is not."""
+        return None
 
     def generate_batch(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate_batch` (continuous batching), whose failures are errors here."""

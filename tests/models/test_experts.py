@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import easytorch
@@ -162,3 +163,28 @@ def test_adapters_on_the_experts(make_pair) -> None:
         )
         outputs.append(peft.get_peft_model(model, config)(IDS).logits)
     torch.testing.assert_close(*outputs, **TOLERANCE)
+
+
+def test_experts_in_4_bits_are_transformers_or_unpacked(tmp_path) -> None:
+    config = FAMILIES["gpt_oss"].config(intermediate_size=32)
+    torch.manual_seed(9)
+    state = transformers.GptOssForCausalLM(config).bfloat16().state_dict()
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        state[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unpacked = transformers.Mxfp4Config(dequantize=True)
+    kept = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(kept) is transformers.GptOssForCausalLM
+    assert "4 bits" in str(kept.easytorch_report)
+    ours, theirs = (
+        library.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=unpacked, dtype=torch.bfloat16)
+        for library in (easytorch, transformers)
+    )
+    assert type(ours).__module__ == "easytorch.models.gpt_oss"
+    expected = theirs.state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in ours.state_dict().items())

@@ -1,4 +1,4 @@
-"""Native Llama under transformers' tensor parallelism, in two real processes."""
+"""Native models under transformers' tensor and expert parallelism, in two real processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import easytorch
+from tests.models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,16 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_two_processes_compute_what_one_computes(llama_config, tmp_path) -> None:
     """Tied weights too: their embedding is sharded as the head is, or the forward fails."""
     torch.manual_seed(0)
-    folders = []
-    for tied in (True, False):
-        folders.append(tmp_path / f"tied-{tied}")
-        config = llama_config(vocab_size=96, tie_word_embeddings=tied)
-        easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(folders[-1])
+    configs = [llama_config(vocab_size=96, tie_word_embeddings=tied) for tied in (True, False)]
+    configs.append(FAMILIES["mixtral"].config(vocab_size=96))
+    for number, config in enumerate(configs):
+        easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / str(number))
+    cases = [f"{plan}:{tmp_path}/{number}" for plan, number in (("tp", 0), ("tp", 1), ("tp", 2), ("ep", 2))]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("tensor_parallel_rank.py")), *map(str, folders)],
+        [*torchrun, str(Path(__file__).with_name("tensor_parallel_rank.py")), *cases],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal ") == 4
+    assert done.stdout.count("equal ") == 2 * len(cases)
