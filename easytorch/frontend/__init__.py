@@ -14,7 +14,7 @@ dynamo.py      `torch.compile(backend="easytorch")`: forward and backward are pr
 buckets.py     sizes that change rounded up to a few, where the user says that padding does no harm
 routing.py     what runs on torch where XLA would be slower
 rng.py         random numbers, seeded by torch's generator
-aten/          the lowerings, a file a family
+aten/          the lowerings, one file per family
 
 A custom operation is lowered by registering it under its overload, before `compile`:
 

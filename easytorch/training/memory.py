@@ -39,7 +39,7 @@ def needed(parameters: int, processes: int, on_gpu: bool, available: int | None)
     total = each if on_gpu else each * processes
     words = (
         f"{parameters / 1e6:,.2f} M parameters take {human_size(each)} of memory in each of {processes} process(es) "
-        f"(weights, gradients and AdamW: {BYTES_A_PARAMETER} bytes a parameter), and activations come on top"
+        f"(weights, gradients and AdamW: {BYTES_A_PARAMETER} bytes per parameter), and activations come on top"
     )
     if available is not None and total > available:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Attention: `native.py` defines it, the other files compute the same faster; the contract is in `contract.py`."""
+"""Attention: `native.py` defines it, the other files are faster implementations; the contract is in `contract.py`."""

@@ -59,7 +59,7 @@ def attention(
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """
     banded = mask is bias is query_segment_ids is key_segment_ids is None
-    # one by one, since most calls have nothing of it, and their record takes as long as a small product
+    # checked one by one: most calls have none of these, and building their record takes as long as a small matmul
     if banded and not dropout_prob and softcap is sinks is None:
         check_tensors(query, key, value)
         call = None
@@ -111,14 +111,14 @@ def attention(
 
 
 def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same scores by a scale above zero: ATen's kernels hide what is not causal before they multiply by it."""
+    """The same scores with a positive scale: ATen's kernels apply the causal mask before they multiply by it."""
     return (-query, -scale) if scale < 0.0 else (query * scale, 1.0)
 
 
 def addend(bias: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """The bias in a dtype that ATen's CPU kernels add to scores: the query's, or that of the scores themselves.
 
-    Others they refuse or, a float32 one beside a float64 query, read as what it is not.
+    Other dtypes are refused or, for float32 with a float64 query, misread.
     """
     return bias if bias.dtype == query.dtype else bias.to(working_dtype(query))
 

@@ -1,7 +1,7 @@
 """Attention in tiles of ATen products and softmax on the CPU, memory linear in T, forward and backward: contract.py.
 
-A tile is wide enough for every key that its rows may see, so the softmax is ATen's own vectorized one and nothing has
-to be corrected afterwards; tiles are cut where the band or the documents end. Backward forms each tile again, as in
+A tile spans every key that its rows may see, so the softmax is ATen's own vectorized one and needs no rescaling
+afterwards; tiles end where the band or the documents end. Backward recomputes each tile, as in
 FlashAttention-2, https://arxiv.org/abs/2307.08691.
 """
 
@@ -79,7 +79,7 @@ def flash_backward(
             if narrow is not buffer:
                 tile = tile_of(n, call, narrow, chunk, block).copy_(tile)
             if call.sinks is not None:
-                grad_tile.whole.zero_()  # the sink's own weight meets no value
+                grad_tile.whole.zero_()  # the sink's own weight has no value
             torch.baddbmm(grad_tile.scores, grad_rows, values[:, columns].mT, beta=0, out=grad_tile.scores)
             kept = tile.scores
             if call.seed is not None:

@@ -1,4 +1,4 @@
-"""How aten_flash.py cuts a call into tiles, and what one tile of scores is.
+"""How aten_flash.py splits a call into tiles, and how it computes a tile of scores.
 
 A tile holds, for the N key/value heads of a chunk, some query positions against every key that they may see. The G
 query heads that read one key/value head are folded into rows: row r is query position r // G, query head r % G.
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Query i stands at key i + shift."""
+        """Query i is aligned with key i + shift."""
         return self.keys - self.length
 
 
@@ -76,16 +76,16 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> 
     row_bytes = max(1, group * keys * max(dtype.itemsize, torch.float32.itemsize))
     threads = torch.get_num_threads()
     rows = min(ROWS, max(FEWEST_ROWS, TILE_BYTES // (row_bytes * threads)), max(length, 1))
-    # at least one head a thread: the batched products are divided among the threads by heads
+    # at least one head per thread: batched matmuls are parallel over heads
     chunk = min(max(TILE_BYTES // (row_bytes * rows), threads), batch * kv_heads)
     return Sizes(batch, length, keys, kv_heads, group, dim, value.shape[3], dtype, rows, chunk)
 
 
 def product_dtype(dtype: torch.dtype, call: AttentionCall) -> torch.dtype:
-    """bfloat16 is multiplied as it is, float16 (slow on CPUs) as float32.
+    """The dtype of matmuls: bfloat16 stays, float16 (slow on CPUs) becomes float32.
 
-    Not so the scores: ATen would round them to bfloat16, and exp makes of an error of 2**-9 in a score of 20 one of 4%
-    in its weight. With what is done to scores before the softmax, or to weights after it, all products are float32.
+    The scores are an exception: ATen would round them to bfloat16, and an error of 2**-9 in a score of 20 becomes one
+    of 4% in its weight. With a softcap, bias, sinks or dropout all matmuls are float32.
     """
     if dtype == torch.float64:
         return dtype
@@ -105,7 +105,7 @@ def chunks(n: Sizes) -> Iterator[Chunk]:
 
 
 def blocks(n: Sizes, call: AttentionCall, chunk: Chunk) -> Iterator[Block]:
-    """The tiles of a chunk, without the keys at either end that band, mask or documents hide from all rows."""
+    """The tiles of a chunk, without keys at either end that are hidden from all rows."""
     for first in range(0, n.length, n.rows):
         last = min(first + n.rows, n.length)
         start = 0 if call.left is None else max(0, first + n.shift - call.left)
@@ -157,13 +157,13 @@ def put_key_rows(x: Tensor, chunk: Chunk, rows: Tensor) -> None:
 
 
 class Tile(NamedTuple):
-    """The memory of one tile of scores: `whole` (N, R * G, C + sink columns), its keys `scores` (N, R * G, C)."""
+    """The buffer of one tile of scores: `whole` (N, R * G, C + sink columns), its keys `scores` (N, R * G, C)."""
 
     whole: Tensor
     scores: Tensor
 
     def copy_(self, other: Tile) -> Tile:
-        """The numbers of another, rounded to the dtype of this one."""
+        """Copies another tile, rounded to this one's dtype."""
         self.whole.copy_(other.whole)
         return self
 
@@ -223,8 +223,8 @@ def weights(
 def _hide(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block, scores: Tensor) -> bool:
     """-inf where (batches, heads, R, G, C) is not seen; True where that may leave a row nothing.
 
-    The band is looked at only where it cuts through the tile. It lies at some key for each row, but not always at one
-    that `blocks` has left in the tile.
+    The band is applied only where it crosses the tile. Every row has keys in the band, but `blocks` may have removed
+    them from the tile.
     """
     found = _band_misses(n, call, block)
     own = torch.arange(block.first, block.last)[:, None] + n.shift

@@ -1,7 +1,7 @@
 """aten_flash.py as torch operators: `easytorch::aten_flash_forward` and `_backward`, on the CPU.
 
 `attention` works under autograd, to any order (beyond the first by blocked.py), torch.func, torch.compile (no graph
-break) and torch.export; vmap runs it in turn.
+break) and torch.export; vmap loops over the batch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 
 
 def by_operator(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """`attention` of a call that is resolved."""
-    # a tracer takes the operator and not what stands around it, which neither exports nor compiles without a gradient
+    """`attention` for a resolved call."""
+    # a tracer needs the plain operator: the autograd.Function around it neither exports nor compiles without a gradient
     run = _Flash.apply if transforming() else aten_flash_forward
     return run(query, key, value, *flatten(call))
 
@@ -90,7 +90,7 @@ aten_flash_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 class _Flash(torch.autograd.Function):
-    """The same gradient for torch.func, which takes none that is registered with an operator."""
+    """The same gradient for torch.func, which ignores a gradient registered with an operator."""
 
     generate_vmap_rule = True
 
@@ -104,7 +104,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """`aten_flash_backward`, whose own gradient is that of the definition's: it forms all scores."""
+    """`aten_flash_backward`, whose own gradient is that of the definition, which computes all scores."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
 """Attention in plain torch over blocks of queries: memory linear in T, forward and backward, on any device.
 
-Each block is the definition (native.py) for some rows. While autograd records, a block keeps only its inputs and is
-computed again in backward, as in Rabe and Staats, https://arxiv.org/abs/2112.05682.
+Each block is the definition (native.py) for some rows. While autograd records, a block saves only its inputs and is
+recomputed in backward, as in Rabe and Staats, https://arxiv.org/abs/2112.05682.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def blockwise(
     call: AttentionCall,
     softmax_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`attention` of a call that is resolved."""
+    """`attention` for a resolved call."""
     batch, length, heads, _ = query.shape
     keys, left, right = key.shape[1], call.left, call.right
     working = softmax_dtype or working_dtype(query)
@@ -66,10 +66,9 @@ def blockwise(
 
 
 def _on_xla() -> tuple[torch.autocast, torch.autocast]:
-    """The contexts of a block and of its recomputation on xla: both without autocast, for backward restores none.
+    """The contexts of a block and of its recomputation on xla: both without autocast, which backward does not restore.
 
-    The checkpoint of torch 2.9 looks for a module torch.xla where it is given tensors of that device, so it is given
-    none, and knows nothing of the device.
+    torch 2.9's checkpoint looks for a module torch.xla when it sees tensors of that device, so it is told no device.
     """
     return torch.autocast("xla", enabled=False), torch.autocast("xla", enabled=False)
 
@@ -84,7 +83,7 @@ def _block(
     working: torch.dtype,
     *fields: Any,
 ) -> torch.Tensor:
-    """The rows from `first` over the keys from `start`; query i of all stands at key i + shift. fields: of the call."""
+    """The rows from `first` over the keys from `start`; query i is aligned with key i + shift. fields: of the call."""
     call = unflatten(fields)
     length, keys = query.shape[1], key.shape[1]
     seen = visible(call, length, keys, query.device, shift=first + shift - start)

@@ -1,11 +1,11 @@
-"""A call of attention as one record: what it carries beside query, key and value, checked and normalized.
+"""An attention call as one record: its arguments beside query, key and value, checked and normalized.
 
-`contract.resolve` makes it, once a call; every kernel takes it, whatever it is written in. It is a tuple of tensors and
-then numbers, so a custom operator's flat arguments are its fields: `operator(query, key, value, *flatten(call))`, and
+`contract.resolve` makes it, once per call; every kernel takes it, in any language. It is a tuple of tensors followed by
+numbers, so a custom operator's flat arguments are its fields: `operator(query, key, value, *flatten(call))`, and
 inside `unflatten(arguments)`. A new feature is a field here, a check in contract.py, the definition in native.py, and
 the kernels that carry it.
 
-Imports neither torch nor jax: the tensors are those of whoever makes the record.
+Imports neither torch nor jax: the tensors may be either's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 Array = Any  # a torch.Tensor; inside jax, and in Pallas kernels, one of jax's
 
 
-# What every kernel carries unless it says otherwise. A new feature stays out of here until they all do: meanwhile the
-# operations refuse it for each backend that does not name it (`AttentionImpl.carries`).
+# Features that every kernel supports unless it says otherwise. A new feature stays out of here until they all do:
+# meanwhile the operations refuse it for each backend that does not list it (`AttentionImpl.carries`).
 COMMON = frozenset({
     "mask", "bias", "causal", "query_segment_ids", "key_segment_ids", "sliding_window", "softcap", "sinks",
     "softmax_scale", "dropout_prob", "seed",
@@ -44,7 +44,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether something of the size of the scores is read."""
+        """Whether the call has a mask or bias of the size of the scores."""
         return self.mask is not None or self.bias is not None
 
     @property
@@ -56,7 +56,7 @@ class AttentionCall(NamedTuple):
         )
 
     def part(self, rows: slice, columns: slice) -> AttentionCall:
-        """The call for some of its queries and keys; seed and band are as they were."""
+        """The call for some of its queries and keys; seed and band are unchanged."""
         query_ids, key_ids = self.query_segment_ids, self.key_segment_ids
         return self._replace(
             mask=_part(self.mask, rows, columns),

@@ -43,8 +43,8 @@ from easytorch.kernels.random.counter import LOW
 
 Window = tuple[int | None, int | None]
 
-# Numbers up to which a band is kept for the next call: 64 bands take 4 MB at most. To form one takes 30 us, twice the
-# time of a small attention.
+# Elements up to which a band is cached: 64 bands take 4 MB at most. Building one takes 30 us, twice the time of a small
+# attention.
 KEPT = 2**16
 _FARTHEST = 2**30
 
@@ -96,10 +96,10 @@ def resolve(
     draw: bool = True,
     columns: int | None = None,
 ) -> AttentionCall:
-    """The call as one record, or an error that says what of it does not fit.
+    """The call as one record, or an error that names the argument that does not fit.
 
-    draw: whether a seed is drawn for dropout that was given none. columns: how many keys mask and bias span, where
-    `key` holds a part of them.
+    draw: whether to draw a seed for dropout without one. columns: the number of keys that mask and bias span, where
+    `key` holds only a part of them.
     """
     dim = check_tensors(query, key, value)[5]
     if not (mask is bias is query_segment_ids is key_segment_ids is softcap is sinks is None) or dropout_prob != 0.0:
@@ -180,7 +180,7 @@ def check_dropout(dropout_prob: float) -> None:
 
 
 def check_settings(softmax_scale: float | None, dropout_prob: float, seed: int | torch.Tensor | None) -> None:
-    """An error for a scale, a dropout probability or a seed that no attention takes, whatever its tensors."""
+    """An error for a scale, a dropout probability or a seed that is invalid for any tensors."""
     check_scale("attention", "softmax_scale", softmax_scale)
     check_dropout(dropout_prob)
     if not isinstance(seed, torch.Tensor):
@@ -229,7 +229,7 @@ def visible(
 ) -> torch.Tensor | None:
     """Boolean, broadcastable to (B, H, T, S): which key each query sees; None when every key is seen.
 
-    Query i stands at key i + shift: S - T unless given, as it is for a block of a larger matrix.
+    Query i is aligned with key i + shift: S - T by default; given for a block of a larger matrix.
     """
     seen = call.mask
     if call.left is not None or call.right is not None:
@@ -246,14 +246,14 @@ def visible(
 
 
 def keeps(length: int, keys: int, device: torch.device) -> bool:
-    """Whether a band (T, S) is kept: small ones of the CPU, whose memory no graph of CUDA's claims."""
+    """Whether a band (T, S) is cached: only small ones on the CPU, as CUDA graphs own the memory they capture."""
     return device.type == "cpu" and eager() and length * keys <= KEPT
 
 
 @functools.lru_cache(maxsize=64)
 def kept_scores(length: int, keys: int, left: int | None, right: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """(T, S) of `dtype` on the CPU, not to be written to: 0 where the band is and -inf elsewhere, what ATen would make
-    of a boolean mask at each call."""
+    """(T, S) of `dtype` on the CPU, read-only: 0 in the band and -inf elsewhere, which ATen would otherwise compute
+    from a boolean mask at each call."""
     with torch.inference_mode(False):  # one made there could not be saved for a gradient later
         hidden = ~_kept_band(length, keys, left, right, keys - length)
         return torch.zeros(length, keys, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
@@ -261,7 +261,7 @@ def kept_scores(length: int, keys: int, left: int | None, right: int | None, dty
 
 @functools.lru_cache(maxsize=64)
 def _kept_band(length: int, keys: int, left: int | None, right: int | None, shift: int) -> torch.Tensor:
-    """`_band` on the CPU, not to be written to."""
+    """`_band` on the CPU, cached and read-only."""
     with torch.inference_mode(False):
         return _band(length, keys, left, right, shift, torch.device("cpu"))
 
@@ -281,7 +281,7 @@ def _band(
 
 def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     given = tensor.shape
-    # with ==: where a graph is traced, `in` says of a symbol that it is no number
+    # with ==: in a traced graph `in` does not recognize symbolic sizes
     if len(given) > len(shape) or any(a != 1 and a != b for a, b in zip(given[::-1], shape[::-1], strict=False)):
         raise ValueError(f"attention: {name} {tuple(given)} does not broadcast to (B, H, T, S) = {tuple(shape)}")
 

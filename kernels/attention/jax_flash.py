@@ -1,8 +1,8 @@
 """Attention by online softmax in jax, forward and backward: memory linear in T, and no torch. See contract.py.
 
 A call's tensors are traced and its numbers static (jax_call.py), so that a function can be jitted, lowered into a
-torch_xla graph or compiled for TPU as it is. One key/value head at a time, the G query heads that read it folded into
-rows; tiles that causal or the window leave empty are skipped. Follows FlashAttention-2, https://arxiv.org/abs/2307.08691.
+torch_xla graph or compiled for TPU. One key/value head at a time, the G query heads that read it folded into rows;
+tiles outside the causal band or window are skipped. Follows FlashAttention-2, https://arxiv.org/abs/2307.08691.
 """
 
 from __future__ import annotations

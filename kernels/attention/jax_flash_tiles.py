@@ -1,4 +1,4 @@
-"""What one tile of scores is, in jax: shared by the forward and backward of jax_flash.py.
+"""One tile of scores in jax, shared by the forward and backward of jax_flash.py.
 
 A tile is (G, R, C): the G query heads of one key/value head, R query rows, C key columns.
 """
@@ -102,7 +102,7 @@ def from_key_heads(n: Sizes, x: Array) -> Array:
 
 def column_range(n: Sizes, call: AttentionCall, row_tile: Array) -> tuple[Array, Array]:
     """The column tiles [first, last) that the band lets any row of `row_tile` see."""
-    own = row_tile * n.rows + (n.keys - n.length)  # the key at which the first row stands
+    own = row_tile * n.rows + (n.keys - n.length)  # the key aligned with the first row
     first, last = jnp.int32(0), jnp.int32(n.keys)
     if call.left is not None:
         first = jnp.clip(own - call.left, 0, n.keys)
@@ -113,7 +113,7 @@ def column_range(n: Sizes, call: AttentionCall, row_tile: Array) -> tuple[Array,
 
 def row_range(n: Sizes, call: AttentionCall, column_tile: Array) -> tuple[Array, Array]:
     """The row tiles [first, last) of which any row sees a column of `column_tile`."""
-    own = column_tile * n.columns - (n.keys - n.length)  # the row that stands at the first column
+    own = column_tile * n.columns - (n.keys - n.length)  # the row aligned with the first column
     first, last = jnp.int32(0), jnp.int32(n.length)
     if call.right is not None:
         first = jnp.clip(own - call.right, 0, n.length)

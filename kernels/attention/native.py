@@ -1,4 +1,4 @@
-"""The definition of attention, in plain torch: forms all scores, returns the weights too. See contract.py."""
+"""The definition of attention, in plain torch: computes all scores, returns the weights too. See contract.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def define(
     call: AttentionCall,
     softmax_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` of a call that is resolved."""
+    """`attention` for a resolved call."""
     batch, length, heads, _ = query.shape
     keys = key.shape[1]
     keep = None
@@ -60,7 +60,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula of contract.py for some rows, with what they see (`seen`) and keep (`keep`) already boolean.
 
-    Of `call` the fields beside those that decide what is seen are read.
+    Reads the fields of `call` other than those that decide visibility.
     (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), weights (B, H, T, S).
     """
     softcap, bias, sinks = call.softcap, call.bias, call.sinks

@@ -1,4 +1,4 @@
-"""What the custom operators of the attention kernels share: their gradients' shapes, and where each gradient goes."""
+"""What the custom operators of the attention kernels share: the shapes and the order of their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def given(query: Tensor, bias_grad: bool, call: AttentionCall, *grads: Tensor | 
 
 
 def like(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, bias_grad: bool) -> Gradients:
-    """Tensors, contiguous and not yet written, of the shapes and dtypes that `given` returns."""
+    """Empty contiguous tensors of the shapes and dtypes that `given` returns."""
     bias = call.bias if bias_grad else None
     dq, dk, dv, dbias, dsinks = (
         query.new_empty(0) if x is None else x.new_empty(x.shape) for x in (query, key, value, bias, call.sinks)

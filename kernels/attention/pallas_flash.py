@@ -1,7 +1,7 @@
 """Attention by online softmax on TPU in Pallas, forward and backward; the arguments and results of jax_flash.py.
 
-Follows FlashAttention-2, https://arxiv.org/abs/2307.08691. Tiles that causal or the window leave empty are neither
-computed nor fetched. Memory is linear in T, but for the gradient of a bias, which is formed in full.
+Follows FlashAttention-2, https://arxiv.org/abs/2307.08691. Tiles outside the causal band or window are neither
+computed nor fetched. Memory is linear in T, except for the gradient of a bias, which is materialized.
 """
 
 from __future__ import annotations

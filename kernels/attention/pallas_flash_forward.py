@@ -1,4 +1,4 @@
-"""The forward kernel of Pallas flash attention: one program a row tile and column tile, the columns in turn."""
+"""The forward kernel of Pallas flash attention: one program per row tile and column tile, columns innermost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a flash call brought to the form the Pallas kernels read: heads first, padded to whole tiles."""
+"""The arguments of a flash call in the layout that the Pallas kernels read: heads first, padded to whole tiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def padded_to_tiles(n: Grid, call: AttentionCall) -> AttentionCall:
     """
     query_ids, key_ids = call.query_segment_ids, call.key_segment_ids
     return call._replace(
-        # a bool has no layout of its own in the vector memory
+        # bool has no layout in vector memory
         mask=None if call.mask is None else _matrix(n, call.mask.astype(jnp.int8)),
         bias=None if call.bias is None else _matrix(n, call.bias),
         query_segment_ids=None if query_ids is None else pad(query_ids[:, None].astype(jnp.int32), 2, n.rows),

@@ -1,6 +1,6 @@
 """What the Pallas flash kernels share: their grids' sizes, the band of visible tiles, and one tile of scores.
 
-Every tile stands transposed, keys by queries (C, R): a query's maximum, sum and logsumexp are then rows (1, R) of one
+Every tile is transposed, keys by queries (C, R): a query's maximum, sum and logsumexp are then rows (1, R) of one
 vector register each, reductions run down sublanes, and no matrix is transposed inside a kernel.
 """
 
@@ -46,17 +46,17 @@ class Grid(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The key at which query 0 stands."""
+        """The key aligned with query 0."""
         return self.keys - self.length
 
 
 def numbers_of(call: AttentionCall) -> AttentionCall:
-    """The call without its tensors, which a kernel is given as references."""
+    """The call without its tensors, which a kernel receives as references."""
     return AttentionCall(*(None,) * TENSORS, *call.numbers)
 
 
 def given_of(call: AttentionCall, *, backward: bool = False) -> list[str]:
-    """The names of the tensors that there are; of a backward without the sinks, which are in the logsumexp already."""
+    """The names of the tensors of the call; for backward without the sinks, which the logsumexp includes."""
     names = [name for name, x in zip(AttentionCall._fields[:TENSORS], call, strict=False) if x is not None]
     return [name for name in names if not (backward and name == "sinks")]
 
@@ -64,7 +64,7 @@ def given_of(call: AttentionCall, *, backward: bool = False) -> list[str]:
 def quotient(index: Any, size: int) -> Any:
     """index // size for an index that is not negative.
 
-    jnp's `//` looks at the signs, and to lower `sign` Pallas asks which TPU is attached, although none may be.
+    jnp's `//` uses `sign`, and to lower that Pallas queries the attached TPU, of which there may be none.
     """
     return lax.div(index, jnp.int32(size))
 
@@ -90,7 +90,7 @@ def row_range(n: Grid, call: AttentionCall, j: Any) -> tuple[Any, Any]:
 
 
 def within(index: Any, bounds: tuple[Any, Any], tiles: int) -> Any:
-    """`index`, held inside [first, last): a tile that is skipped asks for the one already there, and nothing moves."""
+    """`index` clamped to [first, last): a skipped tile requests the block already loaded, so nothing is fetched."""
     first, last = bounds
     return jnp.clip(jnp.clip(index, first, jnp.maximum(last - 1, first)), 0, tiles - 1)
 

@@ -1,4 +1,4 @@
-"""Flash attention in jax for whichever platform it is lowered for: the Pallas kernel on TPU, jax_flash.py elsewhere.
+"""Flash attention in jax for the platform it is lowered for: the Pallas kernel on TPU, jax_flash.py elsewhere.
 
 The arguments and results are those of jax_flash.py. torch_xla's device may be a CPU, and a Pallas kernel for TPU has no
 lowering there.

@@ -1,7 +1,7 @@
-"""Block sizes of the Pallas flash kernels, by shape class. Nothing is searched for at run time.
+"""Block sizes of the Pallas flash kernels, by shape class, without autotuning at run time.
 
 Entries are compiled for v4, v5e, v5p and v6e by the real compiler (tests/tpu/test_compile_flash.py), which fails where
-a kernel asks for more vector memory than the chip lets it have. No TPU was at hand to time them.
+a kernel needs more vector memory than the chip allows. They have not been timed on a TPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Blocks(NamedTuple):
     columns: int
 
 
-# (widest head_dim, blocks of the forward, blocks of the backward), for 16 and for 32 bits an element
+# (widest head_dim, blocks of the forward, blocks of the backward), for 16 and for 32 bits per element
 _TABLE: dict[int, tuple[tuple[int, Blocks, Blocks], ...]] = {
     16: ((128, Blocks(512, 512), Blocks(512, 512)), (256, Blocks(512, 512), Blocks(256, 512))),
     32: ((128, Blocks(512, 512), Blocks(256, 512)), (256, Blocks(256, 512), Blocks(256, 256))),

@@ -40,7 +40,7 @@ def call_jax_on_with_gradient(
 
 
 def _for_jax(call: AttentionCall, tensors: tuple[Tensor | None, ...]) -> AttentionCall:
-    """Integers of 32 bits, and the seed as data of the graph, not a constant: a new one must not compile again."""
+    """32-bit integers, and the seed as an input of the graph, not a constant: a new one must not recompile."""
     device = next(x.device for x in tensors if x is not None)
     ids = (None if x is None else x.to(torch.int32) for x in (call.query_segment_ids, call.key_segment_ids))
     seed = None if call.seed is None else call.seed.to(torch.int32).to(device)
@@ -50,7 +50,7 @@ def _for_jax(call: AttentionCall, tensors: tuple[Tensor | None, ...]) -> Attenti
 
 @functools.cache
 def _flat(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`function` with the tensors of the call among its arrays and the numbers as a setting; one object, so that it is
+    """`function` with the call's tensors among its arrays and the numbers as a static argument; cached, so that it is
     lowered once."""
 
     @functools.wraps(function)

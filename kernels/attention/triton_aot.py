@@ -1,8 +1,8 @@
-"""The flash kernels compiled ahead of time for GPUs that are not here, and what they take of them.
+"""The flash kernels compiled ahead of time for GPUs that need not be present, and the resources they use.
 
     python -m easytorch.kernels.attention.triton_aot sm_90 bfloat16 128
 
-prints one line of JSON a kernel. A process that has loaded Triton under TRITON_INTERPRET=1 cannot compile.
+prints one line of JSON per kernel. A process that has loaded Triton under TRITON_INTERPRET=1 cannot compile.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ KERNELS = ("forward", "delta", "key_value_grad", "query_grad")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one compiled kernel takes.
+    """The resources of one compiled kernel.
 
-    registers (AMD: vector and accumulation registers) and bytes of stack a thread; bytes of shared memory a block;
+    registers (AMD: vector and accumulation registers) and bytes of stack per thread; bytes of shared memory per block;
     columns of the tensor memory of Blackwell, of which a multiprocessor has 512.
     """
 

@@ -1,4 +1,4 @@
-"""The backward kernel of flash attention on the side of the keys: dK and dV, by blocks of keys.
+"""The backward kernel of flash attention for the keys: dK and dV, by blocks of keys.
 
 With P the weights, keep the dropout scale (0 or 1 / (1 - p)), c the derivative of the soft cap:
 
@@ -6,7 +6,7 @@ With P the weights, keep the dropout scale (0 or 1 / (1 - p)), c the derivative 
     dS_ij = P_ij (dP_ij - delta_i)      this is also the gradient of the bias
     dQ_i = scale sum_j c_ij dS_ij K_j   dK_j = scale sum_i c_ij dS_ij Q_i
 
-P is computed again from lse (https://arxiv.org/abs/2307.08691, section 3.1.2). A program sums over the query heads that
+P is recomputed from lse (https://arxiv.org/abs/2307.08691, section 3.1.2). A program sums over the query heads that
 share its key head, so no sum needs an atomic and the result does not depend on the schedule.
 """
 
@@ -83,7 +83,7 @@ def flash_key_value_grad(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_N keys of one key/value head: key_grad (B, S, K, D), value_grad (B, S, K, DV)."""
+    """One program per block of BLOCK_N keys of one key/value head: key_grad (B, S, K, D), value_grad (B, S, K, DV)."""
     blocks = tl.cdiv(S, BLOCK_N)
     # with a causal mask the first keys have the most queries: they start first
     column_start = tl.program_id(0) % blocks * BLOCK_N
@@ -106,7 +106,7 @@ def flash_key_value_grad(
     key_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     value_sum = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
 
-    # seen from the keys the band is reversed
+    # from the keys' point of view the band is reversed
     first = column_start - (S - T)
     last = tl.minimum(column_start + BLOCK_N, S) - 1 - (S - T)
     limits = band_limits(first, last, right, left, T, BLOCK_M)

@@ -1,6 +1,6 @@
-"""The backward kernels of flash attention on the side of the queries: delta, then dQ and the gradient of the bias.
+"""The backward kernels of flash attention for the queries: delta, then dQ and the gradient of the bias.
 
-The formulas stand in triton_flash_backward_keys.py.
+The formulas are in triton_flash_backward_keys.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def flash_delta(
     output, output_grad, delta, output_strides, grad_strides, H, T,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, H, T) float32, contiguous: the sum over DV of output * output_grad. One program a block of one head."""
+    """delta (B, H, T) float32, contiguous: sum over DV of output * output_grad. One program per block of one head."""
     blocks = tl.cdiv(T, BLOCK_M)
     row_start = tl.program_id(0) % blocks * BLOCK_M
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -94,7 +94,7 @@ def flash_query_grad(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_M queries of a head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
+    """One program per block of BLOCK_M queries and head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
     blocks = tl.cdiv(T, BLOCK_M)
     row_start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
     head = (tl.program_id(0) // blocks).to(tl.int64)

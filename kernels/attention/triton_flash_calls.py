@@ -1,4 +1,4 @@
-"""The launches of flash attention: which kernel, with which arguments, on how many programs.
+"""The launches of flash attention: kernels, arguments and grids.
 
 Only reads shapes, strides and dtypes, so it describes calls on meta tensors too: that is how triton_aot.py compiles
 what a GPU would run. Imports Triton: import it inside the function that needs it.

@@ -1,7 +1,7 @@
-"""Block sizes of the Triton kernels: a table, by architecture and by what a row of a head takes; never an autotuner.
+"""Block sizes of the Triton kernels: a table by architecture and bytes per row of a head, without autotuning.
 
-An autotuner would time its candidates at the first call of every shape, differently on every rank, and a captured graph
-could not hold it. docs/kernels/triton_flash.md gives what each entry takes of registers and shared memory.
+An autotuner would time its candidates at the first call of every shape, differently on every rank, and does not work in
+a captured graph. docs/kernels/triton_flash.md lists the registers and shared memory of each entry.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DENSE: dict[str, tuple[Tiles, ...]] = {
     "key_value_grad": (Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 1)),
     "query_grad": (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 16, 4, 1)),
 }
-# The interpreter has no limits; two different sizes, so that rows and columns cannot be exchanged unnoticed.
+# The interpreter has no limits; the two sizes differ, so that swapping rows and columns would be noticed.
 _INTERPRETER = Tiles(32, 16, 1, 1)
 
 

@@ -1,15 +1,15 @@
 """Attention over sequences of different lengths packed one after another, as flash-attn's `flash_attn_varlen_func`.
 
 Sequence b has the queries cu_seqlens_q[b] .. cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] .. cu_seqlens_k[b + 1],
-and is attended to as contract.py says for it alone: causal and window are aligned to its own last query and key. Any
-attention that carries segment ids does it:
+and is a call of its own by contract.py: causal and window are aligned to its own last query and key. Any attention that
+supports segment ids can compute it:
 
     packed    queries and keys have the same lengths: one row of tokens, a segment for each sequence
     batched   one row for each sequence, its tokens at the end, the slots before them in no segment
     aligned   one row; a sequence takes as many slots as the longer of its queries and keys, both at the end of them
 
-Of those that are exact the one with the fewest scores is taken; the choice needs only shapes and the longest lengths.
-Tokens beyond the last sequence give zeros. Dropout is a function of the places among the packed tokens (dropout.py).
+Of the layouts that are exact the one with the fewest scores is used; the choice needs only shapes and maximum lengths.
+Tokens beyond the last sequence give zeros. Dropout is a function of the positions in the packed tokens (dropout.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attention(
 ) -> Tensor:
     """(1, T, H, D), (1, S, K, D), (1, S, K, Dv) -> (1, T, H, Dv); all without the leading 1 are taken too.
 
-    attend: the attention that does the work, which is given segment ids; blocked.py does the sequences one by one.
+    attend: the attention to call, with segment ids; blocked.py computes the sequences one by one.
     cu_seqlens_*: integers (sequences + 1,), from 0, not decreasing. max_seqlen_*: at least the longest length; None
     finds it. features: softcap, sinks, softmax_scale.
     Raises `ValueError` for shapes that do not fit and, where the numbers are on the host, lengths that do not.
@@ -118,7 +118,7 @@ class _Slots(NamedTuple):
 def _through(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, rows: _Slots, columns: _Slots, features: dict[str, Any]
 ) -> Tensor:
-    # an empty slot on the side of the keys must not be the segment of one on the side of the queries
+    # an empty key slot must not be in the same segment as an empty query slot
     key_ids = torch.where(columns.filled, columns.ids, -2)
     output = attend(
         _taken(query, rows), _taken(key, columns), _taken(value, columns), query_segment_ids=rows.ids,

@@ -1,1 +1,1 @@
-"""Attention that skips what no query sees: windows, chunks, prefixes, documents. `native.py` defines it."""
+"""Attention that skips masked blocks: windows, chunks, prefixes, documents. `native.py` defines it."""

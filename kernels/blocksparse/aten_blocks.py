@@ -21,7 +21,7 @@ from easytorch.kernels.blocksparse.aten_plan import Step, part_of, steps
 from easytorch.kernels.blocksparse.structure import Structure, within_segments
 from easytorch.kernels.random.counter import counter_hash
 
-SCORES = 2**20  # that torch_tile.py forms at once: 4 MiB, which stay in the caches of two cores
+SCORES = 2**20  # that torch_tile.py computes at once: 4 MiB, which fit into the caches of two cores
 
 
 def forward(
@@ -96,7 +96,7 @@ def backward(
 
 
 class _Part(NamedTuple):
-    """What one call of a tile is about: places in (B, H, T, N) and (B, K, S, N), and its matrices."""
+    """One call of a tile: its positions in (B, H, T, N) and (B, K, S, N), and its matrices."""
 
     queries: tuple[slice, slice, slice]
     keys: tuple[slice, slice]
@@ -115,7 +115,7 @@ def _tile(query: Tensor, value: Tensor, call: AttentionCall) -> ModuleType:
 def _parts(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, call: AttentionCall, tile: ModuleType
 ) -> Iterator[_Part]:
-    """The steps of a call, cut by heads where the tile forms all scores of a step at once. query: (B, H, T, D)."""
+    """The steps of a call, split by heads where a tile computes all scores of a step at once. query: (B, H, T, D)."""
     batch, heads = query.shape[:2]
     kv_heads = key.shape[1]
     structure = Structure(begin, end, None, None)

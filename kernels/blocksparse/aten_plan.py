@@ -15,7 +15,7 @@ GRAIN = 64  # keys of a block inside an interval: those of them that a mask leav
 
 
 class Step(NamedTuple):
-    """Rows of `batch` and the keys they meet.
+    """Rows of `batch` and the keys they attend to.
 
     columns: a slice, or int64 positions where a mask leaves gaps. seen: boolean, broadcasts to (b, H, rows, columns);
     None where every row sees every column. Keys that are not among `columns` are never read.
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """How many scores of one head it computes."""
+        """The number of scores that it computes for one head."""
         columns = self.columns
         width = columns.stop - columns.start if isinstance(columns, slice) else columns.numel()
         return (self.rows.stop - self.rows.start) * width
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 def steps(
     structure: Structure, batch: int, mask: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None
 ) -> Iterator[Step]:
-    """What has to be computed; rows that see nothing may be in no step. mask: (B, H, T, S), any of them 1."""
+    """The steps of a call; rows that see nothing may be in none. mask: (B, H, T, S), any of them 1."""
     own_intervals = structure.begin.shape[0]
     units = [slice(0, batch)] if own_intervals == 1 and query_ids is None else [slice(b, b + 1) for b in range(batch)]
     limits = _limits(structure)
@@ -106,7 +106,7 @@ def _without_gaps(unit: slice, rows: slice, low: int, high: int, parts: list[Ten
 
 
 def part_of(matrix: Tensor, batch: slice, rows: slice, columns: slice | Tensor) -> Tensor:
-    """What of a matrix that broadcasts to (B, H, T, S) the step meets; dimensions of 1 stay 1."""
+    """The step's part of a matrix that broadcasts to (B, H, T, S); dimensions of 1 stay 1."""
     if matrix.shape[0] != 1:
         matrix = matrix[batch]
     if matrix.shape[2] != 1:

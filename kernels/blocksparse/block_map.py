@@ -1,6 +1,6 @@
-"""Which blocks of keys each block of queries needs, as tensors on the device: the loops of the Triton kernels.
+"""Which key blocks each query block needs, as tensors on the device: the loops of the Triton kernels.
 
-Nothing here waits for the device. https://arxiv.org/abs/2412.05496 (FlexAttention) has the same lists.
+Nothing here synchronizes with the device. https://arxiv.org/abs/2412.05496 (FlexAttention) has the same lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def states(
 ) -> Tensor:  # fmt: skip
     """int8 (B or 1, query blocks, key blocks): EMPTY, PARTIAL or FULL, of blocks of block_m queries and block_n keys.
 
-    mask: (B, H, T, S), any of them 1; a block is what it is to all heads together.
+    mask: (B, H, T, S), any of them 1; a block's state is that of all heads together.
     """
     begin, end = structure.begin, structure.end
     nothing = torch.iinfo(torch.int32).max

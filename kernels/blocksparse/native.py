@@ -1,6 +1,6 @@
 """The definition of block-sparse attention: kernels/attention/native.py under the mask that the structure implies.
 
-Beyond the contract of kernels/attention/contract.py, with p = i + S - T the key at which query i stands:
+Beyond the contract of kernels/attention/contract.py, with p = i + S - T the key aligned with query i:
 
     chunk_size      query i sees key j only where j // chunk_size == p // chunk_size (Llama 4's chunked attention)
     prefix_length   causal does not hide keys j < prefix_length (prefix-LM, https://arxiv.org/abs/1910.10683, fig. 4);

@@ -1,7 +1,7 @@
 """Block-sparse attention on TPU in Pallas, forward and backward, for arrays (T, S and B not zero).
 
-The block map is scalar data, fetched before the grid starts: see pallas_map.py. Memory is linear in T, but for the
-gradient of a bias, which is formed in full.
+The block map is scalar data, fetched before the grid starts: see pallas_map.py. Memory is linear in T, except for the
+gradient of a bias, which is materialized.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _padded(n: Grid, begin: Array, end: Array) -> tuple[Array, Array]:
 
 
 def _by_tiles(call: AttentionCall) -> tuple[Array | None, Array | None, Array | None]:
-    """What decides about tiles beside the intervals: the mask in four dimensions, and the segment ids."""
+    """What else decides which tiles are needed: the mask in four dimensions, and the segment ids."""
     mask = None if call.mask is None else call.mask.reshape((1,) * (4 - call.mask.ndim) + call.mask.shape)
     return mask, call.query_segment_ids, call.key_segment_ids
 

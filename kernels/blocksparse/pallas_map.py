@@ -1,8 +1,8 @@
-"""The walk of the Pallas kernels: a list of the tiles that may be needed, known when a program is traced, and for each
-of them what the data makes of it.
+"""The walk of the Pallas kernels: a static list of the tiles that may be needed, and for each of them its state, which
+depends on data.
 
-A grid step takes one entry of the list. Tiles that structure alone leaves empty are not in it; one that segments, a
-mask or a prefix empty keeps its step, which then neither computes nor fetches anything.
+A grid step takes one entry of the list. Tiles that the structure alone leaves empty are not in it; a tile that
+segments, a mask or a prefix leave empty keeps its step, which then neither computes nor fetches anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     prefix: int | bool | None = None
 
     def of(self, own: Any, keys: int, prefix: Any) -> tuple[Any, Any]:
-        """begin and end of the queries that stand at the keys `own`, numpy or jax, (..., T)."""
+        """begin and end of the queries aligned with the keys `own`, numpy or jax, (..., T)."""
         return intervals(own, keys, self.causal, self.left, self.right, self.chunk_size, prefix)
 
 
@@ -52,7 +52,7 @@ def candidates(n: Grid, rule: Rule, *, everything: bool = False) -> tuple[np.nda
 
     everything: list the empty tiles too. A row tile that needs none has one, EMPTY.
     """
-    # an array's prefixes are not known: with the longest one, all that any of them shows is listed
+    # an array's prefixes are not known: the longest possible one lists every tile that any of them needs
     prefix = n.keys if rule.prefix is True else rule.prefix
     begin, end = rule.of(np.arange(n.length)[None] + n.shift, n.keys, prefix)
     state = _states(np, n, *(np.asarray(x, np.int32) for x in (begin, end)))[0]
@@ -84,7 +84,7 @@ def walks(
             state = jnp.minimum(state, _of_mask(n, mask))
         state = jnp.broadcast_to(state, (state.shape[0], n.row_tiles, n.column_tiles))[:, rows, columns]
     owner, other = (columns, rows) if by_columns else (rows, columns)
-    # a step that computes nothing asks for the tile that is there already
+    # a step that computes nothing requests the tile already loaded
     place = jnp.where(state != EMPTY, jnp.arange(len(owner))[None], 0)
     fetched = jnp.asarray(other, jnp.int32)[lax.cummax(place, axis=1)]
     return Walk(jnp.asarray(np.concatenate([[-1], owner, [-1]]), jnp.int32), fetched * 4 + state.astype(jnp.int32))

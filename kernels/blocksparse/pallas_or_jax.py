@@ -1,4 +1,4 @@
-"""Block-sparse attention in jax for whichever platform it is lowered for: Pallas on TPU, plain jax elsewhere.
+"""Block-sparse attention in jax for the platform it is lowered for: Pallas on TPU, plain jax elsewhere.
 
 torch_xla's device may be a CPU, where a Pallas kernel for TPU has no lowering: there attention/jax_flash.py runs under
 the mask that the structure implies.

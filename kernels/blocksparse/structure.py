@@ -1,7 +1,7 @@
-"""What each query may see, as an interval of keys: the form in which every kernel here is given the structure.
+"""The keys that each query may see, as an interval: the representation of structure for every kernel here.
 
 Causal, sliding window, chunks and prefix together leave each query one interval [begin, end) of keys, and so do the
-segment ids of documents that lie side by side. What intervals cannot say (a mask, segments in pieces) a kernel applies
+segment ids of contiguous documents. What intervals cannot express (a mask, interleaved segments) a kernel applies
 inside them.
 """
 
@@ -48,7 +48,7 @@ def structure_of(
 def intervals(
     own: Any, keys: int, causal: bool, left: int | None, right: int | None, chunk_size: int | None, prefix: Any
 ) -> tuple[Any, Any]:
-    """begin and end for queries that stand at the keys `own`: an integer array (..., T) of torch, numpy or jax.
+    """begin and end for queries aligned with the keys `own`: an integer array (..., T) of torch, numpy or jax.
 
     prefix: None, an int or an array that broadcasts against `own`. Neither decreases with `own`.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from easytorch.kernels.attention.native import working_dtype
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
-# tanh by a sigmoid is off by 1.2e-7, of the cap: far below the rounding of the weights up to here
+# tanh by sigmoid has an error of 1.2e-7 of the cap: far below the rounding of the weights up to here
 SIGMOID_CAP = 64.0
 
 

@@ -1,6 +1,6 @@
-"""The backward kernel on the side of the keys: dK and dV, by blocks of keys, over the listed blocks of queries.
+"""The backward kernel for the keys: dK and dV, by blocks of keys, over the listed blocks of queries.
 
-The formulas stand in kernels/attention/triton_flash_backward_keys.py.
+The formulas are in kernels/attention/triton_flash_backward_keys.py.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def blocksparse_key_value_grad(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_N keys of one key/value head: key_grad (B, S, K, D), value_grad (B, S, K, DV)."""
+    """One program per block of BLOCK_N keys of one key/value head: key_grad (B, S, K, D), value_grad (B, S, K, DV)."""
     blocks = tl.cdiv(S, BLOCK_N)
     # with a causal mask the first keys have the most queries: they start first
     block = tl.program_id(0) % blocks

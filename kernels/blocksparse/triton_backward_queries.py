@@ -1,6 +1,6 @@
-"""The backward kernel on the side of the queries: dQ and the gradient of the bias, over the listed blocks of keys.
+"""The backward kernel for the queries: dQ and the gradient of the bias, over the listed blocks of keys.
 
-The formulas stand in kernels/attention/triton_flash_backward_keys.py.
+The formulas are in kernels/attention/triton_flash_backward_keys.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def blocksparse_query_grad(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_M queries of a head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
+    """One program per block of BLOCK_M queries and head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
     blocks = tl.cdiv(T, BLOCK_M)
     block = blocks - 1 - tl.program_id(0) % blocks
     row_start = block * BLOCK_M

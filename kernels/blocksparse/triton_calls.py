@@ -1,4 +1,4 @@
-"""The launches of block-sparse attention: which kernel, with which arguments and lists, on how many programs.
+"""The launches of block-sparse attention: kernels, arguments, lists and grids.
 
 Reads shapes, strides and dtypes, and makes the lists with torch's own operators: tensors on the meta device do.
 Imports Triton: import it inside the function that needs it.

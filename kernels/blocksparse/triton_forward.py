@@ -60,7 +60,7 @@ def blocksparse_forward(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of BLOCK_M queries of one head. Writes output (B, T, H, DV) and lse (B, H, T), contiguous.
+    """One program per block of BLOCK_M queries of one head. Writes output (B, T, H, DV) and lse (B, H, T), contiguous.
 
     lse is the natural logarithm of the sum of exponentials, +inf for a row that sees nothing. index_strides: of batch
     and block in `index`, then of the batch in `partial` and `total_blocks`.

@@ -93,7 +93,7 @@ def _backward(
     call, wants_bias = unflatten(rest[:-1]), rest[-1]
     structure = _narrowed(begin, end, call)
     architecture, heads = _architecture(query), (query, key, value)
-    # contiguous whatever the strides of the input: those may overlap
+    # contiguous for any strides of the input, which may overlap
     dq, dk, dv, bias_grad, sinks_grad = like(query, key, value, call, wants_bias)
     delta = torch.empty_like(lse)
     calls.delta_call(output, grad, delta).launch()
@@ -121,7 +121,7 @@ def _backward_fake(
 
 def _narrowed(begin: Tensor, end: Tensor, call: AttentionCall) -> Structure:
     structure = Structure(begin, end, call.left, call.right)
-    # the kernels compare ids all the same: whether the intervals say it all is not known here without waiting
+    # the kernels compare ids anyway: knowing that the intervals suffice would need a device synchronization
     if call.query_segment_ids is None or call.key_segment_ids is None:
         return structure
     return within_segments(structure, call.query_segment_ids, call.key_segment_ids)[0]

@@ -1,7 +1,7 @@
 """A tile of scores under a block map, for the forward and backward kernels; beside attention/triton_flash_tiles.py.
 
-A block map (block_map.py) names, for each block of one side, the blocks of the other that are needed. Blocks that are
-listed as partial take the intervals, mask and segments of structure.py's form; full ones take none of them.
+A block map (block_map.py) names, for each block of one side, the blocks of the other that are needed. Partial
+blocks apply the intervals of structure.py, mask and segments; full ones need none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causal convolution by ATen: one multiply and add a tap, over blocks of tokens that stay in the cache.
+"""Causal convolution by ATen: one multiply-add per tap, over blocks of tokens that stay in the cache.
 
 torch's own convolution wants channels before the sequence: the copies there and back cost more than the sum.
 """
@@ -32,7 +32,7 @@ def causal_conv1d(
     size = max(1, BLOCK // max(1, x.shape[0] * x.shape[2]))
     past = with_past(x[:, :0], initial_state, width)
     outputs = []
-    # split, not sliced: the gradient of a slice is as large as what it was cut from
+    # split, not sliced: the gradient of a slice is as large as the tensor it was taken from
     for index, block in enumerate(x.split(size, 1)):
         block = torch.cat([past, block.to(wide)], 1)
         past = block[:, block.shape[1] - (width - 1) :]

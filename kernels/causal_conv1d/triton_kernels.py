@@ -1,4 +1,4 @@
-"""Causal convolution in Triton, forward and backward: a tile of tokens by channels a program.
+"""Causal convolution in Triton, forward and backward: one tile of tokens by channels per program.
 
 Position p < 0 is a token of the state (B, C, W-1), whose last is p = -1. number (B, T), or None, is each token's
 document in order; the state belongs to document 0.

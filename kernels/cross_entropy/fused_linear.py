@@ -1,8 +1,8 @@
 """The cross entropy of a linear layer without its logits: chunk by chunk of rows, gradients in the same pass.
 
-For "mean" and "sum" the gradient of every row's loss is known up to one factor, so the forward pass forms the gradients
-of hidden and weight from each chunk's logits while they are there, for the sum of the losses (a mean's 1 / N would
-underflow in float16), and the backward pass multiplies them by the factor. For "none" the backward pass forms the
+For "mean" and "sum" the gradient of every row's loss is known up to one factor, so the forward pass computes the
+gradients of hidden and weight from each chunk's logits while they are there, for the sum of the losses (a mean's 1 / N
+would underflow in float16), and the backward pass multiplies them by the factor. For "none" the backward pass forms the
 logits again. Memory beyond the inputs and gradients: one chunk of logits, and the gradient of weight in float32.
 """
 

@@ -23,7 +23,7 @@ def _capped(x, softcap):
 def cross_entropy_forward(
     logits, labels, losses, lse, logits_stride, V, ignore_index, smoothing, softcap, z_loss, BLOCK: tl.constexpr
 ):
-    """Fills losses and lse (N,) float32. One program a row; smoothing and softcap are None where there is none."""
+    """Fills losses and lse (N,) float32. One program per row; smoothing and softcap are None where there is none."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     label = tl.load(labels + row).to(tl.int64)
@@ -40,7 +40,7 @@ def cross_entropy_forward(
             plain += tl.sum(tl.where(columns < V, z, 0.0), 0)
         z = tl.where(columns < V, z, float("-inf"))
         higher = tl.maximum(highest, tl.max(z, 0))
-        # a block of nothing but -inf: the difference of two infinities is NaN
+        # a block of only -inf: the difference of two infinities is NaN
         reference = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - reference) + tl.sum(tl.exp(z - reference), 0)
         highest = higher
@@ -59,7 +59,7 @@ def cross_entropy_backward(
     losses_grad, logits, labels, lse, logits_grad, losses_grad_stride, logits_stride, V, ignore_index, smoothing,
     softcap, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fills logits_grad (N, V), contiguous, which may be the logits. One program a block of a row.
+    """Fills logits_grad (N, V), contiguous, which may be the logits. One program per block of a row.
 
     With p = exp(z - lse): p * (1 + 2 * z_loss * lse) - (1 - smoothing) at the label - smoothing / V, times the slope of
     the cap, times the loss's own gradient.

@@ -28,7 +28,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """logits (..., V), labels (...) -> the loss, float32. Keeps the logits and one number a row for the backward.
+    """logits (..., V), labels (...) -> the loss, float32. Keeps the logits and one number per row for the backward.
 
     A label outside [0, V) that is not `ignore_index` gives NaN. Not differentiable twice. Raises `ValueError` for what
     `supports` refuses, and for arguments that do not fit.

@@ -1,1 +1,1 @@
-"""Attention of one query token over a cache: `native.py` defines it, the other files compute the same faster."""
+"""Attention of one query token over a cache: `native.py` defines it, the other files are faster implementations."""

@@ -45,7 +45,7 @@ _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_spli
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float = 0.0, **_: Any) -> str | None:
-    """None, or the part of the call that is not carried. Takes the arguments of `decode`."""
+    """None, or the part of the call that is not supported. Takes the arguments of `decode`."""
     return "it has no dropout" if dropout_prob > 0.0 else None
 
 
@@ -98,7 +98,7 @@ def decode(
     ends = [keys] * batch if lengths is None else lengths.tolist()
     if at_once and len(set(ends)) <= 1:
         return _attend(query, key, value, ends[0] if ends else keys, call, softmax_scale, free)
-    # one sequence at a time: each has its own keys, and only one at once has float32 keys and scores
+    # one sequence at a time, so that only one has float32 keys and scores in memory
     return torch.cat([
         _attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], end, _of_sequence(call, b), softmax_scale, free)
         for b, end in enumerate(ends)
@@ -109,8 +109,8 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv), as models and their caches hold them -> (B, 1, H, Dv).
 
     `decode` of a call without features, which generation makes at each layer of each token: over a short cache its
-    steps take longer than the attention itself. None where there is more to look at: another layout, dtype or size,
-    a graph that is traced, and every mistake, of which `decode` says what it is.
+    steps take longer than the attention itself. None where the general path is needed: another layout, dtype or size,
+    a traced graph, and invalid arguments, for which `decode` raises.
     """
     if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
         return None
@@ -163,7 +163,7 @@ def _faster_split(key: Tensor, value: Tensor) -> bool:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, end: int, call: AttentionCall, softmax_scale: float | None, free: bool
 ) -> Tensor:
-    """The query stands at key end - 1 and sees the keys before it that the window reaches. free: without a gradient.
+    """The query is aligned with key end - 1 and sees the keys before it within the window. free: without a gradient.
 
     softmax_scale: as given, since ATen's own default may differ from ours by a rounding.
     """

@@ -1,4 +1,4 @@
-"""Decoding attention as two batched products a sequence, without a gradient: every feature, scores in float32.
+"""Decoding attention as two batched matmuls per sequence, without a gradient: every feature, scores in float32.
 
 Keys times queries, not queries times keys: a BLAS copies the operand that it is given transposed into its own order,
 and here that would be the cache. Keys are taken in blocks: between two keys of a head in a (B, S, K, D) cache lie the

@@ -1,7 +1,7 @@
 """The arguments of a decoding attention: those of kernels/attention/contract.py with T = 1, and `lengths`.
 
-`lengths` (B,), int32 or int64, each 0..S: only the first lengths[b] keys of sequence b are part of the call. Causal and
-the sliding window place the query at the last of them, key lengths[b] - 1. What lies beyond is never read: it may be
+`lengths` (B,), int32 or int64, each 0..S: only the first lengths[b] keys of sequence b are part of the call. For causal
+and the sliding window the query is at the last of them, key lengths[b] - 1. Keys beyond are never read: they may be
 NaN. A sequence of length 0 gives zeros. Without `lengths` every sequence has S keys.
 """
 
@@ -28,8 +28,8 @@ def not_one_query(query: Tensor) -> str | None:
 def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **features: Any) -> AttentionCall:
     """The call as one record, or an error that names what does not fit.
 
-    What `lengths` holds is checked where it is at hand (`interop/arguments.py`): kernels on other devices take a length
-    beyond 0..S for the nearest of them.
+    The values of `lengths` are checked on the host (`interop/arguments.py`): kernels on other devices clamp a length
+    to 0..S.
     """
     call = contract.resolve(query, key, value, **features)
     if (reason := not_one_query(query)) is not None:
@@ -40,7 +40,7 @@ def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = 
         if lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"decode: lengths must be int32 or int64, got {lengths.dtype}")
         if lengths.shape != (batch,):
-            raise ValueError(f"decode: lengths must be {(batch,)}, one a sequence, got {tuple(lengths.shape)}")
+            raise ValueError(f"decode: lengths must be {(batch,)}, one per sequence, got {tuple(lengths.shape)}")
         limits = bounds(lengths)
         if limits is not None and not 0 <= limits[0] <= limits[1] <= keys:
             raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {lengths.tolist()}")

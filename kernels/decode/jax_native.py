@@ -1,4 +1,4 @@
-"""Decoding attention in plain jax, no torch: what pallas_kernel.py is compared with, and what runs where it does not.
+"""Decoding attention in plain jax, without torch: the reference for pallas_kernel.py, and its fallback.
 
 The query heads of one key/value head are rows of a matrix.
 """
@@ -47,7 +47,7 @@ def decode(
     if sinks is not None:
         l_i = l_i + jnp.exp(sinks.astype(jnp.float32)[:, None] - m_i)
     weights = weights / jnp.where(l_i == 0.0, 1.0, l_i)
-    if lengths is not None:  # what lies beyond may be NaN, and zero times NaN is not zero
+    if lengths is not None:  # keys beyond may be NaN, and zero times NaN is not zero
         value = jnp.where((offset <= 0)[:, :, None, None], value, 0)
     grouped = weights.reshape(batch, kv_heads, heads // kv_heads, keys)
     output = jnp.einsum(

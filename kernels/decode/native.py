@@ -39,7 +39,7 @@ def over_lengths(
     call: AttentionCall,
     softmax_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`decode` of a call that is resolved."""
+    """`decode` for a resolved call."""
     batch, _, heads, _ = query.shape
     keys = key.shape[1]
     if lengths is None:

@@ -1,4 +1,4 @@
-"""Decoding attention on TPU in Pallas: one pass over the cache as it lies, all heads of a block of keys at a time.
+"""Decoding attention on TPU in Pallas: one pass over the cache in its own layout, all heads of a key block at a time.
 
 The query heads that read one key/value head are the rows of one matrix. Lengths are prefetched into scalar memory:
 blocks beyond a sequence's keys, or left of its window, are neither fetched nor computed.
@@ -60,7 +60,7 @@ def decode(
     ends = jnp.full(batch, keys, jnp.int32) if lengths is None else jnp.clip(lengths, 0, keys).astype(jnp.int32)
 
     def in_reach(b: Any, j: Any, ends: Any) -> Any:
-        """The block itself where it is read, else the nearest that is: what lies there already is not fetched again."""
+        """The block itself if it is read, else the nearest one that is, so that nothing new is fetched."""
         first, last = _blocks(n, ends[b])
         return jnp.clip(j, first, jnp.maximum(last - 1, first))
 

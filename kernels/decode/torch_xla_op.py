@@ -34,7 +34,7 @@ def supports(
 def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype.
 
-    A length beyond 0..S counts as the nearest of them. Raises `ValueError` for what `supports` refuses.
+    Lengths are clamped to 0..S. Raises `ValueError` for what `supports` refuses.
     """
     from easytorch.kernels.attention.torch_xla_call import call_jax_on
     from easytorch.kernels.decode import pallas_or_jax

@@ -1,4 +1,4 @@
-"""Decoding attention in Triton: split-K over the cache, and the kernel that puts the splits together.
+"""Decoding attention in Triton: split-K over the cache, and the kernel that combines the splits.
 
 Follows Flash-Decoding, https://pytorch.org/blog/flash-decoding. A program holds up to BLOCK_M query heads that read one
 key/value head, as the rows of one matrix, and its share of the keys that the sequence's query sees.
@@ -126,7 +126,7 @@ def decode_split(
 def decode_merge(
     partial, lse, output, sinks, H, SPLITS, DV, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
-    """Fills output (B, H, DV) from partial (B, H, SPLITS, DV) and lse (B, H, SPLITS). One program a head."""
+    """Fills output (B, H, DV) from partial (B, H, SPLITS, DV) and lse (B, H, SPLITS). One program per head."""
     head = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, BLOCK_SPLITS)
     m_parts = tl.load(lse + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))

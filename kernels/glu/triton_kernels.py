@@ -1,4 +1,4 @@
-"""The kernels of the gated linear units: one program a tile of rows and columns, each element read once.
+"""The kernels of the gated linear units: one program per tile of rows and columns, each element read once.
 
 ACTIVATION is "silu", "gelu" (by the error function) or "gelu_tanh".
 """

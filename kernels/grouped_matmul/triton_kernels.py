@@ -59,7 +59,7 @@ def grouped_weight_grad(
     left, right, output, edges, left_stride, right_stride, A, B,
     BLOCK_M: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fills output (E, A, B), contiguous, with left^T (A, m) @ right (m, B) of each group. One program a tile."""
+    """Fills output (E, A, B), contiguous, with left^T (A, m) @ right (m, B) of each group. One program per tile."""
     a_tiles, b_tiles = tl.cdiv(A, BLOCK_A), tl.cdiv(B, BLOCK_B)
     group = tl.program_id(0) // (a_tiles * b_tiles)
     tile = tl.program_id(0) % (a_tiles * b_tiles)

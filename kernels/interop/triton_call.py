@@ -43,7 +43,7 @@ class Block(NamedTuple):
 def block_of(width: int, *, elements: int, widest: int) -> Block:
     """A tile of about `elements` for rows of `width`: several short rows, one long one, or `widest` columns of it.
 
-    16 elements a thread of 32: a load of 16 bytes a thread for 16 bits, twice over, and room for what is computed.
+    16 elements per thread of 32: a load of 16 bytes per thread for 16 bits, twice over, and room for what is computed.
     """
     columns = min(widest, power_of_two(width))
     rows = max(1, elements // columns)

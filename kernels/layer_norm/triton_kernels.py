@@ -14,7 +14,7 @@ import triton.language as tl
 def norm_forward(
     x, weight, bias, output, mean, rstd, x_stride, ROWS, N, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Fills output (ROWS, N), contiguous, and mean and rstd (ROWS,) float32. One program a block of BLOCK_M rows."""
+    """Fills output (ROWS, N), contiguous, and mean and rstd (ROWS,) float32. One program per block of BLOCK_M rows."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)[None, :]
     at = rows.to(tl.int64)[:, None]

@@ -40,7 +40,7 @@ def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
     for start, end in _blocks(weight):
         scale = _scale(weight, start, end, work)
         numbers = _numbers(weight, start, end, work)
-        # one scale a row of the weight: fewer numbers to multiply behind the product, unless x has more rows
+        # one scale per row of the weight: fewer numbers to multiply behind the product, unless x has more rows
         behind = scale.shape[1] == 1 and x.shape[0] < weight.shape[1]
         product = rows @ (numbers if behind else numbers.mul_(scale)).t()
         if behind:

@@ -17,7 +17,7 @@ NF4_LEVELS = (
 class Format(NamedTuple):
     """dtype: of the stored codes. packed: two codes a byte. largest: the number that absmax becomes.
 
-    group_size: the default, None for one scale a row.
+    group_size: the default, None for one scale per row.
     """
 
     dtype: torch.dtype

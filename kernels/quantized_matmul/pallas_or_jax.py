@@ -78,7 +78,7 @@ def _as_bytes(
     pallas: Callable[..., Array], rows: Array, data: Array, scale: Array, zero: Array | None,
     *, format: str, group_size: int,
 ) -> Array:  # fmt: skip
-    """The kernels read bytes and float32, one scale a row at least."""
+    """The kernels read bytes and float32, one scale per row at least."""
     stored = data if data.dtype in (jnp.int8, jnp.uint8) else lax.bitcast_convert_type(data, jnp.int8)
 
     def by_row(parameter: Array) -> Array:

@@ -1,6 +1,6 @@
 """Attention over pages on TPU in Pallas: pages are fetched through the block table, two tiles of keys in turn.
 
-One program a block of one sequence's tokens, all heads. The queries of the G heads that read one key/value head are
+One program per block of one sequence's tokens, all heads. The queries of the G heads that read one key/value head are
 the rows of one matrix, G first. What a program needs to know of its block is prefetched into scalar memory.
 """
 

@@ -181,7 +181,7 @@ def ragged_forward(
 def merge_splits(
     partial, lse, output, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """partial (rows, SPLITS, DV) and lse (rows, SPLITS) of `ragged_forward` -> output (rows, DV); a program a row."""
+    """partial (rows, SPLITS, DV), lse (rows, SPLITS) of `ragged_forward` -> output (rows, DV). One program per row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, BLOCK_DV)[None, :]

@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
 # kind of batch -> architecture -> tiles for 16 bits, padded head_dim at most 64, 128, 256, 512. Decoding is bound by
 # memory: few rows and many keys in flight. Chosen by compiling, since no GPU was at hand to time them: what fits shared
-# memory and spills nothing, but for up to 264 bytes a thread at 512 from sm_90 on, whose tensor cores want 64 rows.
+# memory and spills nothing, but for up to 264 bytes per thread at 512 from sm_90 on, whose tensor cores want 64 rows.
 _HEAD_DIMS = (64, 128, 256, 512)
 _TABLE: dict[str, dict[str, tuple[Tiles, ...]]] = {
     "decode": {
@@ -61,7 +61,7 @@ def tiles_of(architecture: str, dtype: torch.dtype, dim: int, *, decode: bool) -
 
 
 def splits_of(programs: int, keys: int, processors: int) -> int:
-    """A power of two: into how many parts the keys of a sequence are split, when there is one program a tile of rows.
+    """A power of two: into how many parts the keys of a sequence are split, when there is one program per tile of rows.
 
     programs: those that have rows; keys: the most a sequence can have. Two programs a processor keep it busy.
     """

@@ -1,4 +1,4 @@
-"""Writing into pages on a GPU: one program a block of columns of a row, which waits for nothing. Imports Triton."""
+"""Writing into pages on a GPU: one program per block of columns of a row, which waits for nothing. Imports Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of rotary: one program a token, which turns the heads of its query and key by one row of the tables."""
+"""The kernel of rotary: one program per token, which turns the heads of its query and key by one row of the tables."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_errors(backend: str) -> None:
     operation, (query, key, value) = decode(backend), tensors()
     for lengths, message in (
         (torch.ones(B), "int32 or int64"),
-        (torch.ones(B + 1, dtype=torch.int32), r"\(3,\), one a sequence, got \(4,\)"),
+        (torch.ones(B + 1, dtype=torch.int32), r"\(3,\), one per sequence, got \(4,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             operation(query, key, value, lengths=lengths)

@@ -12,7 +12,7 @@ import numpy as np
 from easytorch.bridge.core.casting import CastOverflow, cast
 from easytorch.bridge.dtypes import numpy_dtype
 
-# ggml's types that are one number an element, and what they are called here.
+# ggml's types that are one number per element, and what they are called here.
 PLAIN = {
     "F32": "float32",
     "F16": "float16",

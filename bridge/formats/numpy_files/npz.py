@@ -1,4 +1,4 @@
-"""numpy's `.npz`: a zip archive with one `.npy` file a tensor, as big_vision and vision_transformer publish weights.
+"""numpy's `.npz`: a zip archive with one `.npy` file per tensor, as big_vision and vision_transformer publish weights.
 
 Members are stored or deflated. Stored ones are mapped; a deflated one is inflated when it is read, into as many bytes
 as its header declares and no more. bfloat16, which numpy does not know, comes back from an npz as two void bytes

@@ -59,7 +59,7 @@ class MovementOps(Recorder):
         return self._add_one(OpType.SLICE, x, starts=first, limits=integers(limits, "Slice: limits"), strides=steps)
 
     def dynamic_slice(self, operand: Op, start_indices: Sequence[Op], slice_dims: Ints) -> Op:
-        """`slice_dims` elements from `start_indices`, integer scalars, one an axis, clamped so that all are inside."""
+        """`slice_dims` elements from `start_indices`, integer scalars, one per axis, clamped so that all are inside."""
         starts = sequence(start_indices, "DynamicSlice: start_indices")
         sizes = integers(slice_dims, "DynamicSlice: slice_dims")
         return self._add_one(OpType.DYNAMIC_SLICE, operand, *starts, slice_dims=sizes)

@@ -51,7 +51,7 @@ def window_sizes(
     window_dilations: tuple[int, ...],
     paddings: tuple[tuple[int, ...], ...],
 ) -> tuple[int, ...]:
-    """How many windows fit along each axis; `BackendError` for settings that are not one an axis, or not positive."""
+    """How many windows fit along each axis; `BackendError` for settings that are not one per axis, or not positive."""
     rank = len(dimensions)
     positive = {
         "window_dimensions": window,

@@ -1,1 +1,1 @@
-"""Lowerings of ATen's operations, a file a family; `registry` imports them all."""
+"""Lowerings of ATen's operations, one file per family; `registry` imports them all."""

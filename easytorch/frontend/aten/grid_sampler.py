@@ -19,7 +19,7 @@ _ZEROS, _BORDER, _REFLECTION = range(3)
 
 
 class _Sampler:
-    """The values of x (N, C, *sizes) at coordinates (N, *outputs), one array an axis."""
+    """The values of x (N, C, *sizes) at coordinates (N, *outputs), one array per axis."""
 
     def __init__(self, ctx: Context, x: Op, padding_mode: int, align_corners: bool) -> None:
         self.ctx, self.b, self.x = ctx, ctx.builder, x

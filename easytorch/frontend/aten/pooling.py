@@ -253,7 +253,7 @@ def _to_places(ctx: Context, grad_output: Op, x: Op, indices: Op, spatial: int) 
 
 
 def _divided(ctx: Context, x: Op, divisors: Sequence[np.ndarray]) -> Op:
-    """x by the products of `divisors`, one vector an axis of the last ones."""
+    """x by the products of `divisors`, one vector per axis of the last ones."""
     table = divisors[0]
     for part in divisors[1:]:
         table = table[..., None] * part
