@@ -20,7 +20,8 @@ from easytorch.training.data import Blocks, step_indices
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
-from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer
+from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer, without_moments
+from easytorch.training.parallel import in_parallel
 from easytorch.training.plot import plot_loss
 from easytorch.training.prepare import (
     check_inputs,
@@ -101,7 +102,7 @@ def _make_optimizer(
         return optimizer, 0
     state = load_state(checkpoint)
     try:
-        load_optimizer(optimizer, state["optimizer"])
+        load_optimizer(optimizer, state["optimizer"], state.get("without_moments", ()))
     except ValueError as error:
         raise CheckpointError(
             f"cannot be resumed from: {error}; move it away to resume from the checkpoint before it", file=checkpoint
@@ -129,7 +130,7 @@ class _Run:
         )  # fmt: skip
         self.share, self.micro = config.share(processes.world)
         self.optimizer, self.step, self.checkpoint = optimizer, step, checkpoint
-        self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if processes.world > 1 else model
+        self.parallel = in_parallel(model, blocks, processes) if processes.world > 1 else model
         self.report: Report | None = None
         self.skipped = self.skipped_in_a_row = 0
 
@@ -276,10 +277,14 @@ class _Run:
         with self.processes.together():
             self.checkpoint = checkpoint_path(Path(self.config.output), self.step)
             if self.processes.first:
+                state = {
+                    "optimizer": self.optimizer.state_dict(),
+                    "without_moments": without_moments(self.optimizer),
+                    "settings": self.settings,
+                }
                 save_checkpoint(
-                    self.checkpoint, self.step, self.model, self.tokenizer,
-                    {"optimizer": self.optimizer.state_dict(), "settings": self.settings}, self.config.keep_checkpoints,
-                )  # fmt: skip
+                    self.checkpoint, self.step, self.model, self.tokenizer, state, self.config.keep_checkpoints
+                )
 
     def _nonfinite_next(self) -> str | None:
         """The first non-finite value in a forward and backward of one block per process, without dropout, if any."""

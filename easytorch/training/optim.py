@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,19 +26,28 @@ def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.opti
     )
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def without_moments(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The numbers of the parameters that no step has changed: the loss does not depend on them."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [number for number, parameter in enumerate(parameters) if parameter not in optimizer.state]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], absent: object = ()) -> None:
     """The moments of `state`; decay and betas stay those of `optimizer`, which a resumed run may have changed.
 
+    absent: `without_moments` of the optimizer that was saved.
     `ValueError` for a state that is not of these parameters: torch takes it and reads past the end of the moments.
     """
-    _check_moments(optimizer, state)
+    if not isinstance(absent, list | tuple) or not all(type(number) is int for number in absent):
+        raise ValueError(f"its list of parameters without moments is {absent!r}")
+    _check_moments(optimizer, state, absent)
     ours = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, settings in zip(optimizer.param_groups, ours, strict=True):
         group.update(settings)
 
 
-def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any], absent: Collection[int]) -> None:
     moments, groups = state.get("state"), state.get("param_groups")
     if not isinstance(moments, dict) or not isinstance(groups, list):
         raise ValueError("it holds no optimizer state")
@@ -46,10 +56,11 @@ def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         raise ValueError("its optimizer state is of another number of parameters")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip((n for group in groups for n in group["params"]), parameters, strict=True):
+    numbers = [number for group in groups for number in group["params"]]
+    for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True)):
         own = moments.get(number)
         if not isinstance(own, dict):
-            if moments:  # a run that has only skipped steps has none at all
+            if moments and place not in absent:  # a run that has only skipped steps has none at all
                 raise ValueError(f"its optimizer state lacks parameter {number}")
             continue
         for name, shape in (("step", ()), ("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape)):

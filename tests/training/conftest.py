@@ -51,3 +51,10 @@ def settings(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
         return TrainingConfig(**{**values, **changes})
 
     return make
+
+
+@pytest.fixture
+def partly_unused() -> dict[str, Any]:
+    """A model whose loss does not depend on its attention to an encoder, which has no gradient then."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "add_cross_attention": True}
+    return {"model_type": "gpt2", **sizes, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -87,6 +87,7 @@ def moments(change):
         (edit(optimizer={"state": {}, "param_groups": [1]}), "holds no optimizer state"),
         (edit(optimizer={"state": {}, "param_groups": []}), "another number of parameters"),
         (moments(lambda of: of.pop(0)), "lacks parameter 0"),
+        (edit(without_moments=5), "without moments is 5"),
         (moments(lambda of: of[0].update(exp_avg=torch.zeros(3))), "exp_avg of parameter 0 has not the shape"),
         (moments(lambda of: of[0].pop("step")), "step of parameter 0 has not the shape"),
         (moments(lambda of: of[1]["exp_avg_sq"].fill_(torch.nan)), "exp_avg_sq of parameter 1 has values that are not"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from easytorch.training import train
 from easytorch.training.checkpoint import load_state
@@ -20,6 +23,16 @@ def trained(settings):
     config = settings(steps=2, eval_fraction=0.1)
     train(config)
     return dataclasses.replace(config, resume=True)
+
+
+def test_a_model_with_parameters_that_get_no_gradient_is_resumed(settings, partly_unused):
+    config = settings(steps=4, save_every=2, eval_fraction=0.0, model=partly_unused)
+    last = train(config).checkpoint
+    expected = load_file(last / "model.safetensors")
+    shutil.rmtree(last)
+    assert load_state(last.with_name("checkpoint-2"))["without_moments"]
+    assert train(dataclasses.replace(config, resume=True)).checkpoint == last
+    assert_close(load_file(last / "model.safetensors"), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

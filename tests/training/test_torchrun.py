@@ -23,8 +23,8 @@ def series(output, key):
     return [line[key] for line in read_metrics(Path(output) / "metrics.jsonl") if key in line]
 
 
-def test_two_processes_learn_what_one_learns(settings):
-    one, two = settings("one"), settings("two", micro_batch_size=2)
+def test_two_processes_learn_what_one_learns(settings, partly_unused):
+    one, two = settings("one", model=partly_unused), settings("two", model=partly_unused, micro_batch_size=2)
     train(one)
     launch(two, 2, threads=1)
     assert series(two.output, "loss") == pytest.approx(series(one.output, "loss"), rel=1e-4)
