@@ -10,8 +10,11 @@ from torch import Tensor
 
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
-from easytorch.kernels.quantized_matmul import native
+from easytorch.kernels.quantized_matmul import cpu, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
+from easytorch.operations.dispatch.base import backend
+from easytorch.operations.dispatch.impl import Choice
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
 
@@ -26,6 +29,10 @@ class QuantizedMatmul(ProductImpl):
 
     paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "pallas"}
 
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        self._few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the codes of few rows at the speed of memory")
+
     @classmethod
     def get_impl_name(cls) -> str:
         return "quantized_matmul"
@@ -39,6 +46,8 @@ class QuantizedMatmul(ProductImpl):
     def supports(self, backend: str, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> str | None:
         if backend != "native" and transforming():
             return REFUSAL
+        if backend == "cpu":
+            return cpu.supports(x, weight, self.product_dtype(x))
         if backend == "triton":
             from easytorch.kernels.quantized_matmul import triton_op
 
@@ -48,11 +57,30 @@ class QuantizedMatmul(ProductImpl):
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
+    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        if platform == "cpu":
+            x, weight, bias = _named(*args, **kwargs)
+            if isinstance(weight, QuantizedWeight) and cpu.prefers(x, weight, bias):
+                reason = self.supports("cpu", x, weight, bias)
+                if reason is None:
+                    return self._few
+        return super().choose_freely(platform, args, kwargs)
+
     def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         return self.run(native.quantized_matmul, x, weight, bias)
+
+    @backend("cpu")
+    def forward_cpp(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        return self.run(cpu.quantized_matmul, x, weight, bias)
 
     def run(
         self, kernel: Callable[..., Tensor], x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
         dtype = self.product_dtype(x)
         return kernel(x if dtype is None else x.to(dtype), weight, bias)
+
+
+def _named(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+) -> tuple[Tensor, QuantizedWeight, Tensor | None]:
+    return x, weight, bias

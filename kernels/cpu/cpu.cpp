@@ -5,12 +5,14 @@
 namespace easytorch {
 
 void register_linear(Library& library);
+void register_quantized_matmul(Library& library);
 
 namespace {
 
 struct Registration {
   Registration() {
     register_linear(library);
+    register_quantized_matmul(library);
   }
   Library library;
 };

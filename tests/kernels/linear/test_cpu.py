@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +15,7 @@ from easytorch.kernels.linear import cpu, preference
 from easytorch.layers.linear import linear as layer_linear
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
+from tests.kernels.linear.guard import guarded
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -166,18 +165,6 @@ def test_a_layer_of_a_model_takes_it_where_nothing_listens(monkeypatch: pytest.M
     assert len(calls) == 1
 
 
-def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor again, contiguous, ending where a page begins that cannot be read."""
-    page, size = mmap.PAGESIZE, tensor.numel() * tensor.element_size()
-    room = -(-size // page) * page
-    memory = mmap.mmap(-1, room + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(address + room), ctypes.c_size_t(page), 0) == 0, ctypes.get_errno()
-    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - size)
-    return flat.view(tensor.shape).copy_(tensor)
-
-
 def read_up_to_guard_pages() -> None:
     generator = torch.Generator().manual_seed(0)
     for level in range(len(library.LEVELS)):
@@ -192,11 +179,7 @@ def read_up_to_guard_pages() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects pages by mprotect")
 def test_nothing_is_read_past_the_end() -> None:
     """In a process of its own, which a fault would end."""
+    program = "from tests.kernels.linear.test_cpu import read_up_to_guard_pages as run; run()"
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, __file__], cwd=root, env=None, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-if __name__ == "__main__":
-    assert library.missing() is None
-    read_up_to_guard_pages()

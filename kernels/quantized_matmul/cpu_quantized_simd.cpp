@@ -1,0 +1,249 @@
+// Products of few rows with a weight of 8 or 4 bits: its codes become float32 on their way to the sums.
+#include "cpu_quantized.h"
+
+#include "../cpu/tile.h"
+
+namespace {
+
+// NormalFloat4, formats.py's NF4_LEVELS.
+constexpr float NF4_LEVELS[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+constexpr float INT4_LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+
+// Columns that are decoded at once; the groups of a weight begin at multiples of them.
+constexpr int STEP = 32;
+constexpr int VECTORS = STEP / WIDTH;
+
+// A format decodes STEP columns, in the order in which x is packed, or one. What it gives is multiplied by FACTOR.
+template <class Format>
+inline void load_one_by_one(const uint8_t* row, int64_t c, Floats* out) {
+  float numbers[STEP];
+  for (int i = 0; i < STEP; ++i) numbers[i] = Format::one(row, c + Format::column(i));
+  for (int v = 0; v < VECTORS; ++v) out[v] = load(numbers + v * WIDTH);
+}
+
+struct EightBits {
+  static constexpr bool SHIFTED = false;
+  static constexpr float FACTOR = 1.0f;
+  static constexpr int BYTES = STEP;
+  static inline int column(int i) { return i; }
+};
+
+struct OfInt8 : EightBits {
+  static inline float one(const uint8_t* row, int64_t c) { return static_cast<int8_t>(row[c]); }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) out[v] = load_int8(reinterpret_cast<const int8_t*>(row) + c + v * WIDTH);
+  }
+};
+
+// Two codes a byte, the even column in the upper bits: the even columns of a step come first. HAS_ZERO: 8 less a code for
+// each group is added.
+template <const float* LEVELS, bool HAS_ZERO>
+struct OfFourBits {
+  static constexpr bool SHIFTED = HAS_ZERO;
+  static constexpr float FACTOR = 1.0f;
+  static constexpr int BYTES = STEP / 2;
+  static inline int column(int i) { return i < 16 ? 2 * i : 2 * (i - 16) + 1; }
+  static inline float one(const uint8_t* row, int64_t c) {
+    return LEVELS[(c % 2 == 0 ? row[c / 2] >> 4 : row[c / 2]) & 15];
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#if defined(__AVX512F__)
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + c / 2)));
+    const __m512 levels = _mm512_loadu_ps(LEVELS);  // of an index four bits count
+    out[0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), levels);
+    out[1] = _mm512_permutexvar_ps(codes, levels);
+#else
+    load_one_by_one<OfFourBits>(row, c, out);
+#endif
+  }
+};
+typedef OfFourBits<INT4_LEVELS, false> OfInt4;
+typedef OfFourBits<INT4_LEVELS, true> OfInt4WithZero;
+typedef OfFourBits<NF4_LEVELS, false> OfNf4;
+
+#if defined(__AVX512F__)
+inline void load_float16_pairs(__m512i bits, Floats* out) {
+  out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+  out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+}
+#endif
+
+// By way of float16, whose exponent has a bias of 15 in place of 7, which makes subnormal numbers right too.
+struct OfE4m3 : EightBits {
+  static constexpr float FACTOR = 256.0f;
+  static inline float one(const uint8_t* row, int64_t c) {
+    const uint32_t magnitude = row[c] & 0x7fu;
+    if (magnitude == 0x7fu) return from_bits(0x7fc00000u);
+    return float16_to_float(static_cast<uint16_t>((row[c] & 0x80u) << 8 | magnitude << 7));
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#if defined(__AVX512F__)
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + c));
+    if (_mm256_cmpeq_epi8_mask(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(-2)) != 0) {  // NaN, of either sign
+      return load_one_by_one<OfE4m3>(row, c, out);
+    }
+    // the sign, which widening spread, and 7 bits
+    const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7);
+    load_float16_pairs(_mm512_and_si512(bits, _mm512_set1_epi16(-0x4080)), out);
+#else
+    load_one_by_one<OfE4m3>(row, c, out);
+#endif
+  }
+};
+
+struct OfE5m2 : EightBits {  // the upper half of a float16
+  static inline float one(const uint8_t* row, int64_t c) {
+    return float16_to_float(static_cast<uint16_t>(row[c] << 8));
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#if defined(__AVX512F__)
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + c));
+    load_float16_pairs(_mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8), out);
+#else
+    load_one_by_one<OfE5m2>(row, c, out);
+#endif
+  }
+};
+
+constexpr int NR = 4;
+constexpr int64_t AHEAD_BYTES = 1 << 13;
+
+template <class Format>
+void pack_row(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, float* out) {
+  for (int64_t c = 0; c < k; c += STEP, out += m * STEP) {
+    for (int i = 0; i < STEP; ++i) {
+      const int64_t column = c + Format::column(i);
+      out[i] = column < k ? load_number(row, column * stride, dtype) : 0.0f;
+    }
+  }
+}
+
+// sums[i * 4 + j] = x row i . weight row j.
+template <class Format, int MR>
+inline void quantized_tile(const QuantizedProduct& p, const float* x, const int64_t* rows, float* sums) {
+  // Where registers are left, a group is summed before its scale multiplies it; else the scale multiplies every number.
+  constexpr bool BY_GROUP = MR == 1;
+  const uint8_t* codes[NR];
+  Floats totals[MR][NR];
+#pragma GCC unroll 4
+  for (int j = 0; j < NR; ++j) codes[j] = p.data + rows[j] * p.row_bytes;
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; ++j) totals[i][j] = zeros();
+  const int64_t ahead = (AHEAD_BYTES / (p.row_bytes + 1) / NR + 1) * NR * p.row_bytes;
+  for (int64_t group = 0; group < p.groups; ++group) {
+    const int64_t begin = group * p.group_size, limit = begin + p.group_size, end = limit < p.k ? limit : p.k;
+    Floats scales[NR], shifts[NR], parts[NR];
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; ++j) {
+      const int64_t at = rows[j] * p.scale_stride + group;
+      scales[j] = broadcast(Format::FACTOR * p.scale[at]);
+      shifts[j] = broadcast(Format::SHIFTED ? 8.0f - p.zero[at] : 0.0f);
+      parts[j] = zeros();
+    }
+    for (int64_t c = begin; c < end; c += STEP, x += p.m * STEP) {
+#pragma GCC unroll 4
+      for (int j = 0; j < NR; ++j) {
+        Floats numbers[VECTORS];
+        if (c + STEP <= end) {
+          Format::load(codes[j], c, numbers);
+          const int64_t byte = c / STEP * Format::BYTES;
+          if (byte % 64 == 0) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
+        } else {  // the end of a row: beyond it nothing is read, and x is zero there
+          float rest[STEP];
+          for (int i = 0; i < STEP; ++i) {
+            const int64_t column = c + Format::column(i);
+            rest[i] = column < end ? Format::one(codes[j], column) : 0.0f;
+          }
+          for (int v = 0; v < VECTORS; ++v) numbers[v] = load(rest + v * WIDTH);
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+          if (Format::SHIFTED) numbers[v] = add(numbers[v], shifts[j]);
+          if (BY_GROUP) {
+            parts[j] = multiply_add(load(x + v * WIDTH), numbers[v], parts[j]);
+            continue;
+          }
+          numbers[v] = multiply(numbers[v], scales[j]);
+#pragma GCC unroll 4
+          for (int i = 0; i < MR; ++i) {
+            totals[i][j] = multiply_add(load(x + i * STEP + v * WIDTH), numbers[v], totals[i][j]);
+          }
+        }
+      }
+    }
+    if (BY_GROUP) {
+#pragma GCC unroll 4
+      for (int j = 0; j < NR; ++j) totals[0][j] = multiply_add(parts[j], scales[j], totals[0][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; ++i) sum4(totals[i][0], totals[i][1], totals[i][2], totals[i][3], sums + 4 * i);
+}
+
+template <class Format, int MR>
+void rows_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end) {
+  for (int64_t n = begin; n < end; n += NR) {
+    const int count = end - n < NR ? static_cast<int>(end - n) : NR;
+    int64_t rows[NR];
+    for (int j = 0; j < NR; ++j) rows[j] = n + (j < count ? j : count - 1);
+    float sums[MR * 4];
+    quantized_tile<Format, MR>(p, p.x + m * STEP, rows, sums);
+    for (int j = 0; j < count; ++j) {
+      const float added = p.bias == nullptr ? 0.0f : load_number(p.bias, n + j, p.bias_dtype);
+      for (int i = 0; i < MR; ++i) store_number(p.y, (m + i) * p.n + n + j, p.y_dtype, sums[4 * i + j] + added);
+    }
+  }
+}
+
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS_OF_X = 4;
+#else
+constexpr int MOST_ROWS_OF_X = 1;
+#endif
+
+template <class Format>
+void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
+  // with several parts of x, a few rows of the weight at a time: the next parts read them in the cache
+  const int64_t block = p.m <= MOST_ROWS_OF_X ? end - begin : NR;
+  for (int64_t n = begin; n < end; n += block) {
+    const int64_t last = n + block < end ? n + block : end;
+    for (int64_t m = 0; m < p.m; m += MOST_ROWS_OF_X) {
+      switch (p.m - m < MOST_ROWS_OF_X ? p.m - m : MOST_ROWS_OF_X) {
+        case 1: rows_of_x<Format, 1>(p, m, n, last); break;
+#if defined(__AVX512F__)
+        case 2: rows_of_x<Format, 2>(p, m, n, last); break;
+        case 3: rows_of_x<Format, 3>(p, m, n, last); break;
+        case 4: rows_of_x<Format, 4>(p, m, n, last); break;
+#endif
+      }
+    }
+  }
+}
+
+int64_t step() { return STEP; }
+
+void pack(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t format, float* out) {
+  if (format == INT4 || format == NF4) return pack_row<OfNf4>(row, stride, dtype, k, m, out);
+  pack_row<OfInt8>(row, stride, dtype, k, m, out);
+}
+
+void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
+  switch (p->format) {
+    case INT8: return product<OfInt8>(*p, begin, end);
+    case INT4: return p->zero == nullptr ? product<OfInt4>(*p, begin, end) : product<OfInt4WithZero>(*p, begin, end);
+    case NF4: return product<OfNf4>(*p, begin, end);
+    case FP8_E4M3FN: return product<OfE4m3>(*p, begin, end);
+    case FP8_E5M2: return product<OfE5m2>(*p, begin, end);
+  }
+}
+
+}  // namespace
+
+extern const QuantizedFunctions EASYTORCH_NAME(quantized);
+const QuantizedFunctions EASYTORCH_NAME(quantized) = {step, pack, run};
