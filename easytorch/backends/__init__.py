@@ -2,8 +2,8 @@
 
 registry.py        names, configuration strings, the environment variable
 interface.py       `Backend`, its data interface, `Executable`
-builder.py         `Builder`; its operations stand in builder_ops/<family>.py
-graph.py           what a builder records; shapeinference/ says the shapes
+builder.py         `Builder`; its operations are in builder_ops/<family>.py
+graph.py           what a builder records; shapeinference/ infers the shapes
 xla/, aten/, reference/, notimplemented.py     the backends: backend.py and ops/<family>.py
 """
 
@@ -33,7 +33,7 @@ from easytorch.backends.types import (
     reduce_op_type_values,
 )
 
-# What `new()` takes without a configuration and without the environment variable; may be set.
+# The default of `new()` without the environment variable; may be assigned.
 DEFAULT_CONFIG = "xla"
 
 

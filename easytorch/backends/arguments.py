@@ -1,4 +1,4 @@
-"""Plain arguments of the interface: what a caller gives, as the one type that is meant, or a `BackendError`."""
+"""Plain arguments of the interface, converted to their type, or a `BackendError`."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def pairs(values: Any, what: str) -> tuple[tuple[int, int], ...]:
 
 
 def sequence(values: Any, what: str) -> tuple[Any, ...]:
-    """A list, a tuple, or whatever else is gone through in order; a string is a value, not a sequence of letters."""
+    """A list, a tuple or another iterable; a string is a value, not a sequence of characters."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise BackendError(f"{what} must be a sequence, and {values!r} is none")
     try:
         return tuple(values)
     except TypeError:
-        # numpy's arrays without axes have the method and cannot be gone through.
+        # 0-d numpy arrays have `__iter__` but cannot be iterated.
         raise BackendError(f"{what} must be a sequence, and {values!r} is none") from None
 
 
 def truth(value: Any, what: str) -> bool:
-    """True or False: any other object has a truth value too, which nobody means."""
+    """True or False; other objects' truth values are not accepted."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     raise BackendError(f"{what} must be True or False, and {value!r} was given")

@@ -1,4 +1,4 @@
-"""Composite operations and what they are made of, for backends that do not take them whole."""
+"""Decompositions of composite operations, for backends that do not implement them directly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def is_composite(op_type: OpType) -> bool:
-    """Whether a backend may leave the operation to its decomposition."""
+    """Whether the operation has a decomposition, so that a backend need not implement it."""
     return op_type in _DECOMPOSITIONS
 
 
 def decompose(
     builder: Builder, op_type: OpType, inputs: tuple[Op, ...], attributes: Mapping[str, Any]
 ) -> tuple[Op, ...]:
-    """The composite operation, built of others."""
+    """The composite operation, expressed by others."""
     return (_DECOMPOSITIONS[op_type](builder, *inputs, **attributes),)
 
 

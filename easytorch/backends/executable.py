@@ -1,4 +1,4 @@
-"""What every executable checks before its backend runs anything: PJRT for one compares only the sizes in bytes."""
+"""The checks of every executable before its backend runs anything: PJRT, for example, compares only sizes in bytes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class CheckedExecutable(Executable):
         )
 
     def _prepare(self, donate: Sequence[bool]) -> None:
-        """What takes long before inputs that fit are taken."""
+        """Slow preparation (compiling), done before the inputs are taken."""
 
     @abstractmethod
     def _take(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> Any:

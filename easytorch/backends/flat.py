@@ -1,4 +1,4 @@
-"""What every backend checks of the arrays and device numbers that its data interface is given."""
+"""Checks of the arrays and device numbers in every backend's data interface."""
 
 from __future__ import annotations
 

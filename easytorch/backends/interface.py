@@ -1,4 +1,4 @@
-"""What a backend is: it holds buffers, makes builders, and runs what they compile (GoMLX's package backends)."""
+"""The interface of a backend: it holds buffers, makes builders, and runs what they compile (GoMLX's `backends`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from easytorch.backends.builder import Builder
     from easytorch.backends.graph import Graph
 
-# An array on a device; what it is inside is its backend's affair.
+# An array on a device, opaque outside of its backend.
 Buffer = Any
 
 

@@ -1,6 +1,6 @@
-"""Runs a graph node by node on arrays: what backends without a compiler of their own share.
+"""Runs a graph node by node on arrays, for backends without a compiler.
 
-A backend brings a table of functions of the operands and the attributes, by the names of the builder's arguments. All
+A backend provides a table of functions of the operands and the attributes, by the names of the builder's arguments. All
 devices of a computation run in lockstep, so that collectives are functions of one list.
 """
 
@@ -18,7 +18,7 @@ from easytorch.backends.shapeinference.control import COLLECTIVES
 from easytorch.backends.types import OpType
 
 Value = Any
-# The values that one operation has on the running devices, in their order.
+# The values of one operation on the running devices, in order.
 Row = Sequence[Value]
 Devices = tuple[int, ...]
 Function = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The backend that has nothing: every operation and every transfer is an `OpNotImplementedError`.
+"""A backend without any operations: each, and every transfer, is an `OpNotImplementedError`.
 
 A new backend starts as a subclass and states, in `capabilities`, the operations it has; the builder refuses the others.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NotImplementedBackend(Backend):
-    """What is not overridden is not implemented."""
+    """Methods that are not overridden are not implemented."""
 
     def __init__(self, config: str = "") -> None:
         self._finalized = False

@@ -5,13 +5,13 @@
 
 capture.py     a module as an `ExportedProgram`: functional, and only operations without a lowering decomposed
 registry.py    `@lowering(torch.ops.aten.add.Tensor)`: what is known, ours and users'
-context.py     `Context`: what a lowering is given: the builder, ATen's type promotion, broadcasting, constants
+context.py     `Context`, a lowering's first argument: the builder, ATen's type promotion, broadcasting, constants
 lower.py       the interpreter that walks a graph (an ExportedProgram's, AOTAutograd's, a branch of `torch.cond`)
 program.py     `Program`: a graph on a backend, compiled once for each set of sizes
 weights.py     parameters and buffers on the device, kept between calls
 module.py      `compile`: a program called as the module is; mutated buffers donated, pytrees in and out
 dynamo.py      `torch.compile(backend="easytorch")`: forward and backward are programs (graph_program.py)
-buckets.py     sizes that change rounded up to a few, where the user says that padding does no harm
+buckets.py     dynamic sizes rounded up to a few buckets, where the user declares padding safe
 routing.py     what runs on torch where XLA would be slower
 rng.py         random numbers, seeded by torch's generator
 aten/          the lowerings, one file per family
@@ -22,8 +22,8 @@ A custom operation is lowered by registering it under its overload, before `comp
     def scale(ctx, x, factor):
         return ctx.builder.mul(x, ctx.scalar(factor, x.shape.dtype))
 
-A lowering is given the arguments of the call: tensors as `Op`, sizes as plain ints (a graph with symbolic sizes is
-lowered once for each set of sizes), anything else as it stands in the graph; dtypes are torch's. Default arguments are
+A lowering receives the arguments of the call: tensors as `Op`, sizes as plain ints (a graph with symbolic sizes is
+lowered once for each set of sizes), anything else as in the graph; dtypes are torch's. Default arguments are
 left out, as in the graph. It returns an `Op`, a tuple or list of them where the operation has several outputs, or None.
 The builder promotes and broadcasts nothing of itself: `ctx.promote`, `ctx.cast`, `ctx.operands` do as ATen does.
 """

@@ -1,4 +1,4 @@
-"""What lowerings of several families are made of: reading, writing and padding along axes."""
+"""Helpers for lowerings of several families: reading, writing and padding along axes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pad(ctx: Context, x: Op, pads: Mapping[int, PadAxis], value: Any = 0) -> Op:
 
 
 def take(ctx: Context, x: Op, axis: int, indices: Op | np.ndarray) -> Op:
-    """The slices of x at `indices`, all inside, along `axis`: it becomes the axes of `indices`."""
+    """The slices of x at in-bounds `indices` along `axis`, which is replaced by the axes of `indices`."""
     where = ctx.constant(indices.astype(np.int32)) if isinstance(indices, np.ndarray) else indices
     count = where.shape.rank
     kept = [number for number in range(x.shape.rank) if number != axis]
@@ -47,7 +47,7 @@ def take(ctx: Context, x: Op, axis: int, indices: Op | np.ndarray) -> Op:
 
 
 def scatter_along(ctx: Context, x: Op, axis: int, indices: Op | np.ndarray, updates: Op) -> Op:
-    """x with `updates` added at `indices` along `axis`: what `take` of such indices gives has their shape."""
+    """x with `updates` added at `indices` along `axis`; their shape is that of `take`'s result."""
     where = ctx.constant(indices.astype(np.int32)) if isinstance(indices, np.ndarray) else indices
     count = where.shape.rank
     kept = [number for number in range(x.shape.rank) if number != axis]
@@ -70,7 +70,7 @@ def move(ctx: Context, x: Op, source: Sequence[int], target: Sequence[int]) -> O
 
 
 def wrapped(ctx: Context, indices: Op, size: int) -> Op:
-    """Indices that may count from the end, counted from the start."""
+    """Indices with negative ones counted from the end."""
     zero, length = ctx.scalar(0, indices.shape.dtype), ctx.scalar(size, indices.shape.dtype)
     if indices.shape.dtype is DType.UINT8:
         return indices
@@ -78,21 +78,21 @@ def wrapped(ctx: Context, indices: Op, size: int) -> Op:
 
 
 def lowest(dtype: DType) -> Any:
-    """What nothing of `dtype` is less than."""
+    """The smallest value of `dtype`, -inf for floats."""
     if dtype is DType.BOOL:
         return False
     return -math.inf if dtype.is_float else int(np.iinfo(dtype.numpy).min)
 
 
 def highest(dtype: DType) -> Any:
-    """What nothing of `dtype` is greater than."""
+    """The largest value of `dtype`, inf for floats."""
     if dtype is DType.BOOL:
         return True
     return math.inf if dtype.is_float else int(np.iinfo(dtype.numpy).max)
 
 
 def is_nan(ctx: Context, x: Op) -> Op | None:
-    """Where x is no number; None for types without such."""
+    """Where x is NaN; None for types without NaN."""
     return ctx.builder.is_nan(x) if x.shape.dtype.is_float else None
 
 

@@ -1,4 +1,4 @@
-"""Sizes that change, rounded up to a few: a program for each bucket instead of each size."""
+"""Dynamic sizes rounded up to a few buckets: one program per bucket instead of per size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from easytorch.frontend.module import CompiledModule
 def bucketed(compiled: CompiledModule, pad: Mapping[str, float | bool], sizes: Sequence[int] | None = None) -> Bucketed:
     """`compiled`, whose sizes named in `dynamic_shapes` are rounded up: to the next of `sizes`, or power of two.
 
-    pad: with what each tensor argument that has such a size is filled up, at the end of the axis, by its name.
+    pad: by argument name, the value that pads each tensor argument with such a size, at the end of the axis.
 
-    The contract: the results for the given elements must not depend on the elements filled in. Nothing can prove it
-    of a module, so there are no buckets unless this is called; a module with an attention mask, padded with 0, keeps
-    it, a mean over the padded axis does not. Results are cropped to the sizes they would have had.
+    The contract: the results for the given elements must not depend on the padding. That cannot be proved of a
+    module, so there are no buckets unless this is called; a module with an attention mask, padded with 0, satisfies
+    it, a mean over the padded axis does not. Results are cropped to their unpadded sizes.
     `ValueError` for an argument without a value in `pad`, a name in it that is none, and a module that writes to
     buffers or inputs, which would hold padding.
     """

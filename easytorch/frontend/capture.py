@@ -1,7 +1,7 @@
 """A module as a functional ATen graph, with only those operations decomposed that have no lowering.
 
-One tensor held under several names is one input of it: the default decompositions of torch.export fail on such modules
-(a static key-value cache held under two names, in torch 2.13).
+A tensor with several names is one input: the default decompositions of torch.export fail on such modules (a static
+key-value cache with two names, in torch 2.13).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from easytorch.frontend.decompositions import decompositions_in
 from easytorch.frontend.errors import DataDependentError
 
-# A decomposition may lead to operations that need one; none known is this deep.
+# Decompositions may need further rounds; no known one is this deep.
 _ROUNDS = 8
 
 
@@ -27,7 +27,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
-    """The module's forward for such inputs. What it writes to buffers and inputs are further outputs of the graph.
+    """The module's forward for such inputs. Writes to buffers and inputs become further outputs of the graph.
 
     `DataDependentError` where sizes or the path through the module depend on values.
     """
@@ -39,7 +39,7 @@ def capture(
 
 
 def _reason(error: GuardOnDataDependentSymNode) -> str:
-    """Which line asks for a value, as far as torch says so."""
+    """The error's reason, with the line of code that needs a value if torch reports it."""
     lines = str(error).splitlines()
     frames = [number for number, line in enumerate(lines) if line.lstrip().startswith("File ")]
     places = [line.strip() for line in lines[frames[-1] : frames[-1] + 2]] if frames else []
@@ -49,7 +49,7 @@ def _reason(error: GuardOnDataDependentSymNode) -> str:
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
-    """`program` without writes in place, and in terms of what can be lowered as far as decompositions reach."""
+    """`program` without in-place writes, decomposed into operations that can be lowered, as far as possible."""
     _merge_aliases(program)
     table = decompositions_in(program.graph_module.modules())
     program = program.run_decompositions(table)

@@ -1,4 +1,4 @@
-"""`Context`: what a lowering is given. It does explicitly what ATen does by itself and a builder does not."""
+"""`Context`, a lowering's first argument, with what ATen does implicitly and a builder does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from easytorch.frontend.rng import RandomState
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-# What stands for a value of the torch graph.
+# The lowered form of a value of the torch graph.
 Value = Any
 
 
@@ -66,7 +66,7 @@ class Context:
         return self._scalars[key]
 
     def constant(self, tensor: torch.Tensor | np.ndarray) -> Op:
-        """The values of a tensor, written into the program."""
+        """The values of a tensor, as a constant of the program."""
         return self.builder.constant(as_numpy(tensor) if isinstance(tensor, torch.Tensor) else tensor)
 
     def full(self, dimensions: Sequence[int], value: Any, dtype: Any) -> Op:
@@ -79,13 +79,13 @@ class Context:
         return self.builder.iota(Shape(dtype_of(dtype), tuple(dimensions)), axis)
 
     def random_bits(self, dimensions: Sequence[int], dtype: Any) -> Op:
-        """Random bits of an unsigned integer type, other ones at each call (rng.py)."""
+        """Random bits of an unsigned integer type, different at each call (rng.py)."""
         return self.random.bits(tuple(dimensions), dtype)
 
     # --- types
 
     def dtype(self) -> DType:
-        """What ATen says the output (the first of several) is."""
+        """ATen's dtype of the (first) output."""
         value = self.node.meta["val"] if self.node is not None else None
         first = value[0] if isinstance(value, tuple | list) else value
         if not isinstance(first, torch.Tensor):

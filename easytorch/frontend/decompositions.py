@@ -1,6 +1,6 @@
-"""torch's decompositions of the operations that have no lowering, and only of those.
+"""torch's decompositions, only for operations without a lowering.
 
-The default table of torch.export takes linear, layer_norm and attention apart, which backends compute better whole.
+The default table of torch.export decomposes linear, layer_norm and attention, which backends compute better fused.
 """
 
 from __future__ import annotations

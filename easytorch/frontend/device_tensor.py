@@ -1,4 +1,4 @@
-"""`DeviceTensor`: a buffer of a backend where torch wants a tensor."""
+"""`DeviceTensor`: a backend's buffer as a torch tensor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from easytorch.backends.interface import Backend, Buffer
 
 
 class DeviceTensor(torch.Tensor):
-    """What a forward saves for its backward: it stays on the backend's device and comes back as its buffer.
+    """A tensor that a forward saves for its backward: it stays on the backend's device as a buffer.
 
-    It can be stored, passed on and moved about like any tensor; the first operation on it fetches its values.
+    It can be stored and passed around like any tensor; the first operation on it fetches its values.
     """
 
     backend: Backend

@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="easytorch", options={"backend": "xla"})`.
 
-Dynamo cuts the program into graphs and guards them, AOTAutograd makes each functional and, where gradients are wanted,
+Dynamo splits the program into guarded graphs, AOTAutograd makes each functional and, where gradients are needed,
 a forward and a backward; `GraphProgram` runs them. Only operations without a lowering are decomposed.
 """
 

@@ -1,4 +1,4 @@
-"""What goes wrong between a torch graph and a builder."""
+"""Errors of lowering a torch graph onto a builder."""
 
 
 class LoweringError(RuntimeError):
@@ -6,7 +6,7 @@ class LoweringError(RuntimeError):
 
 
 class DataDependentError(LoweringError):
-    """What a program of fixed sizes cannot take from the data; the message says where such a module runs after all."""
+    """A size or branch depends on data, which a program of static sizes cannot express; the message says what to do."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(

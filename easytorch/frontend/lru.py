@@ -1,4 +1,4 @@
-"""`Bounded`: a dictionary that forgets what was not used for longest."""
+"""`Bounded`: an LRU cache."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from easytorch.frontend.ranges import check_sizes
 from easytorch.frontend.routing import backend_for
 from easytorch.frontend.weights import Weights
 
-# Of each output of a graph: its number among the executable's outputs, or the value itself if it is known beforehand.
+# For each output of a graph: its index among the executable's outputs, or the value itself if it is static.
 Results = list[tuple[int | None, Any]]
 _STATE_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
@@ -100,7 +100,7 @@ class CompiledModule:
         return self.call_flat(self.flatten(args, kwargs))
 
     def call_flat(self, leaves: list[Any]) -> Any:
-        """The same of the arguments' leaves, in the order of the example."""
+        """The same with the arguments' leaves, in the order of the example."""
         compiled = self._compiled(leaves)
         held = [] if compiled.executable is None else self._weights.buffers()
         return self._deliver(compiled.delivery, self._graph.execute(compiled, leaves, held), leaves)
@@ -114,7 +114,7 @@ class CompiledModule:
         return self._compiled(self.flatten(args, kwargs)).executable
 
     def bind(self) -> None:
-        """Puts the module's parameters and buffers on the device anew, in place of what the forward made of them."""
+        """Copies the module's parameters and buffers to the device again, discarding what the forward wrote to them."""
         self._weights.bind()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -162,7 +162,7 @@ class CompiledModule:
         return compiled
 
     def _check(self, leaves: list[Any]) -> None:
-        """That the arguments are such as the graph was captured for."""
+        """Checks that the graph was captured for such arguments."""
         values = {node.name: node.meta.get("val") for node in self.program.graph.nodes if node.op == "placeholder"}
         changing: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for spec, leaf in zip(self._user, leaves, strict=True):

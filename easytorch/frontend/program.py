@@ -1,7 +1,7 @@
 """`Program`: a functional ATen graph on a backend, compiled once for each set of sizes.
 
-What torch.export captures (module.py) and what dynamo captures (graph_program.py) are graphs alike; the two differ in
-how arguments come in and outputs go out.
+Graphs captured by torch.export (module.py) and by dynamo (graph_program.py) share it; the two differ in how arguments
+are passed in and outputs returned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Compiled(Generic[Delivery]):
 
 
 class Program(Generic[Delivery]):
-    """A graph of which each set of arguments' sizes is compiled when it is first met.
+    """A graph that is compiled for each new set of argument sizes on first use.
 
     collect: which ops a program returns, and the `delivery` of what is compiled.
     held: the tensors that stay on the device, by the number of their placeholder; `execute` is given their buffers.

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton decode kernels and the number of splits: tables, by architecture; never an autotuner."""
+"""Block sizes of the Triton decode kernels and the number of splits: tables by architecture, without autotuning."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def rows_of_group(group: int) -> int:
 
 
 def splits_of(heads: int, keys: int, block_n: int, processors: int) -> int:
-    """In how many parts the keys are read, where `heads` programs would read all of them."""
+    """The number of splits of the keys, where `heads` programs would read all of them."""
     wanted = -(-PROGRAMS * processors // max(heads, 1))
     return max(1, min(wanted, MAX_SPLITS, keys // (MIN_BLOCKS * block_n)))

@@ -20,7 +20,7 @@ def grouped_matmul(
     The first group_sizes[0] rows are multiplied with weight[0] and get bias[0], the next group_sizes[1] with weight[1],
     and so on; rows past the sum of the sizes are zeros, whatever x holds there. transposed: weight is (E, N, K), as
     `nn.Linear` stores it. Computed in float32 (float64 for float64) and rounded once. Every expert multiplies every
-    row here: it defines, it is not fast.
+    row here: this is the definition, not a fast implementation.
     """
     check_arguments(x, weight, group_sizes, bias, transposed)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
-"""Block sizes of the Pallas grouped matmul, by dtype and rows an expert. Nothing is searched for at run time.
+"""Block sizes of the Pallas grouped matmul, by dtype and rows per expert, without autotuning at run time.
 
 Every entry is compiled for v4, v5e, v5p and v6e by the real compiler (tests/tpu/test_compile_matmul.py), which fails
-where a kernel asks for more vector memory than the chip lets one have. No TPU was at hand to time them.
+where a kernel needs more vector memory than the chip allows. They have not been timed on a TPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launches of the grouped matmul: which kernel, with which arguments, on how many programs. Imports Triton."""
+"""The launches of the grouped matmul: kernels, arguments and grids. Imports Triton."""
 
 from __future__ import annotations
 

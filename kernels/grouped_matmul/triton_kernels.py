@@ -16,7 +16,7 @@ def grouped_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fills output (M, N), contiguous. Any number of programs: each takes every so-manieth tile.
+    """Fills output (M, N), contiguous. Persistent: program p of n takes every n-th tile from p on.
 
     BAND row tiles of a group go through the columns together, so that both operands are found in the cache.
     """

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton grouped matmul: a table by architecture and rows an expert; never an autotuner.
+"""Block sizes of the Triton grouped matmul: a table by architecture and rows per expert, without autotuning.
 
 Chosen by compiling: the largest tiles whose loops keep everything in registers and load ahead within shared memory.
 """
@@ -39,7 +39,7 @@ _WEIGHT_GRAD: dict[str, Tiles] = {
 # float32 multiplies without tensor cores by default, with operands in registers: smaller tiles, alike everywhere
 _FLOAT32 = (Tiles(16, 64, 32, 4, 2), Tiles(64, 64, 16, 8, 2), Tiles(64, 64, 16, 8, 2))
 _FLOAT32_WEIGHT_GRAD = Tiles(16, 64, 64, 8, 2)
-# the interpreter has no limits; sizes that differ, so that dimensions cannot be exchanged unnoticed
+# the interpreter has no limits; sizes differ, so that swapped dimensions would be noticed
 _INTERPRETER = Tiles(16, 32, 64, 1, 1)
 
 

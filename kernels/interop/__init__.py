@@ -1,1 +1,1 @@
-"""Between runtimes: jax functions inside torch_xla graphs, and compiling for a TPU that is not there."""
+"""Between runtimes: jax functions inside torch_xla graphs, and ahead-of-time compilation for TPUs and GPUs."""

@@ -1,4 +1,4 @@
-"""What every operation asks of its arguments: which are tensors, where those lie, which are numbers.
+"""Argument checks of every operation: which are tensors, on which device, which are numbers.
 
 Cheap, since each call asks: nothing waits for a device. The numbers in a tensor are looked at only where they are at
 hand, on the CPU and in no graph; kernels elsewhere must not read outside their tensors whatever those hold.

@@ -1,4 +1,4 @@
-"""Whether something stands between a call and ATen.
+"""Whether a call is traced, transformed or intercepted before it reaches ATen.
 
 `torch.func`'s transforms take no gradient of a custom operator (torch 2.13). A traced call has no numbers to look at.
 """
@@ -21,7 +21,7 @@ def transforming_in_graph() -> bool:
 
 
 def eager() -> bool:
-    """True where a call computes at once, on the numbers it was given: nothing traces, transforms or intercepts it."""
+    """True where a call runs eagerly on real data: nothing traces, transforms or intercepts it."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()

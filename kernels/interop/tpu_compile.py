@@ -1,6 +1,6 @@
-"""Compiling jax functions for a TPU that is not there: libtpu carries the whole compiler and runs on a CPU host.
+"""Compiling jax functions for a TPU that is not attached: libtpu contains the compiler and runs on a CPU host.
 
-What a compilation costs in memory, and that it succeeds at all, is known without a device; how fast it runs is not.
+Memory use, and whether compilation succeeds, is known without a device; speed is not.
 Start the process with `ENVIRONMENT` set, or libtpu looks for a TPU and its host.
 """
 

@@ -1,4 +1,4 @@
-"""Triton kernels compiled ahead of time for GPUs that are not here, and what they take of them.
+"""Triton kernels compiled ahead of time for GPUs that need not be present, and the resources they use.
 
     python -m easytorch.kernels.interop.triton_aot_compile easytorch.kernels.glu.triton_calls bfloat16 sm_90 gfx942
 
@@ -33,7 +33,7 @@ _POINTERS = {
 
 
 class Usage(NamedTuple):
-    """What one compiled kernel takes.
+    """The resources of one compiled kernel.
 
     registers (AMD: vector and accumulation registers) and bytes of stack a thread; bytes of shared memory a block;
     columns of the tensor memory of Blackwell, of which a multiprocessor has 512.

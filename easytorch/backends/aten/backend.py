@@ -39,7 +39,7 @@ from easytorch.backends.aten.ops.table import OPERATIONS
 from easytorch.backends.aten.outputs import ownership
 from easytorch.backends.aten.storage_dtypes import HELD, has_storage_dtype, held, storage_dtype
 
-# Simulated devices are lists in one process and cost nothing; as many as the backend numpy has.
+# Simulated devices are lists in one process and free; as many as the backend numpy has.
 _SIMULATED = 8
 
 
@@ -170,7 +170,7 @@ class TorchBackend(Backend):
         return self._given_away(buffer)
 
     def _given_away(self, buffer: TorchBuffer) -> torch.Tensor:
-        """Whoever has it now may keep it: it is no longer written to when it is donated."""
+        """The tensor, which the caller may keep: its memory is not reused when the buffer is donated."""
         with TAKING:
             tensor = self._tensor(buffer)
             buffer.owned = False

@@ -1,4 +1,4 @@
-"""A graph as one Python function of tensors, written out operation by operation.
+"""A graph as one generated Python function of tensors, one line per operation.
 
 Straight-line code is the fastest interpreter there is for a fixed sequence of calls, and what torch.compile reads best.
 """
@@ -29,7 +29,7 @@ from easytorch.backends.types import OpType
 
 # Their kernels are functions of a graph, which give tuples.
 _FUNCTIONS = frozenset({OpType.CALL, OpType.WHILE_LOOP, OpType.COND, OpType.SORT})
-# A stretch of so few operations between decisions is not worth the seconds that torch.compile takes for it.
+# Fewer operations than this between data-dependent ones are not worth the seconds that torch.compile takes.
 _FEW = 3
 # Tensors to a tuple of tensors.
 Function = Callable[..., tuple[Tensor, ...]]
@@ -37,7 +37,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how a graph runs. compile: by torch.compile, whatever of it has no decisions to take."""
+    """Where and how a graph runs. compile: use torch.compile for the parts without data-dependent control flow."""
 
     device: torch.device
     compile: bool = False
@@ -54,7 +54,7 @@ class _Step:
 
 
 def constant_on(device: torch.device, array: np.ndarray) -> Tensor:
-    """A constant, carried."""
+    """A constant in its storage dtype."""
     tensor = torch_views.to_torch(array).to(device)
     dtype = dtype_of(array.dtype)
     return tensor.view(storage_dtype(dtype)) if has_storage_dtype(dtype) else tensor
@@ -138,7 +138,7 @@ def _loop(node: Node, target: Target) -> Kernel:
 
 
 def _decides(node: Node) -> bool:
-    """Whether an operation looks at values to see what to do next, which torch.compile cannot trace."""
+    """Whether an operation has data-dependent control flow, which torch.compile cannot trace."""
     if node.op_type in (OpType.WHILE_LOOP, OpType.COND):
         return True
     if node.op_type is OpType.SORT:
@@ -147,7 +147,7 @@ def _decides(node: Node) -> bool:
 
 
 def _compiled_steps(graph: Graph, nodes: Sequence[Node], constants: dict[Op, Tensor], target: Target) -> list[_Step]:
-    """One step for each stretch of operations without decisions, which torch.compile takes whole."""
+    """One step for each run of operations without data-dependent control flow, compiled by torch.compile."""
     stretches: list[list[Node]] = [[]]
     for node in nodes:
         if _decides(node):
@@ -182,7 +182,7 @@ def _place(op: Op) -> tuple[int, int]:
 
 
 def _compiled(function: Function, inputs: Sequence[Op], device: torch.device) -> Function:
-    """`function` by torch.compile, traced to ATen first: the compiler then guards none of our closures at each call."""
+    """`function` by torch.compile, traced to ATen first, so that no guards on our closures are checked at each call."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,4 +1,4 @@
-"""Which outputs of a graph are memory of their own, and which may be an input's, a constant's or another output's."""
+"""Which outputs of a graph own their memory, and which may alias an input, a constant or another output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from easytorch.backends.graph import Graph, Node, Op
 from easytorch.backends.types import OpType
 
-# What may give a view of its first operand, or that operand itself; every other operation gives memory of its own.
+# Operations that may return a view of their first operand, or the operand itself; all others return new memory.
 _MAY_VIEW = frozenset(
     {
         *(OpType.IDENTITY, OpType.RESHAPE, OpType.TRANSPOSE, OpType.BROADCAST, OpType.BROADCAST_IN_DIM),
@@ -19,7 +19,7 @@ _MAY_VIEW = frozenset(
         *(OpType.BATCH_NORM_FOR_TRAINING, OpType.BATCH_NORM_GRADIENT, OpType.COLLECTIVE_PERMUTE),
     }
 )
-# What gives memory that it also keeps, or that came from anywhere.
+# Operations whose results may alias memory that they keep, or any other.
 _FOREIGN = frozenset(
     {OpType.CONSTANT, OpType.IOTA, OpType.CALL, OpType.COND, OpType.WHILE_LOOP, OpType.SORT, OpType.INVALID}
 )
@@ -36,7 +36,7 @@ class Ownership:
 
 
 def root(op: Op) -> Op:
-    """The value in whose memory `op` may stand."""
+    """The value whose memory `op` may alias."""
     while op.node.op_type in _MAY_VIEW:
         op = op.node.inputs[0]
     return op
@@ -88,5 +88,5 @@ def ownership(graph: Graph) -> Ownership:
 
 
 def _passed(nodes: Sequence[Node]) -> set[Op]:
-    """What closures get: their results may be the same memory."""
+    """Values passed to closures, whose results may alias them."""
     return {root(op) for node in nodes if node.op_type in _FOREIGN for op in node.inputs}

@@ -1,8 +1,8 @@
-"""The dtype in which a tensor stores an element type that ATen has next to no kernels for.
+"""The dtype in which a tensor stores an element type that ATen has few kernels for.
 
 uint16, uint32 and uint64 are stored as the signed integers with the same bits, the float8 types as uint8 with the same
-bits: whatever only moves elements needs no kernels of theirs, addition and multiplication modulo 2**bits are the same,
-and what depends on the value converts it first.
+bits: operations that only move elements need no special kernels, addition and multiplication modulo 2**bits are the
+same, and operations that depend on the value convert it first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_narrow(dtype: DType) -> bool:
 
 
 def wide(x: Tensor, dtype: DType) -> Tensor:
-    """The values of narrow floats as float32; anything else as it is."""
+    """Narrow floats as float32; anything else unchanged."""
     if dtype in _FLOAT8:
         return x.view(held(dtype)).to(torch.float32)
     return x.to(torch.float32) if is_narrow(dtype) else x

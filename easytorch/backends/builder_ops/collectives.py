@@ -1,4 +1,4 @@
-"""What several devices compute together."""
+"""Collectives."""
 
 from __future__ import annotations
 

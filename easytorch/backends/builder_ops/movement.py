@@ -1,4 +1,4 @@
-"""Elements laid out anew: shapes, axes, slices, padding."""
+"""Rearranging elements: shapes, axes, slices, padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalization over a batch, and composite operations, which a backend may take whole."""
+"""Batch normalization, and composite operations, which a backend may implement directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NormalizationOps(Recorder):
-    """What a backend does not take is decomposed (`backends.composites`)."""
+    """Operations that a backend does not implement are decomposed (`backends.composites`)."""
 
     def batch_norm_for_inference(
         self, operand: Op, scale: Op, offset: Op, mean: Op, variance: Op, epsilon: float, axis: int

@@ -1,1 +1,1 @@
-"""The backend `numpy`: every operation by its definition, which the other backends are held to."""
+"""The backend `numpy`: the reference definition of every operation, which the other backends are tested against."""

@@ -1,4 +1,4 @@
-"""Scaled dot product attention, left whole for backends that have it."""
+"""Scaled dot product attention, as one operation for backends that have it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The attention that autograd sees on a CPU: with the logarithms of its sums, and its gradients from them.
+"""The attention that autograd uses on a CPU, which returns the logsumexp, and its gradients.
 
-Dao et al. 2022 (FlashAttention), section 3.1 and appendix B.4; which blocks are in memory at once is XLA's affair.
+Dao et al. 2022 (FlashAttention), section 3.1 and appendix B.4; blocking is left to XLA.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def flash_attention_backward(
     attn_mask: Op | None = None,
     scale: float | None = None,
 ) -> tuple[Op, Op, Op]:
-    """The gradients of query, key and value; a row with nothing to attend has none."""
+    """The gradients of query, key and value; zero for a row with nothing to attend to."""
     _refuse_dropout(dropout_p)
     b = ctx.builder
     scores = _scores(ctx, query, key, attn_mask, is_causal, scale)

@@ -1,4 +1,4 @@
-"""Tensors out of nothing but sizes and numbers."""
+"""Tensors made from sizes and numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def full(ctx: Context, size: Sequence[int], value: Number | Op, **options: Any) 
 
 @lowering(aten.zeros.default, aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default)
 def zeros(ctx: Context, size: Sequence[int], *layout: Any, **options: Any) -> Op:
-    """What is not initialized is zero."""
+    """Also `empty`: uninitialized tensors are zero."""
     return ctx.full(size, 0, ctx.dtype())
 
 

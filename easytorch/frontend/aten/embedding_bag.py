@@ -29,8 +29,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Op, Op, Op, Op]:
-    """weight (V, D), indices (n,), offsets (bags,): (bags, D), an empty bag is zero. Then, as far as the graph has
-    room for them, as ATen: the bag of each index, the sizes of bags, and of a maximum the rows that it is from."""
+    """weight (V, D), indices (n,), offsets (bags,): (bags, D), an empty bag is zero. Then, if the graph has
+    room for them, as in ATen: the bag of each index, the sizes of bags, and for a maximum the row indices."""
     b, kind = ctx.builder, indices.shape.dtype
     count = offsets.shape.size - int(include_last_offset)
     (total,), (_, width) = indices.shape.dimensions, weight.shape.dimensions
@@ -61,7 +61,7 @@ def embedding_bag(
 
 
 def _count(ctx: Context, truths: Op, kind: DType) -> Op:
-    """How many hold along the last axis."""
+    """The number of true elements along the last axis."""
     return ctx.builder.reduce_sum(ctx.cast(truths, kind), truths.shape.rank - 1)
 
 

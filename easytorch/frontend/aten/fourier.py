@@ -61,7 +61,7 @@ def fft_r2c(ctx: Context, x: Op, dim: Sequence[int], normalization: int, oneside
 
 @lowering(aten._fft_c2r.default)
 def fft_c2r(ctx: Context, x: Op, dim: Sequence[int], normalization: int, last_dim_size: int) -> Op:
-    """The last of `dim` is the halved one, whose other half is the conjugate."""
+    """The last of `dim` is the halved axis, whose other half is the complex conjugate."""
     axes = [ctx.axis(axis, x.shape.rank) for axis in dim]
     last = axes[-1]
     size = math.prod(x.shape.dimensions[axis] for axis in axes[:-1]) * last_dim_size

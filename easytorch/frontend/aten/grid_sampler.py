@@ -1,4 +1,4 @@
-"""Sampling at places that are data (Jaderberg et al. 2015)."""
+"""Sampling at coordinates that are data (Jaderberg et al. 2015)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Sampler:
         return b.div(b.sub(b.mul(b.add(at, number(1)), number(size)), number(1)), number(2))
 
     def bounded(self, at: Op, size: int) -> Op:
-        """Coordinates outside brought in, as the padding mode says; zeros are masked when read."""
+        """Out-of-bounds coordinates mapped inside by the padding mode; for zeros they are masked when read."""
         b, number = self.b, self.number
         if self.padding_mode == _ZEROS:
             return at

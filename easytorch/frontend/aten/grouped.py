@@ -1,8 +1,8 @@
-"""Products of groups of rows with a matrix each (mixtures of experts), and the histogram that counts the groups.
+"""Grouped matmul, one matrix per group of rows (mixtures of experts), and the histogram that counts the groups.
 
-The sizes of the groups are data, those of a program are not: rows are put into blocks of one group each, the last
-block of a group filled up. With blocks of ceil(S / E) rows there are at most 2 E blocks, so that no more than twice the
-needed work is done, whatever the sizes of the groups (Gale et al. 2022, MegaBlocks, with padding).
+Group sizes are data, but a program's sizes are static: rows are put into blocks of one group each, and the last block
+of a group is padded. With blocks of ceil(S / E) rows there are at most 2 E blocks, so at most twice the necessary work
+is done for any group sizes (Gale et al. 2022, MegaBlocks, with padding).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where S rows, sorted by group, lie in `count` blocks of `size` rows. All are int32."""
+    """The layout of S rows, sorted by group, in `count` blocks of `size` rows. All are int32."""
 
     size: int
     count: int
@@ -128,7 +128,7 @@ def aten_grouped_mm(
     bias: Op | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Op:
-    """Of rows with a stack of matrices; of two stacks it is a product of each with each."""
+    """Rows with a stack of matrices; for two stacks, a batched matmul."""
     if x.shape.rank == 3 and weight.shape.rank == 3 and offs is None:
         result = ctx.builder.dot_general(x, (2,), (0,), weight, (1,), (0,))
     elif x.shape.rank == 2 and weight.shape.rank == 3 and offs is not None and bias is None:

@@ -22,10 +22,10 @@ aten = torch.ops.aten
 
 
 def assign_at(ctx: Context, x: Op, places: Op, updates: Op, axes: Sequence[int]) -> Op:
-    """x with `updates` in place of the slices at `places`; of several for one place the last is written.
+    """x with `updates` in place of the slices at `places`; of several for one place the last wins.
 
     x: any; places: (*batch, len(axes)), indices into `axes` of x; updates: (*batch, *the other axes of x). A builder's
-    scatters add or compare: the number of the last update of each place is scattered, and the updates are read by it.
+    scatters add or compare, so the index of the last update of each place is scattered, and updates are gathered by it.
     """
     b = ctx.builder
     batch, rank, count = places.shape.dimensions[:-1], x.shape.rank, len(axes)
@@ -174,7 +174,7 @@ def _mean(ctx: Context, total: Op, count: Op) -> Op:
 
 
 def _scattered_product(ctx: Context, x: Op, axis: int, index: Op, updates: Op, include_self: bool) -> Op:
-    """There is no scatter that multiplies: every place takes the product of the updates that name it."""
+    """There is no multiplying scatter: every place takes the product of its updates, found by comparison."""
     b, rank = ctx.builder, x.shape.rank
     block = list(index.shape.dimensions)
     length, block[axis] = block[axis], x.shape.dimensions[axis]
@@ -340,7 +340,7 @@ def _put_by_mask(ctx: Context, x: Op, axis: int, mask: Op, values: Op, accumulat
 
 
 def _numbered(ctx: Context, mask: Op) -> Op:
-    """int32: how many hold before each element that does; 0 or more elsewhere."""
+    """int32: the number of true elements before each true one; 0 or more elsewhere."""
     b = ctx.builder
     flat = ctx.cast(ctx.reshape(mask, (mask.shape.size,)), DType.INT32)
     (count,) = scan(ctx, [flat], 0, [0], lambda earlier, later: [b.add(earlier, later)])
@@ -393,7 +393,7 @@ def nonzero_static(ctx: Context, x: Op, *, size: int, fill_value: int = -1) -> O
         return ctx.full((size, rank), fill_value, DType.INT64)
     hit = b.not_equal(ctx.reshape(x, (total,)), ctx.scalar(0, x.shape.dtype))
     (count,) = scan(ctx, [ctx.cast(hit, DType.INT32)], 0, [0], lambda earlier, later: [b.add(earlier, later)])
-    # What is not hit, or too much, is written outside, where it is left out.
+    # False elements, and those beyond `size`, get an out-of-bounds place, which drops them.
     place = b.where(hit, b.sub(count, ctx.scalar(1, DType.INT32)), ctx.scalar(size, DType.INT32))
     flat = b.scatter_max(
         ctx.full((size,), -1, DType.INT64),

@@ -1,4 +1,4 @@
-"""Resampling on regular grids: every output is a weighted sum of a few inputs, axis by axis, and backwards."""
+"""Resampling on regular grids, forward and backward: each output is a weighted sum of a few inputs, axis by axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Taps(NamedTuple):
-    """(outputs, taps): which inputs along an axis an output is made of, and with what weights; None is 1."""
+    """(outputs, taps): the inputs along an axis that an output is made of, and their weights; None is 1."""
 
     places: np.ndarray
     weights: np.ndarray | None
@@ -132,7 +132,7 @@ def _resample_axis(ctx: Context, x: Op, axis: int, taps: Taps) -> Op:
 
 
 def _spread_axis(ctx: Context, grad: Op, axis: int, size: int, taps: Taps) -> Op:
-    """What `_resample_axis` does, backwards."""
+    """The gradient of `_resample_axis`."""
     dimensions = (*grad.shape.dimensions[:axis], size, *grad.shape.dimensions[axis + 1 :])
     total = ctx.full(dimensions, 0, grad.shape.dtype)
     for number in range(taps.places.shape[1]):

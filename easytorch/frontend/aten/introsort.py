@@ -1,12 +1,12 @@
-"""The order in which ATen leaves equal elements on a CPU, where it sorts by C++'s unstable algorithms.
+"""The order of equal elements after ATen's sorts on a CPU, which use C++'s unstable algorithms.
 
-`topk` is `std::nth_element` and `std::sort`, or `std::partial_sort` of a few of many; `sort` is `std::sort`. What these
-do with equal elements is that of libstdc++ (bits/stl_algo.h, bits/stl_heap.h): a partition about the median of three
-is the same wherever it is done, so here all segments of all rows are partitioned at once, and there are as many rounds
-as there are levels. Left out is the heap sort that takes over after 2 log2(n) levels, for inputs made to be slow.
+`topk` is `std::nth_element` and `std::sort`, or `std::partial_sort` of a few of many; `sort` is `std::sort`. Their
+order of equal elements is that of libstdc++ (bits/stl_algo.h, bits/stl_heap.h): partitioning around the median of three
+does not depend on the order of segments, so here all segments of all rows are partitioned at once, in as many rounds as
+there are levels. The heap sort that libstdc++ falls back to after 2 log2(n) levels (adversarial inputs) is left out.
 
 Everything is a vector of int32: `rank` is the place of an element among those of its row, the same for equal ones, and
-`where` the element it was. Segments are told by their first place and the one after their last.
+`where` the element it was. Segments are (first place, place after the last).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _segments(b: Builder, rank: Op, start: np.ndarray, end: np.ndarray) -> _Segm
 
 
 def _settled(b: Builder, segments: _Segments, rows: int) -> _Segments:
-    """Every segment by insertion sort: its elements in order, equal ones as they stand. Parts are (rows, n)."""
+    """Every segment by insertion sort, which is stable. Parts are (rows, n)."""
 
     def before(inner: Builder, s0: Op, s1: Op, r0: Op, r1: Op, *rest: Op) -> Op:
         earlier = inner.less_than(s0, s1)

@@ -1,4 +1,4 @@
-"""Products of matrices; all of them one `dot_general`.
+"""Matrix products; each is one `dot_general`.
 
 Narrow floats are multiplied as they are: the backends accumulate in float32 and round once, as ATen's kernels do.
 """
@@ -48,7 +48,7 @@ def matmul(ctx: Context, x: Op, other: Op) -> Op:
 
 @lowering(aten.linear.default)
 def linear(ctx: Context, x: Op, weight: Op, bias: Op | None = None) -> Op:
-    """x weight^T + bias; the weight is contracted as it lies, without a transposed copy."""
+    """x weight^T + bias; the weight is contracted in its own layout, without a transposed copy."""
     result = ctx.builder.dot_general(x, (x.shape.rank - 1,), (), weight, (weight.shape.rank - 1,), ())
     if bias is None:
         return result
@@ -71,7 +71,7 @@ def addmv(ctx: Context, x: Op, mat: Op, vec: Op, *, beta: Number = 1, alpha: Num
 
 
 def _plus(ctx: Context, x: Op, product: Op, beta: Number, alpha: Number) -> Op:
-    """beta x + alpha product. With beta zero x does not count, not even its NaN."""
+    """beta x + alpha product. With beta zero x is ignored, including its NaN."""
     if alpha != 1:
         product = ctx.builder.mul(product, ctx.scalar(alpha, product.shape.dtype))
     if beta == 0:

@@ -119,6 +119,6 @@ def native_batch_norm_no_training(
     momentum: float,
     eps: float,
 ) -> tuple[Op, Op, Op]:
-    """The result; what else training would save is empty."""
+    """The result; the tensors that training would save are empty."""
     empty = ctx.full((0,), 0, ctx.wide(x).shape.dtype)
     return batch_normalize(ctx, x, running_mean, running_var, weight, bias, eps), empty, empty

@@ -1,4 +1,4 @@
-"""Padding with what is at the edge: mirrored or repeated, and backwards."""
+"""Reflection and replication padding, forward and backward."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def replication_pad_backward(ctx: Context, grad_output: Op, x: Op, padding: Sequ
 
 @lowering(aten._pad_circular.default)
 def pad_circular(ctx: Context, x: Op, pad: Sequence[int]) -> Op:
-    """As if x stood again before and after itself; negative padding cuts off."""
+    """Circular padding; negative padding crops."""
     for number in range(len(pad) // 2):
         axis = x.shape.rank - 1 - number
         size = x.shape.dimensions[axis]

@@ -1,4 +1,4 @@
-"""Windows taken out of an array side by side, and put back."""
+"""Sliding windows extracted from an array (im2col, unfold), and their inverses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def im2col(ctx: Context, x: Op, kernel_size: Sizes, dilation: Sizes, padding: Si
 def col2im(
     ctx: Context, x: Op, output_size: Sizes, kernel_size: Sizes, dilation: Sizes, padding: Sizes, stride: Sizes
 ) -> Op:
-    """(*N, C * kernel, windows) -> (*N, C, H, W): what is in several windows is added."""
+    """(*N, C * kernel, windows) -> (*N, C, H, W): overlapping windows are summed."""
     height, width = (size + 2 * side for size, side in zip(output_size, padding, strict=True))
     places = Windows((height, width), kernel_size, stride, 0, dilation).places()
     *batch, rows, count = x.shape.dimensions

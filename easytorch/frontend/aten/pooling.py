@@ -23,13 +23,13 @@ Sizes = Sequence[int]
 
 
 def per_axis(values: int | Sizes, count: int) -> tuple[int, ...]:
-    """One for each of `count` axes, as ATen takes one for all of them."""
+    """One value per axis; ATen accepts a single one for all."""
     given = (values,) if isinstance(values, int) else tuple(values)
     return given * count if len(given) == 1 else given
 
 
 class Windows:
-    """Where the windows of a pooling stand: all sizes are tuples with one entry a pooled axis."""
+    """The windows of a pooling: all sizes are tuples with one entry per pooled axis."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Operations that draw random numbers, from the bits of `Context.random_bits`.
 
-Their values are those of the distribution and not torch's own: torch draws them by another algorithm on every device.
+They follow the distribution but are not torch's own numbers, which differ between devices too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random operations that activation checkpointing runs twice: the second time from the state of the first.
+"""Random operations that activation checkpointing runs twice, the second time from the first one's state.
 
 Of these nodes the graph says neither type nor size, so that the state is the program's own, uint64[3].
 """
@@ -23,7 +23,7 @@ def save_state(ctx: Context, target: Any, *args: Any, **kwargs: Any) -> tuple[Op
 
 @lowering(run_with_rng_state)
 def with_state(ctx: Context, state: Op, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of the operation from that state; the program's own goes on as if nothing had been drawn."""
+    """The result of the operation from that state; the program's own state is unchanged."""
     own = ctx.random.value
     ctx.random.value = state
     result = _result(ctx, target, args, kwargs)

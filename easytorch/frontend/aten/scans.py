@@ -1,4 +1,4 @@
-"""Running sums, products and extremes along an axis, in as many steps as the length has bits."""
+"""Cumulative sums, products and extremes along an axis, in log2(length) steps."""
 
 from __future__ import annotations
 

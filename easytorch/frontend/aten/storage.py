@@ -1,4 +1,4 @@
-"""Operations on how a tensor lies in memory, which a functional graph has only as a description."""
+"""Operations on a tensor's memory layout, which a functional graph has only as metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes nothing: assertions, other graphs, control flow."""
+"""Operations that compute nothing themselves: assertions, subgraphs, control flow."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def alias(ctx: Context, x: Op, memory_format: Any = None) -> Op:
 
 @lowering(aten._to_copy.default)
 def to_copy(ctx: Context, x: Op, dtype: torch.dtype | None = None, **where: Any) -> Op:
-    """Where it is to be copied does not matter: the computation has one device."""
+    """The target device is ignored: the computation has one device."""
     return x if dtype is None else ctx.cast(x, dtype)
 
 
@@ -109,7 +109,7 @@ def repeat(ctx: Context, x: Op, repeats: Ints) -> Op:
 
 @lowering(aten.cat.default)
 def cat(ctx: Context, tensors: Sequence[Op], dim: int = 0) -> Op:
-    """An empty vector goes with everything, as torch has it for old times' sake."""
+    """An empty vector is compatible with any shape, as torch allows for backward compatibility."""
     kind = ctx.promote(*tensors)
     real = [x for x in tensors if x.shape.dimensions != (0,)] or list(tensors[:1])
     if len(real) == 1:

@@ -1,4 +1,4 @@
-"""What devices do together: functions of the tensors of one group's devices, one result for each."""
+"""Collectives: functions of the tensors of one group's devices, one result per device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that lay out elements anew; most are views."""
+"""Operations that rearrange elements; most are views."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def dynamic_update_in_place(context: NodeContext) -> Kernel:
 
 
 def looks(context: NodeContext) -> bool:
-    """Whether reading a start index costs nothing: on the CPU and outside of torch.compile."""
+    """Whether reading a start index is free: on the CPU and outside of torch.compile."""
     return context.device.type == "cpu" and not context.traced
 
 

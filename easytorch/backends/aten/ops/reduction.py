@@ -1,4 +1,4 @@
-"""Reductions over axes. The axes that go, and whether there is anything in them, are known before they run."""
+"""Reductions over axes. The reduced axes, and whether they are empty, are known before they run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Reduction = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def _over(context: NodeContext) -> tuple[int, ...]:
-    """The axes that go: all if none is named."""
+    """The reduced axes: all if none is given."""
     return tuple(context.attributes["axes"]) or tuple(range(context.operand.rank))
 
 
 def reduced(dtype: DType, kind: ReduceOpType) -> Reduction:
-    """The function of a tensor of values (see `values`) and axes that puts their elements together."""
+    """The function that reduces a tensor of values (see `values`) over axes."""
     if kind is ReduceOpType.SUM:
         return _sum
     if kind is ReduceOpType.PRODUCT:

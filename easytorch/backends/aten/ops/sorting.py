@@ -1,4 +1,4 @@
-"""Sorting: by torch's own sort where the comparator says no more than less or greater, by merges for any other."""
+"""Sorting: by torch's own sort where the comparator is a plain less or greater, else by merging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Graph
 from easytorch.backends.types import OpType
 
-# What gives for tensors what it gives for each of their elements; scalars are repeated.
+# Operations that apply elementwise to tensors; scalars are broadcast.
 _POINTWISE = frozenset(ELEMENTWISE) - {OpType.BITCAST} | {OpType.PARAMETER, OpType.CONSTANT}
 _DESCENDS = {
     OpType.LESS_THAN: False,
@@ -22,12 +22,12 @@ _DESCENDS = {
     OpType.GREATER_THAN: True,
     OpType.GREATER_THAN_TOTAL_ORDER: True,
 }
-# (lines, n) indices of the one and the other elements -> whether the one comes before.
+# (lines, n) indices of left and right elements -> whether the left comes first.
 Before = Callable[[Tensor, Tensor], Tensor]
 
 
 def is_pointwise(comparator: Graph) -> bool:
-    """Whether the comparator gives for tensors what it gives for each of their elements."""
+    """Whether the comparator applies elementwise to tensors."""
     return all(node.op_type in _POINTWISE for node in comparator.nodes)
 
 

@@ -1,4 +1,4 @@
-"""Windows over an array: their reductions, and the places they select."""
+"""Windows over an array: their reductions, and select-and-scatter."""
 
 from __future__ import annotations
 
