@@ -161,7 +161,7 @@ class GPT2PreTrainedModel(NativeDecoder):
         "attentions": OutputRecorder(GPT2Attention, layer_name=".attn", index=1),
         "cross_attentions": OutputRecorder(GPT2CrossAttention, layer_name=".crossattention", index=1),
     }
-    _keys_to_ignore_on_load_unexpected = ["attn.bias", "crossattention.bias"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = ["attn.bias", "attn.masked_bias", "crossattention.bias"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -71,7 +71,7 @@ class GPTNeoXPreTrainedModel(NativeDecoder):
     config: GPTNeoXConfig
     config_class = GPTNeoXConfig
     base_model_prefix = "gpt_neox"
-    head_weights = (r"^(lm_head|score|classifier|qa_outputs)\.",)
+    head_weights = (r"^(lm_head|embed_out|score|classifier|qa_outputs)\.",)  # `embed_out`: the lm_head on disk
     _input_embed_layer = "embed_in"
     _no_split_modules = ["GPTNeoXLayer"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": GPTNeoXLayer, "attentions": GPTNeoXAttention}  # noqa: RUF012

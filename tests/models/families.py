@@ -350,7 +350,7 @@ FAMILIES |= {
         _SEQUENCE,
         _TOKEN,
         _ANSWER,
-        sizes={"head_dim": 12},
+        sizes={"head_dim": 12, "attention_dropout": 0.0},
         dropouts=("residual_dropout",),
         variants=({"attention_out_bias": True},),
     ),

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import easytorch
+from easytorch.bridge.errors import CheckpointError
 from easytorch.generation import generate_tokens
 from easytorch.layers.masks import MASKS_OF
 from easytorch.protocol.conversion import to_flax
@@ -80,6 +81,20 @@ def test_files_go_both_ways(family, make_pair, tmp_path) -> None:
         assert all(torch.equal(weights[name], tensor) for name, tensor in saved.state_dict().items())
     with torch.no_grad():  # what is in no file (tables of angles) is made anew on the meta device
         assert torch.equal(loaded(IDS).logits, ours(IDS).logits)
+
+
+def test_a_language_model_loads_under_every_head(family, make_pair, tmp_path) -> None:
+    _, theirs = models(make_pair, family)
+    theirs.save_pretrained(tmp_path)
+    module, expected = importlib.import_module(f"easytorch.models.{family}"), theirs.base_model.state_dict()
+    for head in FAMILIES[family].heads:
+        if getattr(module, head).base_model_prefix != theirs.base_model_prefix:  # transformers finds no weight there
+            with pytest.raises(CheckpointError, match=r"'transformer\.embed_tokens\.weight': is missing"):
+                getattr(module, head).from_pretrained(tmp_path)
+            continue
+        weights = getattr(module, head).from_pretrained(tmp_path).base_model.state_dict()
+        assert weights.keys() == expected.keys(), head
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items()), head
 
 
 def test_the_auto_class_gives_the_native_one(family) -> None:

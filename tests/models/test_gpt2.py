@@ -59,3 +59,16 @@ def test_token_types(make_pair, name) -> None:
         torch.testing.assert_close(
             ours(IDS, token_type_ids=types)[0], theirs(IDS, token_type_ids=types)[0], **TOLERANCE
         )
+
+
+def test_masks_of_old_checkpoints_are_left_behind(make_pair, tmp_path) -> None:
+    """They held the causal mask of each layer and the number it fills in, and no name of the base model."""
+    from safetensors.torch import load_file, save_file
+
+    ours, _ = make_pair("GPT2LMHeadModel", FAMILIES["gpt2"].config())
+    ours.save_pretrained(tmp_path)
+    old = {name.removeprefix("transformer."): w for name, w in load_file(tmp_path / "model.safetensors").items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = type(ours).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.state_dict().items())

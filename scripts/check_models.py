@@ -1,0 +1,169 @@
+"""What a native decoder family goes through beside its numbers: compile, export, adapters, checkpointing, new tokens.
+
+    python scripts/check_models.py                    every family of tests/models/families.py
+    python scripts/check_models.py phi3 cohere2       some
+    python scripts/check_models.py --only export
+
+tests/models holds the numbers against transformers; these cases take a second each, so CI runs a few families
+(tests/models/test_check_models.py). The exit code is 1 where a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from tests.models.families import CAUSAL, DECODERS, FAMILIES  # noqa: E402
+
+IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
+
+
+def made(family: str, **changes: Any) -> Any:
+    """The causal language model of a family, tiny, no weight of it 0 or 1."""
+    torch.manual_seed(0)
+    model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), CAUSAL[family])
+    model = model_class(FAMILIES[family].config(**changes)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def compile_(family: str) -> None:
+    """One graph for a forward, and for one with a padding mask and gradients."""
+    model = made(family)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-5, atol=1e-5)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    gradients = []
+    for one in (compiled, model):
+        model.zero_grad()
+        one(IDS, attention_mask=mask, use_cache=False).logits[mask == 1].square().mean().backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    for given, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
+def export(family: str) -> None:
+    """A graph for any length."""
+    model = made(family)
+    length = torch.export.Dim("length", min=2, max=32)
+    program = torch.export.export(
+        model, (IDS,), {"use_cache": False}, dynamic_shapes={"input_ids": {1: length}, "use_cache": None}, strict=False
+    ).module()
+    for ids in (IDS, IDS[:, :7]):
+        given = program(ids, use_cache=False).logits
+        torch.testing.assert_close(given, logits(model, ids), rtol=1e-5, atol=1e-5)
+
+
+def checkpointing(family: str) -> None:
+    """The same gradients."""
+    model, gradients = made(family, **dict.fromkeys(FAMILIES[family].dropouts, 0.0)).train(), []
+    for enabled in (False, True):
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def adapters(family: str) -> None:
+    """LoRA on every projection: it changes the outputs, it is all that learns, and it merges into the weights."""
+    import peft
+
+    model = made(family)
+    plain = logits(model)
+    config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, r=2)
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config).eval()
+    changed = logits(adapted)
+    assert not torch.allclose(changed, plain)
+    adapted(IDS, labels=IDS).loss.backward()
+    silent = [name for name, weight in adapted.named_parameters() if weight.requires_grad and not weight.grad.any()]
+    assert not silent, silent
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-4)
+
+
+def new_tokens(family: str) -> None:
+    """The logits of the old tokens stay; what was tied is tied still."""
+    for tied in (False, True):
+        model = made(family, tie_word_embeddings=tied)
+        before = logits(model)
+        model.resize_token_embeddings(101)
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        after = logits(model)
+        assert after.shape[-1] == 101
+        torch.testing.assert_close(after[..., :97], before, rtol=1e-6, atol=1e-6)
+
+
+def attentions(family: str) -> None:
+    """Every implementation that carries the family gives the same numbers."""
+    model = made(family)
+    expected = logits(model)
+    for name in ("vanilla", "flash", "eager"):
+        model.set_attn_implementation(name)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def half(family: str) -> None:
+    """bfloat16 and float16 stay what they are from the embedding to the logits, losses and gradients included."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = made(family).to(dtype)
+        output = model(IDS, labels=IDS)
+        assert output.logits.dtype == dtype and output.loss.isfinite()
+        output.loss.backward()
+        assert all(weight.grad is not None and weight.grad.dtype == dtype for weight in model.parameters())
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "compile": compile_,
+    "export": export,
+    "checkpointing": checkpointing,
+    "adapters": adapters,
+    "new-tokens": new_tokens,
+    "attentions": attentions,
+    "half": half,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=DECODERS, metavar="FAMILY")
+    parser.add_argument("--only", action="append", choices=CASES)
+    arguments = parser.parse_args()
+    failed = 0
+    for family in arguments.families:
+        for name in arguments.only or CASES:
+            start = time.perf_counter()
+            try:
+                CASES[name](family)
+            except Exception as error:  # a case of one family fails, and the others are still to be seen
+                failed += 1
+                print(f"FAILED {family} {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            else:
+                print(f"ok     {family} {name} {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"{failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Write docs/models.md: the native families, what each is, its classes, its layers, and the operations it calls.
+
+    python scripts/models_doc.py --write | --check
+
+Everything is read off the tiny model of each family in tests/models/families.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/models.md"
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402 - a script of the checkout
+
+from easytorch.auto.plugging import families  # noqa: E402
+from easytorch.operations import OperationImpl  # noqa: E402
+from tests.models.families import CAUSAL, FAMILIES  # noqa: E402
+
+HEAD = """\
+# Native models
+
+Written by `python scripts/models_doc.py --write`; `tests/scripts/test_models_doc.py` fails when this page is not what
+it would write. These families are modules of EasyTorch, with transformers' names, parameters and call conventions, and
+are held to transformers' classes by `tests/models`: outputs, losses, every gradient, caches, `generate`, files in both
+directions, Flax and back. Every other type loads as transformers' own class; [architectures](architectures.md) lists
+what runs in each. How to add one: [add a model](add-a-model.md).
+
+Layers: the parts of `easytorch/layers` a family is made of. Operations: what a forward with a loss calls on the CPU.
+
+| Type | What it is | Classes | Layers | Operations |
+|---|---|---|---|---|
+"""
+
+
+def row(family: str) -> str:
+    """A line of the table."""
+    module = importlib.import_module(f"easytorch.models.{family}")
+    name = CAUSAL.get(family, FAMILIES[family].heads[0])
+    torch.manual_seed(0)
+    model = getattr(module, name)(FAMILIES[family].config()).eval()
+    layers = sorted({found for part in model.modules() if (found := _layer(part)) is not None})
+    what = " ".join((module.__doc__ or "").strip().splitlines()[0].split()).removesuffix(".")
+    cells = (family, what, ", ".join(FAMILIES[family].heads), ", ".join(layers), ", ".join(_operations(model)))
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _layer(part: torch.nn.Module) -> str | None:
+    """The class of easytorch/layers that a module is, or extends."""
+    return next((one.__name__ for one in type(part).__mro__ if one.__module__.startswith("easytorch.layers.")), None)
+
+
+def _operations(model: Any) -> list[str]:
+    """The operations of one forward, by the name under which the registry has them."""
+    called: set[str] = set()
+    call = OperationImpl.__call__
+
+    def noted(self: OperationImpl, *args: Any, **kwargs: Any) -> Any:
+        called.add(self.get_impl_name())
+        return call(self, *args, **kwargs)
+
+    ids = torch.arange(3, 12)[None]
+    OperationImpl.__call__ = noted  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            model(ids, labels=ids) if model.can_generate() else model(ids)
+    finally:
+        OperationImpl.__call__ = call  # type: ignore[method-assign]
+    return sorted(called)
+
+
+def page() -> str:
+    """The text of the page. `ValueError` for a family without a row in tests/models/families.py."""
+    if missing := sorted(set(families()) - set(FAMILIES)):
+        raise ValueError(f"tests/models/families.py has no row for {', '.join(missing)}")
+    return HEAD + "".join(row(family) for family in sorted(FAMILIES))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true")
+    what.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    text = page()
+    if arguments.write:
+        PAGE.write_text(text)
+        return 0
+    if PAGE.read_text() != text:
+        print("docs/models.md is not current: run python scripts/models_doc.py --write", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
