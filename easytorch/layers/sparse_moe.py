@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from easytorch.layers.experts import Experts
-from easytorch.layers.routers import Routed, Router
+from easytorch.layers.routers import Routed
 
 
 class SparseMoe(nn.Module):
@@ -17,8 +16,8 @@ class SparseMoe(nn.Module):
     A family names the classes, and the attributes and their order as its checkpoints have them.
     """
 
-    router_class: ClassVar[type[Router]]
-    experts_class: ClassVar[type[Experts]]
+    router_class: ClassVar[type[Any]]  # of a config
+    experts_class: ClassVar[type[Any]]
     order: ClassVar[tuple[str, str]] = ("gate", "experts")  # transformers': optimizer states follow it
 
     experts: nn.Module
