@@ -75,5 +75,6 @@ def test_a_layer_of_a_token_takes_few_calls() -> None:
         (more[0] - less[0], more[1] - less[1]) for less, more in zip(few, many, strict=True)
     )
     assert aten.total() <= 0.8 * aten_of_theirs.total(), aten - aten_of_theirs  # 0.71 when this was written
-    # operations choose and check, and families have a method for each step, which is Python; 1.46 as this is written
-    assert python <= 1.48 * python_of_theirs
+    # operations choose and check, families have a method for each step, and each product asks whether C++ takes its few
+    # rows, which is Python; 1.60 when this was written
+    assert python <= 1.62 * python_of_theirs
