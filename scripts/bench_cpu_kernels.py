@@ -1,0 +1,167 @@
+"""The C++ kernels against torch's own ways, in one run: products of few rows, and whole decoding of a Llama of 0.44 B.
+
+    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products | decode ...]
+
+Every figure is a median over rounds in which all ways take turns, so that load and clock meet them alike; a ratio is
+the median of the ratios within a round. Weights are used in turn, more than the caches hold. `read` is a plain
+reduction over the same bytes. Nothing else should run: the load of the machine is in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.linear import cpu, onednn
+from easytorch.kernels.quantized_matmul import aten
+from easytorch.kernels.quantized_matmul import cpu as quantized_cpu
+from easytorch.kernels.quantized_matmul.weight import quantize
+
+# (M, N, K) of the products, and the rounds of each; bytes of weights that no cache holds.
+SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
+ROUNDS, BYTES = 15, 2**28
+
+
+def medians(ways: dict[str, Callable[[int], Any]], calls: int, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Way -> microseconds a call; the ratio of the first way to each other. A way is called with 0, 1, ..."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way(0)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for number in range(calls):
+                way(number)
+            times[name].append((time.perf_counter() - start) / calls * 1e6)
+    first = next(iter(ways))
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(times[first], taken, strict=True))
+        for name, taken in times.items()
+        if name != first
+    }
+    return {"us": {name: statistics.median(taken) for name, taken in times.items()}, "ratio": ratios}
+
+
+def dense(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
+    calls = max(3, min(24, BYTES // (n * k * dtype.itemsize)))
+    weights = [torch.randn(n, k, generator=generator).to(dtype) for _ in range(calls)]
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    ways: dict[str, Callable[[int], Any]] = {
+        "cpu": lambda i: cpu.run(x, weights[i], None),
+        "F.linear": lambda i: F.linear(x, weights[i]),
+        "read": lambda i: weights[i].view(torch.float32).max(),
+    }
+    if dtype == torch.float32:
+        ways["onednn"] = lambda i: onednn._run(x, weights[i], None)
+    found = medians(ways, calls)
+    found["GB/s"] = n * k * dtype.itemsize / found["us"]["cpu"] / 1e3
+    found["GF/s"] = 2 * m * n * k / found["us"]["cpu"] / 1e3
+    return found
+
+
+def quantized(m: int, n: int, k: int, format: str, generator: torch.Generator) -> dict[str, Any]:
+    calls = max(3, min(12, BYTES // (n * k * 2)))
+    originals = [torch.randn(n, k, generator=generator) for _ in range(calls)]
+    weights = [quantize(weight, format) for weight in originals]
+    halves = [weight.bfloat16() for weight in originals]
+    x = torch.randn(m, k, generator=generator).bfloat16()
+    return medians(
+        {
+            "cpu": lambda i: quantized_cpu.run(x, weights[i], None, library.BEST),
+            "aten": lambda i: aten._forward(x, weights[i], None),
+            "bfloat16 product": lambda i: cpu.run(x, halves[i], None),
+            "read": lambda i: weights[i].data.view(torch.uint8).view(torch.float32).max(),
+        },
+        calls,
+        rounds=7,
+    )
+
+
+def products() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    for m, n, k in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            found[f"M{m} N{n} K{k} {str(dtype).removeprefix('torch.')}"] = dense(m, n, k, dtype, generator)
+    for m in (1, 4, 16):
+        for format in quantized_cpu.FORMATS:
+            found[f"M{m} N4096 K1024 {format}"] = quantized(m, 4096, 1024, format, generator)
+    return found
+
+
+def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
+    """Tokens a second through plain `generate`, of the native Llama and transformers'."""
+    import transformers
+
+    from easytorch.models.llama import LlamaForCausalLM
+
+    config = transformers.LlamaConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=8, intermediate_size=4096,
+        vocab_size=32000, max_position_embeddings=2048, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        theirs = transformers.LlamaForCausalLM(config).to(dtype).eval()
+        ours = LlamaForCausalLM(config).to(dtype).eval()
+        ours.load_state_dict(theirs.state_dict())
+        prompt = torch.randint(1, 32000, (1, 16), generator=torch.Generator().manual_seed(0))
+
+        def tokens(model: Any, prompt: torch.Tensor = prompt) -> None:
+            model.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+
+        ways = {"native": lambda _, m=ours: tokens(m), "transformers": lambda _, m=theirs: tokens(m)}
+        measured = medians(ways, 1, rounds)
+        measured["tokens/s"] = {name: new_tokens / taken * 1e6 for name, taken in measured["us"].items()}
+        measured["times transformers"] = 1 / measured["ratio"]["transformers"]
+        found[str(dtype).removeprefix("torch.")] = measured
+        del ours, theirs
+    return found
+
+
+PARTS = {"products": products, "decode": decode}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; everything by default")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the report there too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if (reason := library.missing()) is not None:
+        raise SystemExit(f"no C++ kernels: {reason}")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cpu": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
+        "threads": options.threads,
+        "load": os.getloadavg(),
+    }
+    for part in options.parts or PARTS:
+        report[part] = PARTS[part]()
+        for name, row in report[part].items():
+            print(f"{name:<28}", json.dumps(row, default=lambda x: x), flush=True)
+    report["load after"] = os.getloadavg()
+    print({name: value for name, value in report.items() if name not in PARTS})
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
