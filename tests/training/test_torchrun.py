@@ -93,12 +93,12 @@ def test_ctrl_c_ends_the_command_with_a_checkpoint_to_resume_from(settings, tmp_
 
 
 def test_sigterm_to_the_command_alone_ends_the_training_processes_with_a_checkpoint(settings, tmp_path):
-    """As systemd, docker and kill do."""
+    """As systemd, docker and kill do. One process: torchrun starts it as it starts several."""
     config = settings(steps=100_000, eval_fraction=0.0)
     config.save(tmp_path / "run.json")
     metrics = Path(config.output) / "metrics.jsonl"
     with subprocess.Popen(
-        [sys.executable, "-m", "easytorch", "train", "--processes", "2", "--config", str(tmp_path / "run.json")],
+        [sys.executable, "-m", "easytorch", "train", "--processes", "1", "--config", str(tmp_path / "run.json")],
         env={**os.environ, **child_environment()}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         deadline = time.monotonic() + 600
