@@ -16,6 +16,7 @@ import typer
 from easytorch import __version__
 from easytorch.cli.lazy import CONTEXT, LazyGroup, add_commands
 from easytorch.missing_packages import what_to_install
+from easytorch.output_encoding import escape_unencodable
 from easytorch.switches import switch
 
 # Errors that EasyTorch raises on purpose, and those that Python raises for bad input: CheckpointError and
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit codes: 0 done, 1 a command that found what it looks for wrong or an unexpected error, 2 wrong usage or input,
     128 + the signal's number when a signal ended it (130: Ctrl-C).
     """
+    escape_unencodable()
     try:
         switch("EASYTORCH_TRACEBACK")  # reports an invalid value now, not while another error is shown
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from easytorch.bridge.errors import nearest
 from easytorch.missing_packages import what_to_install
+from easytorch.output_encoding import escape_unencodable
 from easytorch.switches import switch
 from easytorch.training.config import TrainingConfig, flag
 
@@ -31,6 +32,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
     from easytorch.training.loop import train_among
     from easytorch.training.processes import find_device, joined
 
+    escape_unencodable()
     config: TrainingConfig | None = None
     wrong: Exception | None = None
     device = find_device("cpu")

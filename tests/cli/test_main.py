@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -138,6 +139,23 @@ def test_the_extras_of_packages_are_those_declared():
             assert any(re.match(rf"{package}\b", line) for line in declared[extra]), (package, extra)
     error = ModuleNotFoundError("No module named 'gguf'", name="gguf")
     assert missing_packages.what_to_install(error).endswith('pip install "easytorch[bridge]"')
+
+
+@pytest.mark.parametrize("command", ["easytorch", "train"])
+def test_letters_that_the_terminal_lacks_are_escaped(command, monkeypatch):
+    """As on stderr. A strict stdout made an error of a conversion that was done, and ended a training run."""
+
+    def say(*_):
+        print("modèle 出")
+        raise SystemExit
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr(env, "collect", say)
+    monkeypatch.setattr(arguments, "parse", say)
+    with pytest.raises(SystemExit):
+        main(["env"]) if command == "easytorch" else arguments.run([], "train")
+    assert written.getvalue() == rb"mod\xe8le \u51fa" + b"\n"
 
 
 def test_an_unexpected_error_is_not_hidden(monkeypatch):
