@@ -20,6 +20,7 @@ class GatedDeltaRule(StateSpaceImpl):
     segment_ids=None)`: query, key (B, T, H, Dk), value (B, T, Hv, Dv) -> outputs (B, T, Hv, Dv), final_state
     (B, Hv, Dk, Dv). `scale` is another name of softmax_scale; without either it is the metadata's, else Dk ** -0.5."""
 
+    settings: ClassVar = ("softmax_scale",)
     casts = ("query", "key", "value")
 
     paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
@@ -62,8 +63,8 @@ class GatedDeltaRule(StateSpaceImpl):
     ) -> StateSpaceOutput:  # fmt: skip
         if scale is not None and softmax_scale is not None:
             raise ValueError("gated_delta_rule: scale and softmax_scale are two names of one argument; give one")
-        check_scale("gated_delta_rule", "softmax_scale", softmax_scale)
-        check_scale("gated_delta_rule", "scale", scale)
+        softmax_scale = check_scale("gated_delta_rule", "softmax_scale", softmax_scale)
+        scale = check_scale("gated_delta_rule", "scale", scale)
         given = (softmax_scale, scale, self.metadata.softmax_scale)
         settled = next((value for value in given if value is not None), None)
         return super().run(kernel, query, key, value, g, beta, settled, initial_state, use_qk_l2norm, segment_ids)

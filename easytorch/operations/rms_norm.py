@@ -49,4 +49,6 @@ class RMSNorm(OperationImpl):
         weight: torch.Tensor | None = None,
         eps: float = 1e-6,
     ) -> torch.Tensor:
-        return kernel(self.cast(x), weight, eps)
+        if self.metadata.runtime_dtype is not None:  # of both: a wider weight would widen the result
+            x, weight = self.cast(x), None if weight is None else self.cast(weight)
+        return kernel(x, weight, eps)

@@ -41,11 +41,11 @@ def blockwise(
     softmax_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`attention` for a resolved call."""
-    batch, length, heads, _ = query.shape
+    length = query.shape[1]
     keys, left, right = key.shape[1], call.left, call.right
     working = softmax_dtype or working_dtype(query)
     outputs = []
-    for first in range(0, length, BLOCK):
+    for first in range(0, length or 1, BLOCK):  # without a query too, for the gradients of the others
         last = min(first + BLOCK, length)
         # the keys that the band lets any row of the block see
         start = 0 if left is None else max(0, first + keys - length - left)
@@ -62,7 +62,7 @@ def blockwise(
             outputs.append(checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=_on_xla))
         else:
             outputs.append(checkpoint(_block, *arguments, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(outputs, dim=1) if outputs else query.new_zeros(batch, 0, heads, value.shape[3])
+    return torch.cat(outputs, dim=1)
 
 
 def _on_xla() -> tuple[torch.autocast, torch.autocast]:

@@ -30,12 +30,13 @@ from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop import arguments
 from easytorch.kernels.interop.arguments import (
     FLOATS,
+    LARGEST,
     check_integer,
     check_number,
-    check_scale,
     described,
     floating,
     is_integer,
+    python_integer,
     together,
 )
 from easytorch.kernels.interop.torch_func import eager
@@ -47,6 +48,7 @@ Window = tuple[int | None, int | None]
 # attention.
 KEPT = 2**16
 _FARTHEST = 2**30
+SMALLEST_CAP = torch.finfo(torch.float32).tiny
 
 
 def check_tensors(
@@ -107,6 +109,8 @@ def resolve(
             query, key.shape[1] if columns is None else columns, key.shape[1], mask, bias, query_segment_ids,
             key_segment_ids, softcap, sinks, dropout_prob,
         )  # fmt: skip
+    if query_segment_ids is not None and key_segment_ids is not None:
+        query_segment_ids, key_segment_ids = _of_one_dtype(query_segment_ids, key_segment_ids)
     left, right = (None, 0 if causal else None) if sliding_window is None else band_of(causal, sliding_window)
     if dropout_prob == 0.0:
         seed = None
@@ -120,11 +124,18 @@ def resolve(
     )
 
 
+def _of_one_dtype(query_ids: torch.Tensor, key_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Segment ids as kernels compare them: of one dtype, and one that has every operation on integers."""
+    if query_ids.dtype == key_ids.dtype and query_ids.dtype in (torch.int32, torch.int64):
+        return query_ids, key_ids
+    return query_ids.to(torch.int64), key_ids.to(torch.int64)
+
+
 def _seed_of(seed: int | torch.Tensor) -> torch.Tensor:
     """int64, shape (); of a number the 32 bits that are used."""
     if isinstance(seed, torch.Tensor):
         return seed.to(torch.int64).reshape(())
-    return torch.as_tensor(seed & LOW, dtype=torch.int64)
+    return torch.as_tensor(python_integer(seed) & LOW, dtype=torch.int64)
 
 
 def _check_features(
@@ -162,27 +173,29 @@ def _check_features(
     check_dropout(dropout_prob)
 
 
-def check_softcap(operation: str, softcap: float | None) -> None:
-    """An error for a softcap that is not a positive number; None is none."""
-    if softcap is None:
-        return
-    check_number(operation, "softcap", softcap)
-    if not 0 < softcap < float("inf"):
-        raise ValueError(f"{operation}: softcap must be positive and finite, got {softcap}; None means no cap")
+def check_softcap(operation: str, softcap: float | None) -> float | None:
+    """A softcap as Python's float, or an error where it is not a positive number; None is none."""
+    number = check_number(operation, "softcap", softcap)
+    # the scores are divided by it and multiplied again, in float32
+    if number is not None and not SMALLEST_CAP <= number <= LARGEST:
+        raise ValueError(
+            f"{operation}: softcap must be positive and finite in float32, got {softcap}; None means no cap"
+        )
+    return number
 
 
-def check_dropout(dropout_prob: float) -> None:
-    """An error for a probability outside [0, 1)."""
+def check_dropout(dropout_prob: float) -> float:
+    """A probability as Python's float, or an error where it is outside [0, 1)."""
+    number = dropout_prob
     if type(dropout_prob) is not float:
-        check_number("attention", "dropout_prob", 2.0 if dropout_prob is None else dropout_prob)
-    if dropout_prob is None or not 0.0 <= dropout_prob < 1.0:
+        number = check_number("attention", "dropout_prob", dropout_prob)
+    if number is None or not 0.0 <= number < 1.0:
         raise ValueError(f"attention: dropout_prob must be in [0, 1), got {dropout_prob}")
+    return number
 
 
-def check_settings(softmax_scale: float | None, dropout_prob: float, seed: int | torch.Tensor | None) -> None:
-    """An error for a scale, a dropout probability or a seed that is invalid for any tensors."""
-    check_scale("attention", "softmax_scale", softmax_scale)
-    check_dropout(dropout_prob)
+def check_seed(seed: int | torch.Tensor | None) -> None:
+    """An error for a seed that is invalid for any tensors."""
     if not isinstance(seed, torch.Tensor):
         check_integer("attention", "seed", seed)
     elif seed.numel() != 1 or seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool:
@@ -198,14 +211,15 @@ def window_of(sliding_window: int | tuple[int | None, int | None] | None) -> Win
     if not isinstance(sliding_window, tuple) and is_integer(sliding_window):
         if sliding_window < 1:
             raise ValueError(f"attention: sliding_window must be at least 1, got {sliding_window}")
-        return _bounded(sliding_window - 1), _bounded(sliding_window - 1)
+        width = python_integer(sliding_window)
+        return _bounded(width - 1), _bounded(width - 1)
     sides = sliding_window if isinstance(sliding_window, tuple | list) else ()
     if len(sides) != 2 or not all(side is None or is_integer(side) for side in sides):
         raise TypeError(
             f"attention: sliding_window must be an integer, or a pair (left, right) of integers or None, got "
             f"{described(sliding_window)}"
         )
-    left, right = (None if side is None or side == -1 else side for side in sides)
+    left, right = (None if side is None or side == -1 else python_integer(side) for side in sides)
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"attention: sliding_window sides must be None, -1 or at least 0, got {sliding_window}")
     return _bounded(left), _bounded(right)

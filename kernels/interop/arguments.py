@@ -7,6 +7,8 @@ hand, on the CPU and in no graph; kernels elsewhere must not read outside their 
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from typing import Any, TypeGuard
 
 import torch
@@ -16,6 +18,7 @@ from easytorch.kernels.interop.torch_func import eager
 
 # What is computed in; float8 is a format of weights (quantized_matmul).
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+LARGEST = torch.finfo(torch.float32).max  # a factor beyond it makes NaN of a zero
 
 _REAL = (float, int, torch.SymFloat, torch.SymInt)
 
@@ -48,23 +51,28 @@ def check_tensors(operation: str, **tensors: Any) -> None:
             )
 
 
-def check_number(operation: str, name: str, value: Any, *, least: float | None = None) -> None:
-    """`TypeError` for what is not a number, `ValueError` for NaN and for one below `least`. None is a number absent."""
+def check_number(operation: str, name: str, value: Any, *, least: float | None = None) -> Any:
+    """The number as Python's float, or `TypeError` for what is none, `ValueError` for NaN, for one below `least` and
+    for an integer that no float holds. None is a number absent, and those of a graph are returned as they are."""
     if value is None:
-        return
+        return None
     if isinstance(value, bool) or not isinstance(value, _REAL):
         value = _unwrapped(operation, name, value)
     # a number of a graph is compared when the graph runs, if at all
     if isinstance(value, float | int) and (value != value or (least is not None and value < least)):
         bound = "" if least is None else f" of at least {least}"
         raise ValueError(f"{operation}: {name} must be a number{bound}, got {value}")
+    if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
+        raise ValueError(f"{operation}: {name} must be a number that a float holds, got an integer beyond 1e308")
+    return float(value) if isinstance(value, float | int) else value
 
 
-def check_scale(operation: str, name: str, scale: float | None) -> None:
-    """An error for a factor that is not a finite number; None is the default one."""
-    check_number(operation, name, scale)
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"{operation}: {name} must be finite, got {scale}")
+def check_scale(operation: str, name: str, scale: float | None) -> float | None:
+    """A factor as Python's float, or an error where it is not a finite number; None is the default one."""
+    scale = check_number(operation, name, scale)
+    if scale is not None and not -LARGEST <= scale <= LARGEST:
+        raise ValueError(f"{operation}: {name} must be finite in float32, got {scale}")
+    return scale
 
 
 def check_eps(operation: str, eps: float) -> None:
@@ -80,7 +88,8 @@ def _unwrapped(operation: str, name: str, value: Any) -> Any:
     """The number in one of NumPy's, which are not all Python's."""
     if isinstance(value, Tensor) and value.dim() == 0 and torch.jit.is_tracing():
         return value  # what torch.jit.trace makes of a size, and of what is computed from it
-    if isinstance(value, bool | Tensor) or not (hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0):
+    number = hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 and "bool" not in str(value.dtype)
+    if isinstance(value, bool | Tensor) or not number:
         raise TypeError(f"{operation}: {name} must be a number, got {described(value)}")
     return value.item()
 
@@ -91,7 +100,14 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def _is_numpy_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
+        return False
+    return str(getattr(value, "dtype", "int")).startswith(("int", "uint"))  # arrays of floats have an __index__ too
+
+
+def python_integer(value: int) -> int:
+    """What `is_integer` accepts as an integer of Python's, or of a graph: NumPy's wrap around."""
+    return value if isinstance(value, int | torch.SymInt) else operator.index(value)
 
 
 def check_integer(operation: str, name: str, value: Any) -> None:

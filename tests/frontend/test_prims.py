@@ -24,42 +24,42 @@ SPECIAL = (
 UNIT = (torch.tensor([-1.0, -0.999, -0.7, -0.1, 0.0, 1e-6, 0.5, 0.71, 0.99999, 1.0, 1.5, nan]), torch.zeros(1))
 
 
-class Function(torch.nn.Module):
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
+CASES: tuple[tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, torch.Tensor]], ...] = (
+    (torch.gcd, INTEGERS),
+    (torch.gcd, SMALL),
+    (torch.lcm, tuple(x.int() for x in SMALL)),
+    (torch.gcd, (torch.tensor(24), torch.tensor(18))),
+    (torch.bitwise_left_shift, SHIFTS),
+    (torch.bitwise_right_shift, SHIFTS),
+    (torch.bitwise_left_shift, SMALL_SHIFTS),
+    (torch.bitwise_right_shift, SMALL_SHIFTS),
+    (torch.fmax, SPECIAL),
+    (torch.fmin, SPECIAL),
+    (torch.fmax, INTEGERS),
+    (torch.hypot, SPECIAL),
+    (torch.copysign, SPECIAL),
+    (lambda x, y: torch.erfinv(x), UNIT),
+    (lambda x, y: torch.signbit(x) ^ torch.signbit(-y.nan_to_num().bfloat16()), SPECIAL),
+    (lambda x, y: torch.signbit(x) | torch.signbit(y), INTEGERS),
+)
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return self.function(*tensors)
+
+class Functions(torch.nn.Module):
+    """All cases as one program: each of its own takes as long to capture as all of them."""
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        return tuple(function(*pair) for (function, _), pair in zip(CASES, pairs, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "xla:cpu"])
-@pytest.mark.parametrize(
-    ("function", "given"),
-    [
-        (torch.gcd, INTEGERS),
-        (torch.gcd, SMALL),
-        (torch.lcm, tuple(x.int() for x in SMALL)),
-        (torch.gcd, (torch.tensor(24), torch.tensor(18))),
-        (torch.bitwise_left_shift, SHIFTS),
-        (torch.bitwise_right_shift, SHIFTS),
-        (torch.bitwise_left_shift, SMALL_SHIFTS),
-        (torch.bitwise_right_shift, SMALL_SHIFTS),
-        (torch.fmax, SPECIAL),
-        (torch.fmin, SPECIAL),
-        (torch.fmax, INTEGERS),
-        (torch.hypot, SPECIAL),
-        (torch.copysign, SPECIAL),
-        (lambda x, y: torch.erfinv(x), UNIT),
-        (lambda x, y: torch.signbit(x) ^ torch.signbit(-y.nan_to_num().bfloat16()), SPECIAL),
-        (lambda x, y: torch.signbit(x) | torch.signbit(y), INTEGERS),
-    ],
-)
-def test_is_as_eager(
-    function: Callable[..., torch.Tensor], given: tuple[torch.Tensor, torch.Tensor], backend: str
-) -> None:
-    program = easytorch.frontend.compile(Function(function), given, backend=backend)
-    torch.testing.assert_close(program(*given), function(*given), rtol=4e-6, atol=0, equal_nan=True)
+def test_are_as_eager(backend: str) -> None:
+    given = [tensor for _, pair in CASES for tensor in pair]
+    results = easytorch.frontend.compile(Functions(), given, backend=backend)(*given)
+    for number, (result, expected) in enumerate(zip(results, Functions()(*given), strict=True)):
+        torch.testing.assert_close(
+            result, expected, rtol=4e-6, atol=0, equal_nan=True, msg=lambda m, n=number: f"case {n}: {m}"
+        )
 
 
 def test_torch_compile_knows_them() -> None:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import COMMON, DIFFERENTIABLE
-from easytorch.kernels.attention.contract import check_settings
+from easytorch.kernels.attention.contract import SMALLEST_CAP, check_dropout, check_seed, check_softcap
 from easytorch.kernels.attention.dropout import draw_seed
-from easytorch.kernels.interop.arguments import check_flag
+from easytorch.kernels.interop.arguments import LARGEST, check_flag, check_scale
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
 
-_INFINITY = float("inf")
-_SETTINGS = frozenset(("softmax_scale", "dropout_prob", "seed"))
+_SETTINGS = frozenset(("softmax_scale", "dropout_prob", "softcap", "seed"))
 
 
 class AttentionFeatures(TypedDict, total=False):
@@ -41,6 +40,7 @@ BEYOND_COMMON = tuple(sorted(AttentionFeatures.__annotations__.keys() - COMMON))
 class AttentionImpl(OperationImpl):
     """`attn(query, key, value, **features)`: (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> `AttentionOutput`."""
 
+    settings: ClassVar = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
     takes_seed = frozenset({"native"})  # the backends whose dropout follows `seed`
     carries: ClassVar[Mapping[str, frozenset[str]]] = {}  # backend -> features that not every kernel has
 
@@ -66,14 +66,26 @@ class AttentionImpl(OperationImpl):
             check_flag("attention", "causal", causal)
         if not _SETTINGS.isdisjoint(kwargs):
             get = kwargs.get
-            scale, dropout_prob, seed = get("softmax_scale"), get("dropout_prob", 0.0), get("seed")
+            scale, softcap = get("softmax_scale"), get("softcap")
+            dropout_prob, seed = get("dropout_prob", 0.0), get("seed")
             if (
                 seed is not None
                 or type(dropout_prob) is not float
                 or dropout_prob != 0.0
-                or not (scale is None or (type(scale) is float and -_INFINITY < scale < _INFINITY))
+                or not (scale is None or (type(scale) is float and -LARGEST <= scale <= LARGEST))
+                or not (softcap is None or (type(softcap) is float and SMALLEST_CAP <= softcap <= LARGEST))
             ):
-                check_settings(scale, dropout_prob, seed)
+                self._check_settings(kwargs)
+
+    def _check_settings(self, features: dict[str, Any]) -> None:
+        """The numbers among the features as Python's: those of NumPy overflow, and take products of tensors over."""
+        if "softmax_scale" in features:
+            features["softmax_scale"] = check_scale("attention", "softmax_scale", features["softmax_scale"])
+        if "softcap" in features:
+            features["softcap"] = check_softcap("attention", features["softcap"])
+        if "dropout_prob" in features:
+            features["dropout_prob"] = check_dropout(features["dropout_prob"])
+        check_seed(features.get("seed"))
 
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures

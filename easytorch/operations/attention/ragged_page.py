@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.contract import check_softcap
 from easytorch.kernels.interop.arguments import check_scale
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording
@@ -49,13 +50,18 @@ class RaggedPageFeatures(TypedDict, total=False):
 class PagedImpl(OperationImpl):
     """What the operations over pages share: the features they refuse, and the metadata's defaults."""
 
+    settings: ClassVar = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
+
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
         return super().choose_on(platform, args, kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().check_call(args, kwargs)
-        check_scale(self.primary_name(), "softmax_scale", kwargs.get("softmax_scale"))
+        if kwargs.get("softmax_scale") is not None:
+            kwargs["softmax_scale"] = check_scale(self.primary_name(), "softmax_scale", kwargs["softmax_scale"])
+        if kwargs.get("softcap") is not None:
+            kwargs["softcap"] = check_softcap(self.primary_name(), kwargs["softcap"])
 
     def refuse(self, features: Any) -> None:
         """`UnsupportedOperationError` for a feature that an operation over pages does not have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class RingAttention(AttentionImpl):
     `bias` that the ranks share are each rank's part of the sum, as those of any shared parameter are.
     """
 
+    settings: ClassVar = ("sequence_axis", "sequence_layout")
     takes_seed = frozenset()  # each rank would draw its own seed; only the call itself makes them agree
 
     @classmethod

@@ -37,12 +37,12 @@ def placement_of(metadata: OperationMetadata) -> Placement | str:
             )
         return Placement()
     if dist.is_available() and isinstance(mesh, dist.ProcessGroup):
-        return _grouped(mesh)
+        return _unnamed(metadata) or _grouped(mesh)
     if not hasattr(mesh, "mesh_dim_names") and not hasattr(mesh, "axis_names"):
         return f"the mesh must be a DeviceMesh, a process group or a torch_xla Mesh, got {type(mesh).__name__}"
     sizes = mesh_axis_sizes(mesh)
     if hasattr(mesh, "mesh_dim_names") and not sizes and mesh.ndim == 1:
-        return _grouped(mesh.get_group())
+        return _unnamed(metadata) or _grouped(mesh.get_group())
     axis = _axis_of(tuple(sizes), metadata.sequence_axis)
     if axis is None:
         return (
@@ -52,6 +52,16 @@ def placement_of(metadata: OperationMetadata) -> Placement | str:
     if hasattr(mesh, "mesh_dim_names"):
         return _grouped(mesh.get_group(axis))
     return Placement(size=sizes[axis], axis=axis)
+
+
+def _unnamed(metadata: OperationMetadata) -> str | None:
+    """Why the axes of what has no names cannot be chosen from, or None where none is chosen."""
+    if metadata.sequence_axis is None:
+        return None
+    return (
+        f"OperationMetadata(sequence_axis={metadata.sequence_axis!r}) names an axis, and the process group or mesh has "
+        f"no names: leave it out, or give a DeviceMesh with mesh_dim_names"
+    )
 
 
 def _axis_of(names: tuple[str, ...], wanted: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 import re
@@ -19,7 +20,7 @@ from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
-from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.metadata import OF_EVERY_OPERATION, OperationMetadata
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
@@ -54,6 +55,8 @@ class OperationImpl(BaseOperation):
     """
 
     falls_back = True  # to the definition; False where the operation's name names a library
+    # fields of the metadata that it and its subclasses read, beside those of every operation
+    settings: ClassVar[tuple[str, ...]] = ()
     paths: ClassVar[Mapping[str, str]] = {}  # platform -> the backend whose kernel `run` is given there
     folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
@@ -81,6 +84,8 @@ class OperationImpl(BaseOperation):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
         self._name = self.primary_name()
+        if metadata is not None:
+            self._check_metadata(metadata)
         # nothing forces a backend here: unless the environment does, `choose_freely` is called directly
         self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
         self._unrefused = {  # platform -> the choice where its path supports the call, which is the common case
@@ -101,6 +106,22 @@ class OperationImpl(BaseOperation):
     def all_names(cls) -> tuple[str, ...]:
         names = cls.get_impl_name()
         return (names,) if isinstance(names, str) else names
+
+    @classmethod
+    def metadata_fields(cls) -> tuple[str, ...]:
+        """The fields of `OperationMetadata` that this operation reads; one that it does not read may not be set."""
+        own = (vars(base).get("settings", ()) for base in reversed(cls.__mro__))
+        return tuple(dict.fromkeys((*OF_EVERY_OPERATION, *itertools.chain(*own))))
+
+    def _check_metadata(self, metadata: OperationMetadata) -> None:
+        """`UnsupportedOperationError` for a setting that the operation would ignore."""
+        read = self.metadata_fields()
+        for name, value in metadata.given().items():
+            if name not in read:
+                raise UnsupportedOperationError(
+                    f"{self._name} does not use OperationMetadata.{name}, got {value!r}; it uses {', '.join(read)}: "
+                    f"give it metadata of its own, as by dataclasses.replace"
+                )
 
     def get_impl_metadata(self) -> OperationMetadata:
         return self.metadata
