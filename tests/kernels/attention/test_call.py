@@ -49,7 +49,7 @@ ONE_BY_ONE = {
     "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
     "easytorch/operations/attention/flash.py": "varlen: the signature of flash_attn_varlen_func",
     "easytorch/layers/attention.py": "the signature that transformers calls",
-    "easytorch/layers/decoder.py": "a model's setting, made once with the layer",
+    "easytorch/layers/grouped_attention.py": "a model's setting, made once with the layer",
 }
 
 
