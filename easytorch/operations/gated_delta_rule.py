@@ -20,7 +20,7 @@ class GatedDeltaRule(StateSpaceImpl):
     segment_ids=None)`: query, key (B, T, H, Dk), value (B, T, Hv, Dv) -> outputs (B, T, Hv, Dv), final_state
     (B, Hv, Dk, Dv). `scale` is another name of softmax_scale; without either it is the metadata's, else Dk ** -0.5."""
 
-    settings: ClassVar = ("softmax_scale",)
+    settings: ClassVar[tuple[str, ...]] = ("softmax_scale",)
     casts = ("query", "key", "value")
 
     paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}

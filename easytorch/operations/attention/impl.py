@@ -40,7 +40,7 @@ BEYOND_COMMON = tuple(sorted(AttentionFeatures.__annotations__.keys() - COMMON))
 class AttentionImpl(OperationImpl):
     """`attn(query, key, value, **features)`: (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> `AttentionOutput`."""
 
-    settings: ClassVar = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
+    settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
     takes_seed = frozenset({"native"})  # the backends whose dropout follows `seed`
     carries: ClassVar[Mapping[str, frozenset[str]]] = {}  # backend -> features that not every kernel has
 

@@ -50,7 +50,7 @@ class RaggedPageFeatures(TypedDict, total=False):
 class PagedImpl(OperationImpl):
     """What the operations over pages share: the features they refuse, and the metadata's defaults."""
 
-    settings: ClassVar = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
+    settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to

@@ -39,7 +39,7 @@ class RingAttention(AttentionImpl):
     `bias` that the ranks share are each rank's part of the sum, as those of any shared parameter are.
     """
 
-    settings: ClassVar = ("sequence_axis", "sequence_layout")
+    settings: ClassVar[tuple[str, ...]] = ("sequence_axis", "sequence_layout")
     takes_seed = frozenset()  # each rank would draw its own seed; only the call itself makes them agree
 
     @classmethod
