@@ -114,7 +114,7 @@ def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None
             value = _sum(value)
         # Not every count is of what this class has (a decoder's, in the config of an encoder).
         limit = tensors if key == "num_hidden_layers" else max(tensors, _HARMLESS)
-        if _LAYERS.fullmatch(key) and isinstance(value, int) and value < 0:
+        if _LAYERS.fullmatch(str(key)) and isinstance(value, int) and value < 0:
             raise CheckpointError(f"`{key}` is {value}; it is a number above 0", file=config.file)
         if isinstance(value, int) and (key in _STAGES or _COUNT.fullmatch(key)) and value > limit:
             raise CheckpointError(f"`{key}` is {value}, the checkpoint has {tensors} tensors", file=config.file)
@@ -125,7 +125,7 @@ def without_layers(content: Mapping[str, Any]) -> str | None:
     for key, value in content.items():
         if isinstance(value, dict) and (found := without_layers(value)) is not None:
             return found
-        if _LAYERS.fullmatch(key) and type(value) is int and value == 0:
+        if _LAYERS.fullmatch(str(key)) and type(value) is int and value == 0:
             return key
     return None
 
