@@ -39,7 +39,7 @@ def names_at(path: Path) -> list[str]:
     if not path.is_dir():
         return [path.name]
     with os.scandir(path) as entries:
-        return [f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries]
+        return [f"{entry.name}/" if os.path.isdir(entry.path) else entry.name for entry in entries]
 
 
 @cache

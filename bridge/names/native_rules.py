@@ -15,7 +15,7 @@ def native_rules(model_type: str) -> Rules | None:
     They stand apart from the family's modules because those import torch, which a conversion need not.
     """
     apart = f"easytorch.models._{model_type.replace('-', '_')}_rules"
-    return importlib.import_module(apart).RULES if find_spec(apart) else None
+    return importlib.import_module(apart).RULES if "." not in model_type and find_spec(apart) else None
 
 
 def families() -> list[str]:

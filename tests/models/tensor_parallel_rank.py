@@ -41,5 +41,5 @@ for argument in sys.argv[1:]:
         torch.testing.assert_close(full(weights[name].grad), weight.grad, rtol=1e-4, atol=1e-5, msg=name)
     tokens = [model.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False) for model in (whole, shard)]
     assert torch.equal(*tokens)
-    print("equal", argument, flush=True)
+    print(f"equal {argument}\n", end="", flush=True)
 leave_group()

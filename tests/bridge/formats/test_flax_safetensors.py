@@ -108,7 +108,7 @@ def test_paths_that_would_read_as_one(tmp_path):
         tmp_path / "model.safetensors",
         metadata={"format": "flax"},
     )
-    with pytest.raises(CheckpointError, match="one path"):
+    with pytest.raises(CheckpointError, match="the same path"):
         FORM.open(FORM.detect(tmp_path))
     with pytest.raises(CheckpointError, match="dot in its path"):
         FORM.layout([TensorInfo("a.b/c", (2,), "float32")], 100)
