@@ -96,10 +96,10 @@ def test_the_default_type() -> None:
 def test_the_layer_follows_the_length_as_transformers_does(name: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from easytorch.layers.rotary import RotaryEmbedding
+    from easytorch.layers.rotary import PartialRotaryEmbedding
 
     config = _config(name)
-    ours, theirs = RotaryEmbedding(config), LlamaRotaryEmbedding(config)
+    ours, theirs = PartialRotaryEmbedding(config), LlamaRotaryEmbedding(config)
     for length in (5, TRAINED, TRAINED + 1, 4 * TRAINED, 4 * TRAINED + 7, 600, 6):  # grows, then starts again
         positions = torch.arange(length)[None].repeat(2, 1)
         for dtype in (torch.float32, torch.bfloat16):
