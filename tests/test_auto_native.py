@@ -191,3 +191,16 @@ def test_torch_weights_come_before_flax_ones_unless_asked(tmp_path) -> None:
     assert torch.equal(load(tmp_path, from_flax=True).lm_head.weight, flax)
     model, info = load(tmp_path, from_flax=True, config=LlamaConfig.from_pretrained(source), output_loading_info=True)
     assert torch.equal(model.lm_head.weight, flax) and not info["missing_keys"]
+
+
+def test_a_config_may_have_numbers_for_keys(tmp_path) -> None:
+    """In memory `id2label` does; what a user adds may have numbers for values too, and parts of its own."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        id2label={0: "no", 1: "yes"}, offsets={0: -5, 7: 0, -1: {3: 10**9}},
+    )  # fmt: skip
+    made = easytorch.AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(tmp_path / "torch")
+    easytorch.bridge.convert(tmp_path / "torch", tmp_path / "flax", to="flax")
+    same = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "flax", config=config)
+    assert all(torch.equal(weight, same.state_dict()[name]) for name, weight in made.state_dict().items())

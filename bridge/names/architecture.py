@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
 
 def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:
     """Refuses layers and experts by the billion, each of which would be a module or a name, and layers below zero."""
-    for key, value in content.items():
+    for key, value in _named(content):
         if isinstance(value, dict):
             refuse_counts(value, config, tensors)
         if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
@@ -114,7 +114,7 @@ def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None
             value = _sum(value)
         # Not every count is of what this class has (a decoder's, in the config of an encoder).
         limit = tensors if key == "num_hidden_layers" else max(tensors, _HARMLESS)
-        if _LAYERS.fullmatch(str(key)) and isinstance(value, int) and value < 0:
+        if isinstance(value, int) and value < 0 and _LAYERS.fullmatch(key):
             raise CheckpointError(f"`{key}` is {value}; it is a number above 0", file=config.file)
         if isinstance(value, int) and (key in _STAGES or _COUNT.fullmatch(key)) and value > limit:
             raise CheckpointError(f"`{key}` is {value}, the checkpoint has {tensors} tensors", file=config.file)
@@ -122,12 +122,17 @@ def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None
 
 def without_layers(content: Mapping[str, Any]) -> str | None:
     """The key by which a config, or a part of it, says that a stack has no layers; None where none does."""
-    for key, value in content.items():
+    for key, value in _named(content):
         if isinstance(value, dict) and (found := without_layers(value)) is not None:
             return found
-        if _LAYERS.fullmatch(str(key)) and type(value) is int and value == 0:
+        if type(value) is int and value == 0 and _LAYERS.fullmatch(key):
             return key
     return None
+
+
+def _named(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries by names: a config in memory has numbers as keys too, in `id2label` and in what a user adds."""
+    return ((str(key), value) for key, value in content.items())
 
 
 def _sum(value: object) -> int:
