@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.core.blocks import contiguous
+from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.mapped import check_announced, give_back
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -94,19 +95,19 @@ def write_arrays(folder: Path, tensors: Sequence[TensorInfo], source: Source, *,
     for name in [folder] if ocdbt else [folder / _key(info.name) for info in tensors]:
         shutil.rmtree(name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    pending = _Pending()
     context, store = new_context(), store_spec(folder, ocdbt=ocdbt)
-    for info in tensors:
-        array = source.read(info.name)
-        check_announced(info, array)
-        with tensorstore_errors(folder, info.name, writing=True):
-            pending.array(_create(store, info, context), array, chunk_shape(info))
-        source.wrote(info)
-        # Freed before the next one is read.
-        give_back(array)
-        del array
-    with tensorstore_errors(folder, writing=True):
-        pending.finish()
+    with PendingWrites() as pending:
+        for info in tensors:
+            array = source.read(info.name)
+            check_announced(info, array)
+            with tensorstore_errors(folder, info.name, writing=True):
+                pending.array(_create(store, info, context), array, chunk_shape(info))
+            source.wrote(info)
+            # Freed before the next one is read.
+            give_back(array)
+            del array
+        with tensorstore_errors(folder, writing=True):
+            pending.finish()
 
 
 def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
@@ -125,8 +126,12 @@ def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
     return ts.open(spec, dtype=ts.dtype(numpy_dtype(info.dtype)), context=context).result()
 
 
-class _Pending:
-    """Writes in flight, at most `_PENDING_BYTES` of them."""
+class PendingWrites(ContextManager):
+    """Writes in flight, at most `_PENDING_BYTES` of them; none is when the context is left, also by an error.
+
+    tensorstore makes the folders that a file needs: a write that ended after its folder was removed would bring the
+    folder back.
+    """
 
     def __init__(self) -> None:
         self._futures: deque[tuple[Any, int]] = deque()
@@ -138,24 +143,31 @@ class _Pending:
             window = tuple(slice(at * step, (at + 1) * step) for at, step in zip(start, chunk, strict=True))
             block = contiguous(array[window])
             box = tuple(slice(one.start, min(one.stop, size)) for one, size in zip(window, array.shape, strict=True))
-            self._add(store[box].write(block), block.nbytes)
+            self.add(store[box].write(block), block.nbytes)
 
-    def _add(self, future: Any, size: int) -> None:
-        future.copy.result()
+    def add(self, future: Any, size: int) -> None:
+        """Takes a write (`tensorstore.WriteFutures`) of `size` bytes, whose source may change when this returns."""
         self._futures.append((future, size))
         self._bytes += size
+        future.copy.result()
         while self._bytes > _PENDING_BYTES:
             self._wait()
 
     def _wait(self) -> None:
-        future, size = self._futures.popleft()
+        future, size = self._futures[0]
         future.result()
+        self._futures.popleft()
         self._bytes -= size
 
     def finish(self) -> None:
-        """Waits for all."""
+        """Waits for all; the error of the first that failed is raised."""
         while self._futures:
             self._wait()
+
+    def close(self) -> None:
+        """Waits for those that an error left in flight; what they met adds nothing to it."""
+        while self._futures:
+            self._futures.popleft()[0].exception()
 
 
 def merge_parts(folder: Path, parts: Sequence[str]) -> None:

@@ -5,7 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -358,6 +361,29 @@ def test_bits_flipped_and_files_cut(original, tmp_path, data):
         read_all(damaged)
     except CheckpointError as error:
         assert "\n" not in str(error)
+
+
+def test_no_write_is_in_flight_after_an_error():
+    """One that ended later would make the folder again that its error had removed."""
+    import tensorstore as ts
+
+    promise, commit = ts.Promise.new()
+    copied, copy = ts.Promise.new()
+    copied.set_result(None)
+    ended = threading.Event()
+
+    def write() -> None:
+        time.sleep(0.05)
+        ended.set()
+        promise.set_exception(ValueError("met by the write"))
+
+    thread = threading.Thread(target=write)
+    with pytest.raises(ValueError, match="met by the reader"), orbax_write.PendingWrites() as pending:
+        pending.add(SimpleNamespace(copy=copy, result=commit.result, exception=commit.exception), 1)
+        thread.start()
+        raise ValueError("met by the reader")
+    assert ended.is_set()
+    thread.join()
 
 
 def test_names_orbax_cannot_hold(tmp_path):
