@@ -144,6 +144,6 @@ def test_inspect_shows_names_that_begin_other_names(run, tmp_path, names):
 def test_inspect_reads_headers_and_loads_no_framework(tiny_torch):
     command = [sys.executable, "-X", "importtime", "-m", "easytorch", "inspect", str(tiny_torch)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
     imported = {line.split("|")[2].strip() for line in ended.stderr.splitlines() if line.count("|") == 2}
     assert "numpy" in imported and not imported & {"torch", "transformers", "jax", "tensorstore", "safetensors"}

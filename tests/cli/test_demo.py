@@ -134,7 +134,7 @@ def test_the_quick_demo_holds_every_comparison(tmp_path):
     output = tmp_path / "demo"
     done = subprocess.run(
         [sys.executable, "-m", "easytorch", "demo", "--quick", "--output", str(output)],
-        env={**os.environ, **child_environment()}, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, **child_environment()}, cwd=tmp_path, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(check["holds"] for check in json.loads((output / "summary.json").read_text())["checks"])

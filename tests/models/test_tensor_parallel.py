@@ -27,7 +27,7 @@ def test_two_processes_compute_what_one_computes(llama_config, tmp_path) -> None
     done = subprocess.run(
         [*torchrun, str(Path(__file__).with_name("tensor_parallel_rank.py")), *cases],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal ") == 2 * len(cases)

@@ -35,7 +35,7 @@ def test_processes(ranks):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     script = Path(__file__).with_name("ring_ranks.py")
     done = subprocess.run(
-        [*torchrun, str(script), str(ranks)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*torchrun, str(script), str(ranks)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert all(f"rank {rank} ok" in done.stdout for rank in range(ranks))

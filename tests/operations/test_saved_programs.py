@@ -61,6 +61,6 @@ def test_another_process_runs_a_saved_program(tmp_path: Path) -> None:
         torch.save((leaves, expected), f"{path}.tensors")
         paths.append(str(path))
     root = Path(__file__).parents[2]
-    ran = subprocess.run([sys.executable, "-c", READ, *paths], cwd=root, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", READ, *paths], cwd=root, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split() == ["read", str(len(NAMES))]

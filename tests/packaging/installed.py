@@ -40,7 +40,7 @@ def main(tree: Path, kind: str) -> None:
 
     for command in (["easytorch", "--version"], ["easytorch", "--help"], [sys.executable, "-m", "easytorch", "--help"]):
         subprocess.run(command, check=True, capture_output=True, timeout=600)
-    env = subprocess.run(["easytorch", "env", "--json"], check=True, capture_output=True, text=True, timeout=300)
+    env = subprocess.run(["easytorch", "env", "--json"], check=True, capture_output=True, text=True, timeout=600)
     assert json.loads(env.stdout), env.stdout
     # A file a rank: both ranks write to the one standard output, where their lines can run together.
     script = (
@@ -52,7 +52,7 @@ def main(tree: Path, kind: str) -> None:
         (Path(folder) / "ranks").mkdir()
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*torchrun, f"{folder}/rank.py", f"{folder}/ranks"]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
         ranks = sorted(path.name for path in Path(folder, "ranks").iterdir())
     assert ranks == ["0", "1"], ranks
     print(f"{kind}: {homes[0]}")

@@ -18,7 +18,7 @@ HEAVY = ("jax", "jaxlib", "triton", "torch_xla", "transformers", "flax", "matplo
 def run(code: str, *, cwd: Path, path: tuple[Path, ...] = ()) -> str:
     """The output of `code` in a new interpreter standing in `cwd`, `path` in front of sys.path."""
     prefix = "".join(f"import sys; sys.path.insert(0, {str(entry)!r})\n" for entry in reversed(path))
-    done = subprocess.run([sys.executable, "-c", prefix + code], cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", prefix + code], cwd=cwd, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -23,7 +23,7 @@ def test_it_has_every_file_of_the_checkout(tmp_path):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes((ROOT / name).read_bytes())
     code = "from setuptools import build_meta; build_meta.build_sdist('../dist')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:

@@ -33,7 +33,7 @@ def bash(tmp_path):
 
     def run(script: str, **variables: str) -> tuple[int, str, str]:
         process = start(script, **variables)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
         return process.returncode, out, err
 
     run.start = start
@@ -50,7 +50,7 @@ def pins(tmp_path):
 
 def test_made_once_by_runs_at_once_and_rebuilt_for_other_pins(bash, pins, tmp_path):
     runs = [bash.start("ensure_venv some pins.txt") for _ in range(3)]
-    results = [(*run.communicate(timeout=300), run.returncode) for run in runs]
+    results = [(*run.communicate(timeout=600), run.returncode) for run in runs]
     paths = {out.strip() for out, _, code in results if code == 0}
     assert len(results) == 3 and len(paths) == 1, results
     assert sum("making" in err for _, err, _ in results) == 1

@@ -28,7 +28,7 @@ def test_four_devices():
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "PYTHONPATH": str(ROOT)}
     script = Path(__file__).with_name("ring_ranks.py")
     done = subprocess.run(
-        [sys.executable, str(script), "4"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400
+        [sys.executable, str(script), "4"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.endswith("ok\n")

@@ -120,7 +120,7 @@ def trained(tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = Path(__file__).with_name("dcp_run.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, script, folder], capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run([*command, script, folder], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

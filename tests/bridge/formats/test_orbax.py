@@ -218,7 +218,7 @@ for ocdbt in (True, False):
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)).save(f"{sys.argv[1]}/{ocdbt}", tree)
 """
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=env, timeout=300)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=env, timeout=600)
     array = np.arange(96, dtype=np.float32).reshape(8, 12)
     for ocdbt in ("True", "False"):
         found = read_all(tmp_path / ocdbt)

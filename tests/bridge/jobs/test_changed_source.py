@@ -134,7 +134,7 @@ for read in (elements.read, lambda: mapped.array(8192, (100,), "uint8"), lambda:
 """
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, tmp_path / "file"], cwd=ROOT, env=environment, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code, tmp_path / "file"], cwd=ROOT, env=environment, timeout=600, check=True)
 
 
 def test_a_read_between_two_looks_is_held_against_both(tmp_path, monkeypatch):

@@ -209,7 +209,7 @@ def hub(tiny_flax, tiny_torch, tmp_path) -> Iterator[tuple[dict[str, str], type[
 
 def easytorch(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "easytorch", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_a_name_on_the_hub(hub, tmp_path, tiny_torch):

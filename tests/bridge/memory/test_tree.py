@@ -268,7 +268,7 @@ def run(code: str, *arguments: object, processes: int = 1) -> list[str]:
         subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(processes)
     ]
-    ended = [process.communicate(timeout=120) for process in started]
+    ended = [process.communicate(timeout=600) for process in started]
     assert all(process.returncode == 0 for process in started), ended
     return [out for out, _ in ended]
 

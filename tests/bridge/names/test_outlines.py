@@ -478,6 +478,6 @@ def test_commands_on_known_families_import_no_framework(family: str, tmp_path: P
         ["diff", "torch", "flax"],
     ):
         line = [sys.executable, "-c", _HEAVY, *command]
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "imported:", command

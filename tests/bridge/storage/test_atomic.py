@@ -34,7 +34,7 @@ convert(sys.argv[1], sys.argv[2], to="flax", max_shard_size="1KB", progress=prog
 def test_killed_while_writing(tiny_flax, tmp_path, written):
     destination = tmp_path / "new"
     command = [sys.executable, "-c", KILLED, str(tiny_flax), str(destination), str(written)]
-    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600)
     assert ended.returncode == -signal.SIGKILL
     assert not destination.exists()
     convert(tiny_flax, destination, to="torch", verify=True)
@@ -86,7 +86,7 @@ def kill_while(code, destination):
     begin = "import os, sys; from pathlib import Path; from easytorch.bridge.storage.atomic import *\n"
     begin += "d = Path(sys.argv[1])\n"
     command = [sys.executable, "-c", begin + code, str(destination)]
-    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=600)
     assert ended.returncode == 9
 
 

@@ -60,7 +60,7 @@ def test_two_processes_build_one_library(environment: dict[str, str]) -> None:
     # the one that links waits until the other has had all the time it needs to come to the lock, if it is there
     environment["WHILE_LINKING"] = "sleep 1"
     both = [start(environment), start(environment)]
-    outputs = [process.communicate(timeout=300) for process in both]
+    outputs = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0]
     assert Path(outputs[0][0].strip()).read_text() == "made\n"
@@ -69,11 +69,11 @@ def test_two_processes_build_one_library(environment: dict[str, str]) -> None:
 
 def test_a_killed_build_leaves_nothing_that_loads_and_no_lock(environment: dict[str, str]) -> None:
     killed = start({**environment, "WHILE_LINKING": "kill -9 $PPID"})
-    killed.communicate(timeout=300)
+    killed.communicate(timeout=600)
     assert killed.returncode == -9
     assert ".so" not in cached(environment)
     again = start(environment)
-    output, error = again.communicate(timeout=300)
+    output, error = again.communicate(timeout=600)
     assert again.returncode == 0, error
     assert Path(output.strip()).read_text() == "made\n"
     assert linked(environment) == 2
@@ -81,7 +81,7 @@ def test_a_killed_build_leaves_nothing_that_loads_and_no_lock(environment: dict[
 
 def test_nothing_is_built_by_an_import_or_by_asking(environment: dict[str, str]) -> None:
     process = start(environment, "import easytorch, easytorch.operations, easytorch.layers; print(library.described())")
-    output, error = process.communicate(timeout=300)
+    output, error = process.communicate(timeout=600)
     assert process.returncode == 0, error
     assert output.startswith("not built yet: ")
     assert linked(environment) == 0

@@ -28,7 +28,7 @@ class ThreadRing:
         to, source = (self.rank + hops) % self.size, (self.rank - hops) % self.size
         self._sent[self.rank] += 1
         self._links[self.rank, to].put([tensor.clone() for tensor in tensors])
-        return lambda: self._links[source, self.rank].get(timeout=60)
+        return lambda: self._links[source, self.rank].get(timeout=600)
 
 
 @pytest.fixture(scope="session")

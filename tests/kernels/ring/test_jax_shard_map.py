@@ -70,7 +70,7 @@ def test_four_devices():
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "ok\n"
