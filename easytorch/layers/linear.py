@@ -52,6 +52,11 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight, parameters["bias"])
 
 
+def plain_weight(layer: nn.Module) -> torch.Tensor | None:
+    """The weight of an `nn.Linear` that nothing stands in for or listens to; None of any other layer."""
+    return None if type(layer) is not nn.Linear or _watched(layer) else layer._parameters.get("weight")
+
+
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """True where the operator in C++ is to compute the product."""
     large = x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT

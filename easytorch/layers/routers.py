@@ -22,7 +22,7 @@ class Router(nn.Module):
     def __init__(self, config: Any, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.top_k, self.num_experts = config.num_experts_per_tok, num_experts
-        if not 1 <= self.top_k <= num_experts:
+        if self.top_k is None or not 1 <= self.top_k <= num_experts:
             raise ValueError(
                 f"{config.model_type}: config.num_experts_per_tok={self.top_k} of {num_experts} experts; it must be "
                 f"1 to {num_experts}"
@@ -88,15 +88,7 @@ class GroupedSigmoidRouter(Router):
     def __init__(self, config: Any, num_experts: int) -> None:
         super().__init__(config, num_experts)
         self.num_group, self.topk_group = config.n_group, config.topk_group
-        if (
-            num_experts % self.num_group
-            or num_experts < 2 * self.num_group
-            or not 1 <= self.topk_group <= self.num_group
-        ):
-            raise ValueError(
-                f"{config.model_type}: {num_experts} experts in config.n_group={self.num_group} groups, of which "
-                f"config.topk_group={self.topk_group} are taken; groups are of one size, of two experts at least"
-            )
+        _check_groups(config, num_experts, self.num_group, self.topk_group, 2)
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
@@ -108,19 +100,55 @@ class GroupedSigmoidRouter(Router):
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias
         if self.num_group > 1:
-            biased = self._within_best_groups(biased)
+            groups = biased.unflatten(-1, (self.num_group, -1))
+            best = groups.topk(2, dim=-1)[0].sum(dim=-1)
+            biased = _within(groups, best, self.topk_group, float("-inf"))
         indices = biased.topk(self.top_k, dim=-1, sorted=False)[1]
         weights = scores.gather(1, indices)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self.routed_scaling_factor, indices
 
-    def _within_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores (N, E), minus infinity outside the groups that are taken."""
-        groups = scores.unflatten(-1, (self.num_group, -1))
-        best = groups.topk(2, dim=-1)[0].sum(dim=-1).topk(self.topk_group, dim=-1, sorted=False)[1]
-        taken = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter(1, best, True)
-        return groups.masked_fill(~taken[..., None], float("-inf")).flatten(1)
+
+class GroupedSoftmaxRouter(Router):
+    """The k largest of softmax(logits), scaled, within the groups that have the best experts (DeepSeek V2).
+
+    Everything is float32, the product with the weight too.
+    """
+
+    def __init__(self, config: Any, num_experts: int, num_group: int, topk_group: int) -> None:
+        super().__init__(config, num_experts)
+        self.num_group, self.topk_group = num_group, topk_group
+        _check_groups(config, num_experts, num_group, topk_group, 1)
+        self.routed_scaling_factor = config.routed_scaling_factor
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden_states.float(), self.weight.float())
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.softmax(dim=-1)
+        if self.num_group > 1:
+            groups = scores.unflatten(-1, (self.num_group, -1))
+            scores = _within(groups, groups.amax(dim=-1), self.topk_group, 0.0)
+        weights, indices = scores.topk(self.top_k, dim=-1, sorted=False)
+        return weights * self.routed_scaling_factor, indices
+
+
+def _check_groups(config: Any, num_experts: int, groups: int | None, taken: int | None, least: int) -> None:
+    """`ValueError` unless the experts divide into groups of one size, of `least` experts at least."""
+    if groups and taken and num_experts % groups == 0 and num_experts >= least * groups and taken <= groups:
+        return
+    raise ValueError(
+        f"{config.model_type}: {num_experts} experts in config.n_group={groups} groups, of which "
+        f"config.topk_group={taken} are taken; groups are of one size, of {least} or more experts"
+    )
+
+
+def _within(groups: torch.Tensor, best: torch.Tensor, topk_group: int, outside: float) -> torch.Tensor:
+    """groups (N, G, E / G) -> (N, E), `outside` in all but the `topk_group` groups whose `best` (N, G) is largest."""
+    indices = best.topk(topk_group, dim=-1, sorted=False)[1]
+    taken = torch.zeros(best.shape, dtype=torch.bool, device=best.device).scatter(1, indices, True)
+    return groups.masked_fill(~taken[..., None], outside).flatten(1)
 
 
 def load_balancing_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -55,10 +55,11 @@ class Glm4MoeMoE(SparseMoe):
     order = ("experts", "gate")
     router_class = Glm4MoeTopkRouter
     experts_class = Glm4MoeExperts
+    mlp_class: ClassVar[type[nn.Module]] = Glm4MoeMLP
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.shared_experts = Glm4MoeMLP(config, config.moe_intermediate_size * config.n_shared_experts)
+        self.shared_experts = self.mlp_class(config, config.moe_intermediate_size * config.n_shared_experts)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden_states) + self.shared_experts(hidden_states)

@@ -442,8 +442,66 @@ FAMILIES |= {
         variants=(_PARTIAL, {"num_local_experts": 7, "num_experts_per_tok": 3}),
     ),
 }
+_LATENT = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+
+FAMILIES |= {
+    "deepseek_v3": _decoder(
+        "DeepseekV3",
+        _SEQUENCE,
+        _TOKEN,
+        base=_ONE_HEAD_EACH,
+        sizes=_LATENT | {"num_key_value_heads": 4},
+        variants=(
+            {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+            {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_parameters": _YARN},
+        ),
+    ),
+    "deepseek_v2": _decoder(
+        "DeepseekV2",
+        _SEQUENCE,
+        base=_ONE_HEAD_EACH,
+        sizes=_LATENT | {"topk_method": "group_limited_greedy"},
+        variants=(
+            {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True, "mlp_bias": True},
+            {"first_k_dense_replace": 0, "rope_parameters": _YARN},
+        ),
+    ),
+}
 DECODERS = tuple(name for name in FAMILIES if name != "bert")
-EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2")
+EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+    "qwen2_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "deepseek_v3",
+    "deepseek_v2",
+)
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}

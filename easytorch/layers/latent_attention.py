@@ -1,0 +1,178 @@
+"""The attention of DeepSeek: what is cached of a token is a latent and one rotated key, which all heads share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from easytorch.kernels.multi_latent.contract import Sizes, absorbs
+from easytorch.layers.attention import interface_of
+from easytorch.layers.config import attn_implementation, wants_attentions
+from easytorch.layers.linear import linear, plain_weight
+from easytorch.layers.masks import all_full
+from easytorch.layers.norm import RMSNorm
+from easytorch.layers.rotary import rotary
+from easytorch.operations import OperationRegistry
+from easytorch.operations.dispatch.environment import forced_by_environment
+
+multi_latent_attention = OperationRegistry.create("multi_latent_attention")
+
+# Arguments of an attention function that only a call with the keys of every head can carry.
+_OF_EXPANDED = ("cache", "cu_seq_lens_q")
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1).
+
+    Many queries attend to the keys and values of every head, which `kv_b_proj` makes of the latents; few queries over
+    a long cache attend to the latents themselves (kernels/multi_latent/contract.py). A family overrides `rotate`.
+    Legend: B batch, T tokens, S tokens in the cache too, D hidden size, H heads, L width of a latent, R of what
+    rotates, Dn of the rest of a query or key, Dv of a value.
+    """
+
+    is_causal = True
+    types_of_layers = staticmethod(all_full)
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = 1  # what registered attentions repeat keys by: each head has its own
+        self.attention_dropout = config.attention_dropout
+        self.q_lora_rank, self.kv_lora_rank = config.q_lora_rank, config.kv_lora_rank
+        self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.qk_head_dim, self.v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, config.v_head_dim
+        self.scaling = self.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters) ** 2
+        self.sizes = Sizes(
+            self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
+        )
+        self.make_projections(config.hidden_size, config.attention_bias)
+
+    def make_projections(self, hidden: int, bias: bool) -> None:
+        """The modules, under the names and in the order of transformers."""
+        width = self.num_heads * self.qk_head_dim
+        if self.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(self.q_lora_rank)
+            self.q_b_proj = nn.Linear(self.q_lora_rank, width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.kv_lora_rank + self.qk_rope_head_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank)
+        expanded = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        self.kv_b_proj = nn.Linear(self.kv_lora_rank, expanded, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, hidden, bias=bias)
+
+    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, H, Dn + R)."""
+        if self.q_lora_rank is None:
+            query = linear(self.q_proj, hidden_states)
+        else:
+            query = linear(self.q_b_proj, self.q_a_layernorm(linear(self.q_a_proj, hidden_states)))
+        return query.view(*hidden_states.shape[:2], -1, self.qk_head_dim)
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query (B, T, H, R) and key (B, T, 1, R) turned by their positions."""
+        return rotary(query, key, *position_embeddings)
+
+    def expand(self, latent: torch.Tensor, key_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """latent (B, 1, S, L), key_rope (B, 1, S, R) -> key (B, H, S, Dn + R) and value (B, H, S, Dv)."""
+        batch, _, keys, _ = latent.shape
+        heads = linear(self.kv_b_proj, latent).view(batch, keys, -1, self.qk_nope_head_dim + self.v_head_dim)
+        key, value = heads.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        # autocast narrows a product and not what it is joined with
+        return torch.cat([key, key_rope.to(key.dtype).expand(-1, key.shape[1], -1, -1)], dim=-1), value
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states (B, T, D), position_embeddings cos and sin (B, T, R) -> (B, T, D) and weights or None.
+
+        past_key_values: holds latents as the keys of one head and rotated keys as its values.
+        """
+        batch, length, _ = hidden_states.shape
+        query, query_rope = self.queries(hidden_states).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        compressed = linear(self.kv_a_proj_with_mqa, hidden_states)
+        latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        query_rope, key_rope = self.rotate(query_rope, key_rope[:, :, None], position_embeddings)
+        latent, key_rope = self.kv_a_layernorm(latent)[:, None], key_rope.transpose(1, 2)
+        if past_key_values is not None:
+            latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
+        if self._absorbs(query, latent, attention_mask, kwargs):
+            up = self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+            output, weights = self._absorbed(query, query_rope, latent[:, 0], key_rope[:, 0], up, attention_mask), None
+        else:
+            query = torch.cat([query, query_rope.to(query.dtype)], dim=-1).transpose(1, 2)
+            attend = interface_of(attn_implementation(self.config))
+            dropout = self.attention_dropout if self.training else 0.0
+            output, weights = attend(
+                self,
+                query,
+                *self.expand(latent, key_rope),
+                attention_mask,
+                scaling=self.scaling,
+                dropout=dropout,
+                **kwargs,
+            )
+        return linear(self.o_proj, output.reshape(batch, length, -1)), weights
+
+    def _absorbs(self, query: torch.Tensor, latent: torch.Tensor, attention_mask: Any, kwargs: dict[str, Any]) -> bool:
+        """True where attending to the latents is allowed, says the same, and takes fewer multiplications.
+
+        Not in an exported program, which should not depend on the lengths it was traced with.
+        """
+        weight = plain_weight(self.kv_b_proj)
+        if weight is None or weight.dtype != query.dtype or latent.dtype != query.dtype:
+            return False
+        if attn_implementation(self.config) != "easytorch" or forced_by_environment("attention") is not None:
+            return False
+        if self.training and self.attention_dropout:
+            return False
+        wanted = kwargs.get("output_attentions")
+        if wanted or (wanted is None and wants_attentions(self.config)):
+            return False
+        if torch.compiler.is_exporting() or any(kwargs.get(name) is not None for name in _OF_EXPANDED):
+            return False
+        if attention_mask is None:
+            masked = query.shape[1] == 1  # one query sees every key
+        else:
+            masked = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+        return masked and absorbs(self.sizes, query.shape[1], latent.shape[2], True, True)
+
+    def _absorbed(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        up: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query (B, T, H, Dn), query_rope (B, T, H, R), latent (B, S, L), key_rope (B, S, R) -> (B, T, H, Dv)."""
+        up_key, up_value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+        features: dict[str, Any] = {"softmax_scale": self.scaling}
+        if mask is not None:
+            features["mask"] = mask
+        return multi_latent_attention(
+            query, query_rope, latent, key_rope, up_key, up_value, **features
+        ).attention_outputs
+
+
+def yarn_scale(rope: dict[str, Any]) -> float:
+    """What yarn scales queries and keys by, where `mscale_all_dim` asks for it (arXiv:2309.00071)."""
+    weight = rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") == "default" or not weight or rope["factor"] <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(rope["factor"]) + 1.0

@@ -1,0 +1,126 @@
+"""What families with latent attention share: which of its two forms runs, and what is in their caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import easytorch
+from easytorch.layers import latent_attention
+from tests.models.families import CAUSAL, FAMILIES
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
+LATENT = ("deepseek_v3", "deepseek_v2")
+
+
+@pytest.fixture(params=LATENT)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def absorbed(monkeypatch) -> list[int]:
+    """The numbers of queries of the calls that attended to latents."""
+    lengths = []
+    operation = latent_attention.multi_latent_attention
+
+    def noted(query, *args, **kwargs):
+        lengths.append(query.shape[1])
+        return operation(query, *args, **kwargs)
+
+    monkeypatch.setattr(latent_attention, "multi_latent_attention", noted)
+    return lengths
+
+
+def models(make_pair, family, **changes):
+    return make_pair(CAUSAL[family], FAMILIES[family].config(**changes))
+
+
+def test_one_token_attends_to_latents_and_a_prompt_to_the_keys_of_every_head(family, make_pair, absorbed) -> None:
+    ours, theirs = models(make_pair, family)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    for attention_mask in (None, mask):
+        absorbed.clear()
+        with torch.no_grad():
+            past = ours(IDS[:, :9], attention_mask=None if attention_mask is None else mask[:, :9]).past_key_values
+            assert absorbed == []
+            given = ours(IDS[:, 9:], attention_mask=attention_mask, past_key_values=past).logits
+            assert absorbed == [1, 1]
+            expected = theirs(IDS, attention_mask=attention_mask).logits[:, 9:]
+        torch.testing.assert_close(given, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("reason", ["sdpa", "vanilla", "weights", "forced", "adapter"])
+def test_what_asks_for_the_keys_of_every_head_gets_them(reason, make_pair, absorbed, monkeypatch) -> None:
+    ours, _ = models(make_pair, "deepseek_v3")
+    kwargs = {"output_attentions": True} if reason == "weights" else {}
+    with torch.no_grad():
+        expected = ours(IDS).logits[:, 9:]
+    if reason in ("sdpa", "vanilla"):
+        ours.set_attn_implementation(reason)
+    if reason == "forced":
+        monkeypatch.setenv("EASYTORCH_OPS", "attention=vanilla")
+    if reason == "adapter":  # a hook stands for whatever listens to the projection
+        for layer in ours.model.layers:
+            layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, output: 2.0 * output)
+        with torch.no_grad():
+            expected = ours(IDS).logits[:, 9:]
+    with torch.no_grad():
+        past = ours(IDS[:, :9]).past_key_values
+        output = ours(IDS[:, 9:], past_key_values=past, **kwargs)
+    assert absorbed == []
+    torch.testing.assert_close(output.logits, expected, **TOLERANCE)
+    assert (output.attentions is not None) == (reason == "weights")
+
+
+def test_gradients_through_one_token_over_a_cache(make_pair, absorbed) -> None:
+    gradients = []
+    for model in models(make_pair, "deepseek_v3"):
+        past = model(IDS[:, :9]).past_key_values
+        model(IDS[:, 9:], past_key_values=past).logits.square().mean().backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert absorbed == [1, 1]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_cache_of_either_class_goes_on_in_the_other(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family)
+    with torch.no_grad():
+        expected = theirs(IDS).logits[:, 6:]
+        for first, second in ((ours, theirs), (theirs, ours)):
+            past = first(IDS[:, :6]).past_key_values
+            assert type(past) is transformers.DynamicCache
+            torch.testing.assert_close(second(IDS[:, 6:], past_key_values=past).logits, expected, **TOLERANCE)
+
+
+def test_autocast_joins_what_it_narrowed(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family)
+    outputs = []
+    for model in (ours, theirs):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            past = model(IDS[:, :9]).past_key_values
+            outputs.append(model(IDS[:, 9:], past_key_values=past).logits.float())
+    with torch.no_grad():
+        exact = theirs(IDS).logits[:, 9:]
+    errors = [(output - exact).square().mean().sqrt() for output in outputs]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+@pytest.mark.parametrize("family, changes, message", [
+    ("deepseek_v3", {"n_group": None}, r"deepseek_v3: 8 experts in config\.n_group=None groups"),
+    ("deepseek_v3", {"n_group": 3}, r"8 experts in config\.n_group=3 groups"),
+    ("deepseek_v3", {"n_group": 8}, r"config\.n_group=8 groups.* of 2 or more experts"),
+    ("deepseek_v3", {"topk_group": 5}, r"config\.topk_group=5 are taken"),
+    ("deepseek_v2", {"n_group": None}, r"deepseek_v2: 8 experts in config\.n_group=None groups"),
+    ("deepseek_v2", {"topk_group": 0}, r"config\.topk_group=0 are taken"),
+    ("deepseek_v2", {"num_experts_per_tok": None}, r"config\.num_experts_per_tok=None of 8 experts"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, r"config\.topk_method='noaux_tc'; this family has greedy, group"),
+])  # fmt: skip
+def test_routing_that_a_family_does_not_have(family, changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        easytorch.AutoModelForCausalLM.from_config(FAMILIES[family].config(**changes))
