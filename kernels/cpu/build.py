@@ -18,9 +18,8 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,36 +38,61 @@ LEVELS = {
 }
 # Older libraries than these go when one is built.
 KEPT = 8
+# Seconds a failure of the compiler is remembered, so that not every process tries: memory or disk may have been short.
+REMEMBERED = 3600
+# Seconds after which a compiler is taken to hang.
+LONGEST = 900
 
 
 class BuildError(RuntimeError):
     """The library could not be built; the message says why in one line."""
 
 
-def folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "easytorch" / "cpu"
+def folder() -> Path | None:
+    """Where libraries are kept; None where no home is known."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # the variable's definition says to pass over a relative one
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return cache / "easytorch" / "cpu"
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, else the first that is installed."""
-    chosen = os.environ.get("CXX")
-    return next(filter(None, (shutil.which(name) for name in ((chosen,) if chosen else COMPILERS))), None)
+def compiler() -> list[str] | None:
+    """The C++ compiler, with the arguments that $CXX may have; else the first that is installed."""
+    chosen = os.environ.get("CXX", "").strip()
+    for name, *arguments in [[chosen], chosen.split()] if chosen else [[name] for name in COMPILERS]:
+        if (tool := shutil.which(name)) is not None:
+            return [tool, *arguments]
+    return None
 
 
 def refusal() -> str | None:
-    """None where the library can be built here, else the reason."""
+    """None where the library is there or can be built here, else the reason."""
     if sys.platform == "win32":
         return "the C++ kernels are built on Linux and macOS only"
-    if compiler() is None:
+    if folder() is None:
+        return "no home folder is known: set HOME or XDG_CACHE_HOME"
+    if compiler() is None and not built(library_path()):
         chosen = os.environ.get("CXX")
         return f"$CXX names {chosen!r}, which is not found" if chosen else "no C++ compiler is installed"
     return None
 
 
 def library_path() -> Path:
-    """Where the library of these sources lies once it is built. There must be a compiler."""
-    return folder() / f"{_key(str(compiler()), _flags(), torch.__version__)}.so"
+    """Where the library of these sources lies once it is built; without a compiler, the newest one there is of them."""
+    kept, tool, sources_key = folder(), compiler(), _sources_key(_flags(), torch.__version__)
+    assert kept is not None, "refusal() says so"
+    if tool is None:
+        made = _newest_first(kept.glob(f"{sources_key}-*.so"))
+        return made[0] if made else kept / f"{sources_key}.so"
+    return kept / f"{sources_key}-{_compiler_key(*tool)}.so"
+
+
+def built(path: Path) -> bool:
+    """Whether the library is there; not where its folder cannot be looked into, for which `Path.exists` raises."""
+    return os.path.exists(path)
 
 
 def build() -> Path:
@@ -80,75 +104,93 @@ def build() -> Path:
     if reason is not None:
         raise BuildError(reason)
     path = library_path()
-    if path.exists():
+    if built(path):
         return path
-    failed = path.with_suffix(".failed")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
-            if failed.exists():
-                raise BuildError(
-                    f"the C++ compiler failed before: its messages are in {failed}, remove it to try again"
-                )
             if not path.exists():
-                _compile_into(path, failed)
+                _compile_into(path)
     except OSError as error:
         raise BuildError(f"{path.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
     return path
 
 
-def _compile_into(path: Path, failed: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="easytorch-cpu-") as work:
-        try:
-            made = _compile(Path(work))
-        except subprocess.CalledProcessError as error:
-            _write(failed, f"{' '.join(error.cmd)}\n{error.stderr}".encode())
-            raise BuildError(f"the C++ compiler failed; its messages are in {failed}") from error
-        _write(path, made.read_bytes())
+def _compile_into(path: Path) -> None:
+    """The lock is held."""
+    failed, work = path.with_suffix(".failed"), path.with_suffix(".build")
+    if failed.exists() and time.time() - failed.stat().st_mtime < REMEMBERED:
+        raise BuildError(f"the C++ compiler failed before: its messages are in {failed}, remove it to try again")
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    work.mkdir()
+    try:
+        made = _compile(work)
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except subprocess.CalledProcessError as error:
+        failed.write_text(f"{' '.join(error.cmd)}\n{error.stderr}", encoding="utf-8", errors="replace")
+        raise BuildError(f"the C++ compiler failed; its messages are in {failed}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    failed.unlink(missing_ok=True)
     _trim(path)
 
 
 def _compile(work: Path) -> Path:
     """The library, in the folder `work`."""
-    tool, flags = str(compiler()), _flags()
+    tool, flags = compiler(), _flags()
+    assert tool is not None, "refusal() says so"
     torch_home = Path(torch.__file__).parent
     jobs: list[list[str]] = []
     for source in sources():
-        base = [tool, *flags, "-c", str(source)]
+        base = [*tool, *flags, "-c", str(source)]
         name = f"{source.parent.name}_{source.stem}"
         if not source.stem.endswith("_simd"):
             jobs.append([*base, "-isystem", str(torch_home / "include"), "-o", str(work / f"{name}.o")])
             continue
-        for level, instructions in levels(tool).items():
+        for level, instructions in levels(*tool).items():
             symbol = f"-DEASYTORCH_NAME(name)=easytorch_##name##_{level}"
             jobs.append([*base, *instructions, symbol, "-o", str(work / f"{name}_{level}.o")])
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
         list(pool.map(_run, jobs))
     made = work / "library.so"
-    link = [tool, *flags, "-shared", *sorted(str(path) for path in work.glob("*.o")), "-o", str(made)]
+    link = [*tool, *flags, "-shared", *sorted(str(path) for path in work.glob("*.o")), "-o", str(made)]
     _run([*link, f"-L{torch_home / 'lib'}", "-ltorch_cpu"])
     return made
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, cwd=SOURCES)
+    # whatever the encoding of its messages
+    try:
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace", cwd=SOURCES, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} did not end within {LONGEST} s") from error
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not run ({error.strerror})") from error
 
 
 def sources() -> list[Path]:
     return sorted(SOURCES.glob("*/cpu*.cpp"))
 
 
-def levels(tool: str) -> dict[str, tuple[str, ...]]:
+def levels(*tool: str) -> dict[str, tuple[str, ...]]:
     """The instruction sets of this machine's architecture that the compiler knows."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return {"generic": ()}
-    return {level: flags for level, flags in LEVELS.items() if _knows(tool, flags)}
+    return {level: flags for level, flags in LEVELS.items() if _knows(*tool, *flags)}
 
 
 @functools.cache
-def _knows(tool: str, flags: tuple[str, ...]) -> bool:
-    command = [tool, *flags, "-x", "c++", "-E", os.devnull]
-    return subprocess.run(command, capture_output=True).returncode == 0
+def _knows(*command: str) -> bool:
+    """Whether the compiler takes these arguments."""
+    try:
+        _run([*command, "-x", "c++", "-E", os.devnull])
+    except subprocess.CalledProcessError:
+        return False
+    return True
 
 
 def _flags() -> tuple[str, ...]:
@@ -157,13 +199,18 @@ def _flags() -> tuple[str, ...]:
 
 
 @functools.cache
-def _key(tool: str, flags: tuple[str, ...], torch_version: str) -> str:
+def _sources_key(flags: tuple[str, ...], torch_version: str) -> str:
     found = hashlib.sha256()
     for path in [*sources(), *sorted(SOURCES.glob("*/cpu*.h")), *sorted((SOURCES / "cpu").glob("*.h"))]:
         found.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes() + b"\0")
-    stamp = Path(tool).resolve().stat()
-    found.update(repr((tool, stamp.st_size, stamp.st_mtime_ns, flags, torch_version, platform.machine())).encode())
-    return found.hexdigest()[:24]
+    found.update(repr((flags, torch_version, platform.machine())).encode())
+    return found.hexdigest()[:16]
+
+
+@functools.cache
+def _compiler_key(*tool: str) -> str:
+    stamp = Path(tool[0]).resolve().stat()
+    return hashlib.sha256(repr((tool, stamp.st_size, stamp.st_mtime_ns)).encode()).hexdigest()[:8]
 
 
 @contextlib.contextmanager
@@ -173,28 +220,25 @@ def _locked(path: Path) -> Iterator[None]:
 
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # closing would leave it to processes forked meanwhile, which have the file open too
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _write(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Those that are still there: another process may be removing old ones."""
+    aged = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            aged.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(aged, reverse=True)]
 
 
 def _trim(newest: Path) -> None:
     """Keep the libraries built last. One that is in use stays mapped in its process."""
-    made = sorted(newest.parent.glob("*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in made[KEPT:]:
-        for old in (path, path.with_suffix(".lock")):
-            old.unlink(missing_ok=True)
+    for path in _newest_first(newest.parent.glob("*.so"))[KEPT:]:
+        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,17 @@ _OFF = ("0", "false", "no", "off")
 _lock = threading.Lock()
 _asked = False
 _reason: str | None = None
+_loaded: Path | None = None
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A process forked while a thread was loading: that thread is not there to let the lock go.
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def missing() -> str | None:
@@ -31,14 +42,15 @@ def missing() -> str | None:
 def described() -> str:
     """The state of the library in a line; nothing is built for it."""
     if _asked:
-        return "ATen runs: " + _reason if _reason is not None else f"loaded from {build.library_path()}"
+        return "ATen runs: " + _reason if _reason is not None else f"loaded from {_loaded}"
     reason = _switched_off() or build.refusal()
     if reason is not None:
         return f"ATen runs: {reason}"
     path = build.library_path()
-    if path.exists():
+    if build.built(path):
         return f"built: {path}"
-    return f"not built yet: the first call that gains by them compiles them with {build.compiler()} (10 to 30 s, once)"
+    tool = " ".join(build.compiler() or ())
+    return f"not built yet: the first call that gains by them compiles them with {tool} (10 to 30 s, once)"
 
 
 def _switched_off() -> str | None:
@@ -62,7 +74,7 @@ def _try_to_load() -> str | None:
     if reason is not None:
         return reason
     path = build.library_path()
-    if not path.exists():
+    if not build.built(path):
         logger.warning(
             "compiling the C++ kernels into %s: 10 to 30 s, once (EASYTORCH_CPU_KERNELS=0 does without)", path.parent
         )
@@ -75,8 +87,10 @@ def _try_to_load() -> str | None:
 
 
 def _load_file(path: Path) -> str | None:
+    global _loaded
     try:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} does not load ({error}); remove it to have it built again"
+    _loaded = path
     return None

@@ -37,12 +37,13 @@ inline int32_t element_of(int32_t dtype) {
 // A tensor as an operator receives it: a reference that it owns.
 class Tensor {
  public:
-  explicit Tensor(uint64_t value) : handle_(reinterpret_cast<AtenTensorHandle>(value)) {
+  explicit Tensor(uint64_t value) : Tensor(reinterpret_cast<AtenTensorHandle>(value)) {
     check(aoti_torch_get_data_ptr(handle_, &data), "the memory of a tensor");
     check(aoti_torch_get_dim(handle_, &dim), "the dimensions of a tensor");
     check(aoti_torch_get_sizes(handle_, &sizes), "the sizes of a tensor");
     check(aoti_torch_get_strides(handle_, &strides), "the strides of a tensor");
     check(aoti_torch_get_dtype(handle_, &dtype), "the dtype of a tensor");
+    require(stored(), "a tensor whose memory was freed or has shrunk since it was made");
   }
   ~Tensor() {
     if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
@@ -80,6 +81,21 @@ class Tensor {
   int32_t dtype = 0;
 
  private:
+  // The one above goes on from it: an object by then, whose reference is given back where the rest throws.
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+
+  // Whether its storage holds it: one that was resized, as FSDP does between layers, leaves its tensors as they were.
+  bool stored() const {
+    int64_t last = 0, bytes = 0;
+    check(aoti_torch_get_storage_offset(handle_, &last), "the place of a tensor");
+    check(aoti_torch_get_storage_size(handle_, &bytes), "the storage of a tensor");
+    for (int64_t d = 0; d < dim; ++d) {
+      if (sizes[d] == 0) return true;
+      last += (sizes[d] - 1) * strides[d];
+    }
+    return (last + 1) * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)) <= bytes;
+  }
+
   AtenTensorHandle handle_;
 };
 

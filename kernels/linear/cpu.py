@@ -14,6 +14,7 @@ from easytorch.kernels.linear.operator import define
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 # What stands for no bias: the operator takes tensors only.
 _NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
 
@@ -57,6 +58,8 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1] == weight.shape[1]
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
+        and x.layout is _STRIDED
+        and weight.layout is _STRIDED
         and (bias is None or _adds(bias, weight))
         and not recording(x, weight, bias)
         and eager()
@@ -70,6 +73,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _adds(bias: Tensor, weight: Tensor) -> bool:
     return (
         type(bias) in _PLAIN and bias.is_cpu and bias.dtype is weight.dtype and bias.shape == weight.shape[:1]
+        and bias.layout is _STRIDED
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.interop.torch_func import eager, recording
@@ -27,6 +28,10 @@ def supports(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype | None
     """None when `quantized_matmul` carries this call, else the reason. dtype: what x is cast to. Asking may build."""
     if (dtype or x.dtype) == torch.float64:
         return "it computes in float32, got float64"
+    if x.layout != torch.strided:
+        return f"it takes dense tensors, got {x.layout}"
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return "forward-mode gradients are ATen's"
     if isinstance(weight, QuantizedWeight) and not _aligned(weight):
         return f"it takes groups of a multiple of {STEP} columns, got {weight.group_size}"
     return library.missing()

@@ -77,6 +77,7 @@ def test_a_killed_build_leaves_nothing_that_loads_and_no_lock(environment: dict[
     assert again.returncode == 0, error
     assert Path(output.strip()).read_text() == "made\n"
     assert linked(environment) == 2
+    assert cached(environment) == [".lock", ".so"]  # the objects of the first are gone too
 
 
 def test_nothing_is_built_by_an_import_or_by_asking(environment: dict[str, str]) -> None:
@@ -104,7 +105,7 @@ def test_a_compiler_that_fails_is_asked_once(
     assert linked(environment) == asked
     messages.unlink()
     Path(environment["CXX"]).write_text(COMPILER)
-    build._key.cache_clear()
+    build._compiler_key.cache_clear()
     assert build.build().read_text() == "made\n"
 
 
@@ -119,6 +120,104 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert library.described() == "ATen runs: no C++ compiler is installed"
     monkeypatch.setenv("EASYTORCH_CPU_KERNELS", "0")
     assert library.described() == "ATen runs: EASYTORCH_CPU_KERNELS=0"
+    monkeypatch.delenv("EASYTORCH_CPU_KERNELS")
+    # one that another stage of an image built
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = tmp_path / "easytorch" / "cpu" / f"{build.library_path().stem}-0.so"
+    made.parent.mkdir(parents=True)
+    made.write_text("made")
+    assert library.described() == f"built: {made}"
+    assert build.build() == made
+
+
+def test_a_home_that_is_not_known_or_cannot_be_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library, "_asked", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "home", unknown)
+        for cache in (None, "", "relative"):
+            patch.delenv("XDG_CACHE_HOME", raising=False) if cache is None else patch.setenv("XDG_CACHE_HOME", cache)
+            assert library.described() == "ATen runs: no home folder is known: set HOME or XDG_CACHE_HOME"
+            assert library._try_to_load() == "no home folder is known: set HOME or XDG_CACHE_HOME"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "a" * 5000)
+    if build.compiler() is not None:
+        assert library.described().startswith("not built yet: ")
+        assert "set XDG_CACHE_HOME" in str(library._try_to_load())
+
+
+@pytest.fixture
+def fake(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in as this process's compiler."""
+    for name in ("CXX", "LOG", "XDG_CACHE_HOME", "WHILE_LINKING"):
+        monkeypatch.setenv(name, environment[name])
+    return Path(environment["CXX"])
+
+
+def test_a_compiler_with_arguments(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"{fake} -march=native")
+    assert build.compiler() == [str(fake), "-march=native"]
+    spaced = fake.rename(fake.with_name("a compiler"))
+    monkeypatch.setenv("CXX", str(spaced))
+    previous = os.umask(0o022)
+    try:
+        made = build.build()
+    finally:
+        os.umask(previous)
+    assert made.read_text() == "made\n"
+    assert made.stat().st_mode & 0o044 == 0o044  # a cache may be others' too
+
+
+def test_a_compiler_that_does_not_run(fake: Path) -> None:
+    fake.write_bytes(b"\0 no program")
+    with pytest.raises(build.BuildError, match=r"compiler does not run \("):
+        build.build()
+
+
+def test_a_failure_is_forgotten_after_a_while(fake: Path) -> None:
+    """Its cause may have been a full disk, or a compiler killed for memory; its messages may be in any encoding."""
+    fake.write_bytes(b"#!/bin/sh\necho 'erreur: m\xe9moire' >&2; exit 1\n")
+    with pytest.raises(build.BuildError, match="compiler failed; its messages are in"):
+        build.build()
+    (messages,) = (Path(os.environ["XDG_CACHE_HOME"]) / "easytorch" / "cpu").glob("*.failed")
+    fake.write_text(COMPILER)
+    path = messages.with_suffix(".so")
+    with pytest.raises(build.BuildError, match="failed before"):
+        build._compile_into(path)
+    old = messages.stat().st_mtime - build.REMEMBERED - 1
+    os.utime(messages, (old, old))
+    build._compile_into(path)
+    assert path.exists()
+    assert not messages.exists()
+
+
+FORK = """
+import os, fcntl, pathlib, tempfile
+path = pathlib.Path(tempfile.mkdtemp()) / "lock"
+reader, writer = os.pipe()
+library._lock.acquire()
+with build._locked(path):
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has looked, with the file of the lock open
+        os._exit(0 if library._lock.acquire(blocking=False) else 1)
+fcntl.flock(path.open("w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.close(writer)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_forked_meanwhile_keeps_no_lock(environment: dict[str, str]) -> None:
+    output, error = start(environment, f"exec({FORK!r})").communicate(timeout=300)
+    assert output == "0\n", error
+
+
+def test_removing_old_libraries_beside_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / f"{number}.so" for number in range(3)]
+    paths[0].write_text("")
+    assert build._newest_first(paths) == [paths[0]]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

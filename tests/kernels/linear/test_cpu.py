@@ -120,8 +120,36 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
             assert linear().choose(torch.zeros(1, 512, dtype=dtype), learned).backend == "cpu"
             with torch.autocast("cpu", torch.bfloat16):
                 assert linear().choose(torch.zeros(1, 512, dtype=dtype), learned).backend != "cpu"
+    for columns, backend in ((preference.ATEN_COLUMNS - 32, "cpu"), (preference.ATEN_COLUMNS, "aten")):
+        x, weight = torch.zeros(1, columns).half(), torch.zeros(8, columns).half()
+        assert linear().choose(x, weight).backend == backend
     monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
     assert linear().choose(torch.zeros(1, 512).bfloat16(), torch.zeros(512, 512).bfloat16()).backend == "aten"
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sparse_tensors_are_atens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    x, weight = torch.ones(2, 512, dtype=dtype), torch.eye(512, dtype=dtype)
+    layer = torch.nn.Linear(512, 512, bias=False, dtype=dtype)
+    layer.weight = torch.nn.Parameter(weight.to_sparse(), requires_grad=False)
+    with torch.no_grad():
+        assert torch.equal(layer_linear(layer, x), x)
+        assert torch.equal(linear()(x, weight.to_sparse()), x)
+        assert torch.equal(linear()(x.to_sparse(), weight), x)
+
+
+@needs_library
+def test_memory_that_was_freed_is_not_read() -> None:
+    x, weight, bias = torch.zeros(2, 512), torch.zeros(512, 512), torch.zeros(512)
+    for index in range(3):
+        given = [x.clone(), weight.clone(), bias.clone()]
+        for left in (given[index].numel() * 4 - 4, 0):
+            given[index].untyped_storage().resize_(left)
+            with pytest.raises(RuntimeError, match="memory was freed or has shrunk"):
+                operator(*given, library.BEST)
+    assert operator(x[:0], weight[:0], bias[:0], library.BEST).shape == (0, 0)
 
 
 @needs_library

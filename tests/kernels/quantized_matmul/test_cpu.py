@@ -143,3 +143,19 @@ def test_nothing_is_read_past_the_end() -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_library
+def test_forward_mode_and_sparse_inputs_are_atens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = quantize(torch.randn(64, 64, generator=generator), "int8"), torch.randn(2, 64, generator=generator)
+    operation = OperationRegistry.create("quantized_matmul")
+    assert operation.choose(x, weight).backend == "cpu"
+    assert operation.choose(x.to_sparse(), weight).backend == "aten"
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(operation(dual, weight)).tangent
+    torch.testing.assert_close(tangent, operation(torch.ones_like(x), weight))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedOperationError, match="forward-mode"):
+        OperationRegistry.create("quantized_matmul", OperationMetadata(backend="cpu"))(x, weight)
