@@ -10,7 +10,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +21,7 @@ from easytorch.bridge.core.casting import CastOverflow
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.mapped import Unread, check_announced, give_back
 from easytorch.bridge.core.tensor_info import TensorInfo
+from easytorch.bridge.core.threads import Threads
 from easytorch.bridge.formats.base import Source
 
 # Writes to one file are serialized in the kernel; more threads than this only use memory.
@@ -113,11 +113,14 @@ class _Writing:
 
     def run(self) -> None:
         helpers = min(_MOST_THREADS, _processors()) - 1
-        with ThreadPoolExecutor(max(1, helpers)) as pool:
+        with Threads(max(1, helpers), self._stop) as pool:
             others = [pool.submit(self._write) for _ in range(helpers)]
             self._write()
-        for other in others:
-            other.result()
+            for other in others:
+                other.result()
+
+    def _stop(self) -> None:
+        self._failed = True
 
     def _write(self) -> None:
         """Writes pieces until none is left, or another thread has failed."""
@@ -135,7 +138,7 @@ class _Writing:
                 # Freed before the next tensor is read.
                 del task, tensor, whole, piece
         except BaseException:
-            self._failed = True
+            self._stop()
             raise
 
     def _handed_out(self, parts: Iterable[Part]) -> Iterator[_Task]:

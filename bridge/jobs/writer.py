@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from easytorch.bridge.checkpoint import Checkpoint
+from easytorch.bridge.core.threads import Threads
 from easytorch.bridge.formats.base import Layout, WritableFormat
 from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.jobs.torch_buffers import FILE_NAME as SIDE_FILE
@@ -21,7 +22,7 @@ def write_files(staging: Staging, format_: WritableFormat, layout: Layout, sourc
     """Writes the files of `layout` that the journal does not list; each is synced while the next one is written."""
     journal = staging.journal
     assert journal is not None, "a conversion is staged with a key"
-    with ThreadPoolExecutor(1) as syncing:
+    with Threads(1) as syncing:
         unsynced: list[str] = []
         sync: Future | None = None
         for file, infos in layout.items():
@@ -38,7 +39,7 @@ def write_files(staging: Staging, format_: WritableFormat, layout: Layout, sourc
     format_.finish(staging.folder, layout, source)
 
 
-def _next_sync(syncing: ThreadPoolExecutor, former: Future | None, journal: Journal, files: list[str]) -> Future:
+def _next_sync(syncing: Threads, former: Future | None, journal: Journal, files: list[str]) -> Future:
     """Begun when the former one ended well."""
     if former is not None:
         former.result()

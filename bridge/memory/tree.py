@@ -13,7 +13,6 @@ optimizer's step, for example) changes the other, and programs compiled by jax m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +22,7 @@ import numpy as np
 from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.core.tensor_info import TensorInfo
+from easytorch.bridge.core.threads import Threads
 from easytorch.bridge.dtypes import numpy_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory.jax_arrays import (
@@ -91,9 +91,9 @@ def tensors_of(plan: Plan, tree: MemoryTree, *, copy: bool | None = None) -> dic
             wider = "uint8" if info.dtype == "uint4" else "int8" if info.dtype == "int4" else "another dtype"
             message = f"is {info.dtype}, with which torch cannot compute; cast it to {wider}"
             raise CheckpointError(message, tensor=info.name)
-    with ThreadPoolExecutor(_THREADS) as threads:
-        made = threads.map(lambda step: _tensors(step, tree, copy), plan.steps)
-        return {name: tensor for tensors in made for name, tensor in tensors.items()}
+    with Threads(_THREADS) as threads:
+        made = [threads.submit(_tensors, step, tree, copy) for step in plan.steps]
+        return {name: tensor for tensors in made for name, tensor in tensors.result().items()}
 
 
 def tree_of(

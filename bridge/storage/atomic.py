@@ -8,14 +8,16 @@ or resumes from it.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from easytorch.bridge.core.threads import INTERRUPTIONS
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.exchange import exchange, rename_new
-from easytorch.bridge.storage.fsync import flush, os_error_of, sync
+from easytorch.bridge.storage.fsync import flush, interruption_of, os_error_of, sync
 from easytorch.bridge.storage.journal import Journal, Key, differences
 from easytorch.bridge.storage.staging_folder import PartialFolder, left_behind, make
 
@@ -67,6 +69,7 @@ def staged(
     a killed run with the same key; when this one is interrupted (not by an error), its finished files stay.
     `CheckpointError` for an existing destination and for write errors; `destination` is then unchanged.
     """
+    outer = sys.exception()
     found, notes = _sweep(destination, key if resume else None)
     if not replace and os.path.lexists(destination):
         if found is not None:
@@ -79,6 +82,9 @@ def staged(
     except OSError as error:
         _remove_empty(made)
         raise CheckpointError(f"cannot be written: {error.strerror}", file=destination) from error
+    except BaseException:
+        _remove_empty(made)
+        raise
     keep = False
     try:
         journal = None if key is None else Journal(partial.journal, partial.folder, key)
@@ -90,10 +96,13 @@ def staged(
     except CheckpointError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        if (cause := os_error_of(error)) is None:
+        if (interruption := interruption_of(error, outer)) is not None:
+            keep = resume
+            raise interruption from None
+        if (cause := os_error_of(error, outer)) is None:
             raise
         raise CheckpointError(f"cannot be written: {cause.strerror or cause}", file=destination) from error
-    except (KeyboardInterrupt, SystemExit):
+    except INTERRUPTIONS:
         keep = resume
         raise
     finally:

@@ -16,6 +16,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from easytorch.bridge.core.threads import uninterrupted
 from easytorch.bridge.storage.exchange import rename_new
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
@@ -37,8 +38,10 @@ class PartialFolder:
 
     def remove(self) -> None:
         """Removes the folder; files that cannot be removed are left for the next sweep."""
-        shutil.rmtree(self.root, ignore_errors=True)
-        self.release()
+        try:
+            uninterrupted(lambda: shutil.rmtree(self.root, ignore_errors=True))
+        finally:
+            self.release()
 
     def finish_exchange(self, destination: Path) -> bool:
         """Moves the complete new one into place where a run was killed after moving the old one aside."""
@@ -52,22 +55,21 @@ def make(destination: Path) -> PartialFolder:
     """A new, empty partial folder beside `destination`, whose parent exists; `OSError` where none can be made."""
     while True:
         root = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
-        root.mkdir()
+        lock = None
         try:
+            root.mkdir()
             lock = _locked(root, without_locks=True)
-        except OSError:
-            shutil.rmtree(root, ignore_errors=True)
-            raise
-        if lock is None:
-            # Before it was locked, another run's sweep took the folder for a dead run's.
-            continue
-        partial = PartialFolder(root, destination, lock)
-        try:
+            if lock is None:
+                # Before it was locked, another run's sweep took the folder for a dead run's.
+                continue
+            partial = PartialFolder(root, destination, lock)
             partial.folder.mkdir(parents=True)
-        except OSError:
-            partial.remove()
+            return partial
+        except BaseException:
+            shutil.rmtree(root, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
             raise
-        return partial
 
 
 def left_behind(destination: Path) -> tuple[list[PartialFolder], list[Path]]:

@@ -10,15 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from easytorch.bridge.core.blocks import contiguous
-from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.mapped import check_announced, give_back
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.tensor_info import TensorInfo
@@ -26,6 +21,7 @@ from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.orbax_trees.index import CHECKPOINT_METADATA, MANIFEST, METADATA
+from easytorch.bridge.formats.orbax_trees.pending_writes import PendingWrites, finished
 from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,
     load_tensorstore,
@@ -37,8 +33,6 @@ from easytorch.bridge.formats.sharding import split
 
 # A chunk is read whole.
 _CHUNK_BYTES = 16 << 20
-# Bytes of chunk copies that may be pending.
-_PENDING_BYTES = 64 << 20
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _DICT_KEY = 2
 # Element types that tensorstore lacks.
@@ -123,51 +117,7 @@ def _create(store: dict[str, Any], info: TensorInfo, context: Any) -> Any:
         "create": True,
         "store_data_equal_to_fill_value": True,
     }
-    return ts.open(spec, dtype=ts.dtype(numpy_dtype(info.dtype)), context=context).result()
-
-
-class PendingWrites(ContextManager):
-    """Writes in flight, at most `_PENDING_BYTES` of them; none is when the context is left, also by an error.
-
-    tensorstore makes the folders that a file needs: a write that ended after its folder was removed would bring the
-    folder back.
-    """
-
-    def __init__(self) -> None:
-        self._futures: deque[tuple[Any, int]] = deque()
-        self._bytes = 0
-
-    def array(self, store: Any, array: np.ndarray, chunk: tuple[int, ...]) -> None:
-        """Writes one array, one row of chunks after the other, so that only chunks are copied."""
-        for start in np.ndindex(*(-(-size // step) for size, step in zip(array.shape, chunk, strict=True))):
-            window = tuple(slice(at * step, (at + 1) * step) for at, step in zip(start, chunk, strict=True))
-            block = contiguous(array[window])
-            box = tuple(slice(one.start, min(one.stop, size)) for one, size in zip(window, array.shape, strict=True))
-            self.add(store[box].write(block), block.nbytes)
-
-    def add(self, future: Any, size: int) -> None:
-        """Takes a write (`tensorstore.WriteFutures`) of `size` bytes, whose source may change when this returns."""
-        self._futures.append((future, size))
-        self._bytes += size
-        future.copy.result()
-        while self._bytes > _PENDING_BYTES:
-            self._wait()
-
-    def _wait(self) -> None:
-        future, size = self._futures[0]
-        future.result()
-        self._futures.popleft()
-        self._bytes -= size
-
-    def finish(self) -> None:
-        """Waits for all; the error of the first that failed is raised."""
-        while self._futures:
-            self._wait()
-
-    def close(self) -> None:
-        """Waits for those that an error left in flight; what they met adds nothing to it."""
-        while self._futures:
-            self._futures.popleft()[0].exception()
+    return finished(ts.open(spec, dtype=ts.dtype(numpy_dtype(info.dtype)), context=context))
 
 
 def merge_parts(folder: Path, parts: Sequence[str]) -> None:
@@ -186,7 +136,7 @@ def _merge(ts: Any, folder: Path, parts: Sequence[str], context: Any) -> None:
     for part in parts:
         one = ts.KvStore.open(store_spec(folder / part, ocdbt=True), context=context).result()
         one.experimental_copy_range_to(whole.with_transaction(transaction)).result()
-    transaction.commit_async().result()
+    finished(transaction.commit_async())
 
 
 def write_metadata(folder: Path, tensors: Sequence[TensorInfo], *, ocdbt: bool) -> None:

@@ -8,7 +8,6 @@ take 2**depth steps. Layouts: torch.serialization of torch 2.13 (`_save`, `_lega
 from __future__ import annotations
 
 import io
-import mmap
 import pickletools
 import re
 import zipfile
@@ -43,14 +42,15 @@ def check_pickle(path: Path) -> None:
     if zipfile.is_zipfile(path):
         _check_archive(path)
         return
+    # Not mapped: a file that is cut meanwhile would end the process.
     with path.open("rb") as stream:
-        if stream.seek(0, io.SEEK_END) == 0:
-            return
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            # The magic number, the protocol, the system, the state dict and the keys of the storages.
-            for _ in range(5):
-                if not _Check(path).run(data):
-                    return
+        data = io.BytesIO(stream.read(_PICKLE_LIMIT))
+    # The magic number, the protocol, the system, the state dict and the keys of the storages.
+    for _ in range(5):
+        if not _Check(path).run(data):
+            break
+    if data.tell() == _PICKLE_LIMIT:
+        raise CheckpointError(f"has pickles of more than {_PICKLE_LIMIT} bytes, too many for names", file=path)
 
 
 def _check_archive(path: Path) -> None:

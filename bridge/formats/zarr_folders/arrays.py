@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from easytorch.bridge.core.blocks import contiguous
 from easytorch.bridge.core.mapped import check_announced
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.orbax_trees.pending_writes import PendingWrites, finished
 from easytorch.bridge.formats.orbax_trees.store import (
     array_spec,
     load_tensorstore,
@@ -129,7 +129,7 @@ def write_folder(folder: Path, info: TensorInfo, array: np.ndarray) -> None:
         "create": True,
         "store_data_equal_to_fill_value": True,
     }
-    with tensorstore_errors(folder, info.name, writing=True):
-        store = ts.open(spec, dtype=ts.dtype(numpy_dtype(info.dtype)), context=new_context()).result()
-        for window in windows(info.shape, chunks, array.itemsize):
-            store[window].write(contiguous(array[window])).result()
+    with PendingWrites() as pending, tensorstore_errors(folder, info.name, writing=True):
+        store = finished(ts.open(spec, dtype=ts.dtype(numpy_dtype(info.dtype)), context=new_context()))
+        pending.array(store, array, chunks)
+        pending.finish()

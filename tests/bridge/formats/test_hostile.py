@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats import registry
+from easytorch.bridge.formats.torch_files import pickle_check
 from easytorch.bridge.names.architecture import architecture_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,6 +70,12 @@ def test_pickled_keys_that_crash_or_hang_whoever_hashes_them(tmp_path, content):
     old = b"".join(b"\x80\x02" + number + b"." for number in (b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", b"M\xe9\x03", b"}"))
     (tmp_path / "old.bin").write_bytes(old + content)
     refused(tmp_path / "old.bin", "tuple of .* values")
+
+
+def test_a_pickle_too_long_to_be_checked_is_not_loaded(tmp_path, monkeypatch):
+    torch.save({"a" * 2000: torch.ones(3)}, tmp_path / "x.bin", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr(pickle_check, "_PICKLE_LIMIT", 1000)
+    refused(tmp_path / "x.bin", "pickles of more than 1000 bytes")
 
 
 def test_a_compressed_archive_is_not_inflated(tmp_path):

@@ -5,10 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +21,7 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.orbax_trees import pending_writes
 from easytorch.bridge.formats.orbax_trees import tree as orbax_tree
 from easytorch.bridge.formats.orbax_trees import write as orbax_write
 from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
@@ -106,7 +104,7 @@ def test_orbax_restores_what_is_written(tmp_path, format_, restore):
 @pytest.mark.parametrize("format_", [OrbaxTree(), OrbaxZarr()], ids=lambda format_: format_.name)
 def test_large_arrays_go_chunk_by_chunk(tmp_path, format_, monkeypatch):
     monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", 1000)
-    monkeypatch.setattr(orbax_write, "_PENDING_BYTES", 3000)
+    monkeypatch.setattr(pending_writes, "_PENDING_BYTES", 3000)
     monkeypatch.setattr(orbax_tree, "_WINDOW_BYTES", 5000)
     rng = np.random.default_rng(0)
     arrays = {
@@ -361,29 +359,6 @@ def test_bits_flipped_and_files_cut(original, tmp_path, data):
         read_all(damaged)
     except CheckpointError as error:
         assert "\n" not in str(error)
-
-
-def test_no_write_is_in_flight_after_an_error():
-    """One that ended later would make the folder again that its error had removed."""
-    import tensorstore as ts
-
-    promise, commit = ts.Promise.new()
-    copied, copy = ts.Promise.new()
-    copied.set_result(None)
-    ended = threading.Event()
-
-    def write() -> None:
-        time.sleep(0.05)
-        ended.set()
-        promise.set_exception(ValueError("met by the write"))
-
-    thread = threading.Thread(target=write)
-    with pytest.raises(ValueError, match="met by the reader"), orbax_write.PendingWrites() as pending:
-        pending.add(SimpleNamespace(copy=copy, result=commit.result, exception=commit.exception), 1)
-        thread.start()
-        raise ValueError("met by the reader")
-    assert ended.is_set()
-    thread.join()
 
 
 def test_names_orbax_cannot_hold(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +89,39 @@ def test_a_failure_in_any_thread_is_raised(tmp_path: Path, threads: int) -> None
     with pytest.raises(OSError, match="No space left"):
         write_parts(tmp_path / "file", map(Elements, source.infos.values()), source)
     assert threading.active_count() == before
+
+
+def test_no_thread_writes_on_when_ctrl_c_comes_at_the_end(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor is closed then, and its number may be another file's."""
+    source = Arrays(**{f"t{number}": np.ones(5000, np.uint8) for number in range(20)})
+    main, pwrite, go = threading.get_ident(), os.pwrite, threading.Event()
+    held: list[int] = []
+
+    def slow(*arguments: Any) -> int:
+        if threading.get_ident() != main:
+            held.append(1)
+            go.wait(60)
+            held.pop()
+        return pwrite(*arguments)
+
+    def interrupted(futures: Any) -> Any:
+        if go.is_set():
+            return concurrent.futures.wait(futures)
+        go.set()
+        raise KeyboardInterrupt
+
+    def fail(info: TensorInfo) -> None:
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+
+    source.wrote = fail
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr("easytorch.bridge.core.threads.wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_parts(tmp_path / "file", map(Elements, source.infos.values()), source)
+    assert go.is_set() and not held
 
 
 def test_what_was_not_announced_is_refused(tmp_path: Path, threads: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.mapped import MappedFile, ReadFile
@@ -135,6 +136,25 @@ for read in (elements.read, lambda: mapped.array(8192, (100,), "uint8"), lambda:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code, tmp_path / "file"], cwd=ROOT, env=environment, timeout=600, check=True)
+
+
+def test_a_pickle_truncated_while_it_is_checked_is_no_bus_error(tmp_path):
+    code = """
+import os, pickletools, sys
+from pathlib import Path
+from easytorch.bridge.formats.torch_files.pickle_check import check_pickle
+genops = pickletools.genops
+def cut(stream):
+    os.truncate(sys.argv[1], 0)
+    return genops(stream)
+pickletools.genops = cut
+check_pickle(Path(sys.argv[1]))
+"""
+    torch.save({"a": torch.ones(3)}, tmp_path / "file.bin", _use_new_zipfile_serialization=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "file.bin"], cwd=ROOT, env=environment, timeout=600, check=True
+    )
 
 
 def test_a_read_between_two_looks_is_held_against_both(tmp_path, monkeypatch):

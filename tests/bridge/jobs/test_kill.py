@@ -132,7 +132,7 @@ def easytorch(models, memory):
     run.stderr = stderr.read_text
     yield run
     server.stdin.close()
-    assert server.wait(60) == 0
+    assert server.wait(600) == 0
     server.stdout.close()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from easytorch.bridge.convert import convert
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.storage import exchange
+from easytorch.bridge.storage import exchange, staging_folder
 from easytorch.bridge.storage.atomic import new_file, new_folder, staged
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,6 +50,57 @@ def test_interrupted_while_writing(tiny_flax, tmp_path, error):
     with pytest.raises(CheckpointError if error is OSError else error):
         convert(tiny_flax, tmp_path / "not" / "there" / "yet", to="torch", progress=progress)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_interruption_is_one_whatever_a_library_makes_of_it(tmp_path):
+    """torch.save raises a RuntimeError of its own where Ctrl-C comes while it writes."""
+    with pytest.raises(KeyboardInterrupt), staged(tmp_path / "new", key={"a": 1}, resume=True) as staging:
+        (staging.folder / "one").write_text("1")
+        staging.journal.finish(["one"])
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+    with staged(tmp_path / "new", key={"a": 1}, resume=True) as staging:
+        assert staging.journal.finished == {"one"}
+
+
+def test_what_was_met_before_is_no_cause(tmp_path):
+    """As where Ctrl-C makes a program save what it has."""
+    for before in (KeyboardInterrupt("before"), OSError(5, "before")):
+        try:
+            raise before
+        except (KeyboardInterrupt, OSError):
+            with pytest.raises(ValueError, match="mine"), new_folder(tmp_path / "new"):
+                raise ValueError("mine") from None
+            with pytest.raises(CheckpointError, match="No space left"), new_folder(tmp_path / "new"):
+                raise OSError(28, "No space left on device") from None
+
+
+@pytest.mark.parametrize("where", ["_locked", "PartialFolder"])
+def test_ctrl_c_while_the_hidden_folder_is_made(tmp_path, monkeypatch, where):
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging_folder, where, interrupted)
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "not" / "there"):
+        pytest.fail("the block ran")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_the_hidden_folder_is_removed(tmp_path, monkeypatch):
+    rmtree, calls = shutil.rmtree, []
+
+    def interrupted(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        rmtree(*arguments, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "new"):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_destinations_are_left_alone(tmp_path):
