@@ -9,9 +9,72 @@ flax_loading.py      a Flax checkpoint given to a `from_pretrained`
 tied_weights.py      weights a checkpoint holds under another of their names
 load_checks.py       which weights a checkpoint may lack, or hold in addition
 conversion.py        weights to and from JAX/Flax for any transformers model, as functions
+state.py             a model's tensors as data: split, merged, flattened
+train_state.py       step, tensors and an optimizer's slots, saved and restored
+lazy.py              a model without memory
+dtypes.py            the dtype of its tensors
+display.py           a model as text
+describe.py          forward's switches, the auto class, the sharding
+module.py            these functions as methods of native models
+
+The functions here take any model of transformers.
 """
 
 from easytorch.protocol.base import BaseModuleProtocol
 from easytorch.protocol.bridge import BridgeMixin
+from easytorch.protocol.conversion import from_flax, to_flax, to_torch, transform_fn
+from easytorch.protocol.describe import get_static_arguments, get_torch_loader, params_sharding
+from easytorch.protocol.display import get_module_repr, prettify_nnx, printify_nnx, return_type_adjuster
+from easytorch.protocol.dtypes import float32, half, to_dtype
+from easytorch.protocol.lazy import lazy_init
+from easytorch.protocol.state import (
+    GraphDef,
+    flatten,
+    graphdef,
+    graphother,
+    graphstate,
+    merge_module,
+    merge_params,
+    merge_params_dict,
+    split_module,
+    split_params,
+    split_params_dict,
+    unflatten,
+)
+from easytorch.protocol.train_state import OptimizerState, TrainState, load_state, to_state
 
-__all__ = ["BaseModuleProtocol", "BridgeMixin"]
+__all__ = [
+    "BaseModuleProtocol",
+    "BridgeMixin",
+    "GraphDef",
+    "OptimizerState",
+    "TrainState",
+    "flatten",
+    "float32",
+    "from_flax",
+    "get_module_repr",
+    "get_static_arguments",
+    "get_torch_loader",
+    "graphdef",
+    "graphother",
+    "graphstate",
+    "half",
+    "lazy_init",
+    "load_state",
+    "merge_module",
+    "merge_params",
+    "merge_params_dict",
+    "params_sharding",
+    "prettify_nnx",
+    "printify_nnx",
+    "return_type_adjuster",
+    "split_module",
+    "split_params",
+    "split_params_dict",
+    "to_dtype",
+    "to_flax",
+    "to_state",
+    "to_torch",
+    "transform_fn",
+    "unflatten",
+]

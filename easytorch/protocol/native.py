@@ -20,6 +20,7 @@ from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
 from easytorch.protocol.loading import load_pretrained
+from easytorch.protocol.module import ModuleMixin
 
 
 def check_parts(config: PreTrainedConfig, attn_implementation: Any) -> None:
@@ -32,7 +33,7 @@ def check_parts(config: PreTrainedConfig, attn_implementation: Any) -> None:
         raise ValueError(f"attn_implementation={attn_implementation!r} names {unknown}; {has}")
 
 
-class NativeModel(BridgeMixin, PreTrainedModel):
+class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
     """A `transformers.PreTrainedModel` whose attention is ours under every name, "sdpa" and "eager" included."""
 
     supports_gradient_checkpointing = True

@@ -1,0 +1,34 @@
+"""The dtype of a model's floating tensors, and with it that of its computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def to_dtype(model: nn.Module, dtype: torch.dtype | str, change_runtime_dtype: bool = True) -> Any:
+    """Casts the floating parameters and buffers of `model`, which is returned, to `dtype`.
+
+    dtype: a torch dtype or its name ("bfloat16"). change_runtime_dtype: also make it `config.dtype`, which
+    `save_pretrained` writes.
+    """
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise ValueError(f"{dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16 or 'float32'")
+    model.to(wanted)
+    config = getattr(model, "config", None)
+    if change_runtime_dtype and config is not None:
+        config.dtype = wanted
+    return model
+
+
+def half(model: nn.Module, change_runtime_dtype: bool = True) -> Any:
+    """Casts the model's parameters and buffers to float16."""
+    return to_dtype(model, torch.float16, change_runtime_dtype)
+
+
+def float32(model: nn.Module, change_runtime_dtype: bool = True) -> Any:
+    """Casts the model's parameters and buffers to float32; a method of native models by the name `float`."""
+    return to_dtype(model, torch.float32, change_runtime_dtype)

@@ -1,0 +1,107 @@
+"""`ModuleMixin`: the functions of state.py, dtypes.py, display.py and describe.py as methods, by EasyDeL's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.optim import Optimizer
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from easytorch.protocol import describe, dtypes, lazy, state, train_state
+
+if TYPE_CHECKING:
+    _Base = PreTrainedModel
+else:
+    _Base = object  # `PreTrainedModel` stands behind the mixin in the bases
+
+
+class ModuleMixin(_Base):
+    """A model's tensors as data, its dtype, and what callers ask of it."""
+
+    @classmethod
+    def lazy_init(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Self:
+        """A model of `config` on the meta device, which `merge_params` fills (`protocol.lazy_init`)."""
+        model: Self = lazy.lazy_init(cls, config, *args, **kwargs)
+        return model
+
+    def split_module(self) -> tuple[state.GraphDef, state.State, state.State]:
+        """(graphdef, graphstate, graphother)."""
+        return state.split_module(self)
+
+    @staticmethod
+    def merge_module(
+        graphdef: state.GraphDef, graphstate: Mapping[str, torch.Tensor], graphother: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """A model of what `split_module` gave; it shares the memory of the tensors."""
+        return state.merge_module(graphdef, graphstate, graphother)
+
+    @property
+    def graphdef(self) -> state.GraphDef:
+        """The model without its tensors."""
+        return state.graphdef(self)
+
+    @property
+    def graphstate(self) -> state.State:
+        """name -> parameter, detached, in the model's own memory."""
+        return state.graphstate(self)
+
+    @property
+    def graphother(self) -> state.State:
+        """name -> buffer."""
+        return state.graphother(self)
+
+    def split_params(self) -> state.State:
+        """name -> parameter: `graphstate`."""
+        return state.split_params(self)
+
+    def split_params_dict(self, params_dict: Mapping[str, Any] | None = None) -> dict[str, state.State]:
+        """`{"params": ..., "buffers": ...}` of a dict of tensors, or of the model's own."""
+        return state.split_params_dict(self, params_dict)
+
+    def merge_params(self, tree: Mapping[str, Any]) -> Self:
+        """Takes the values of `tree`, nested or flat, which must hold every parameter."""
+        model: Self = state.merge_params(self, tree)
+        return model
+
+    def merge_params_dict(self, params_dict: Mapping[str, Any]) -> Self:
+        """Takes the values of some parameters and buffers; the others stay."""
+        model: Self = state.merge_params_dict(self, params_dict)
+        return model
+
+    def to_state(self, optimizer: Optimizer | None = None, *, step: int = 0) -> train_state.TrainState:
+        """The train state: step, parameters, buffers, and the optimizer's slots."""
+        return train_state.to_state(self, optimizer, step=step)
+
+    def to_dtype(self, dtype: torch.dtype | str, change_runtime_dtype: bool = True) -> Self:
+        """Casts parameters and buffers, and sets `config.dtype` unless `change_runtime_dtype` is False."""
+        model: Self = dtypes.to_dtype(self, dtype, change_runtime_dtype)
+        return model
+
+    def half(self, change_runtime_dtype: bool = True) -> Self:  # type: ignore[override]
+        """Casts to float16, as `to_dtype`."""
+        return self.to_dtype(torch.float16, change_runtime_dtype)
+
+    def float(self, change_runtime_dtype: bool = True) -> Self:  # type: ignore[override]
+        """Casts to float32, as `to_dtype`."""
+        return self.to_dtype(torch.float32, change_runtime_dtype)
+
+    def get_static_arguments(self) -> tuple[str, ...]:
+        """The names of forward's arguments that are no tensors."""
+        return describe.get_static_arguments(self)
+
+    @classmethod
+    def get_torch_loader(cls) -> Any:
+        """transformers' auto class that loads models of this class."""
+        return describe.get_torch_loader(cls)
+
+    @property
+    def params_sharding(self) -> dict[str, tuple[Any, ...] | None]:
+        """name -> the placements of a parameter over its mesh; None for one that is not sharded."""
+        return describe.params_sharding(self)
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh of the parameters; None where they are not sharded."""
+        return describe.mesh_of(self)

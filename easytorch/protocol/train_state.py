@@ -1,0 +1,238 @@
+"""A train state: step, parameters, buffers and the slots of an optimizer, as data that saves and restores.
+
+    state = to_state(model, optimizer, step=100)
+    state.save("state-100")
+    load_state("state-100", model_class=type(model)).restore(model, optimizer)
+
+What `flax.training.train_state.TrainState` and EasyDeL's `EasyDeLState` are in JAX. An optimizer's slots are kept by
+the parameter's name, not by its number in the optimizer, so that they fit one that lists them in another order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+
+from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.storage.atomic import new_folder
+from easytorch.protocol.lazy import lazy_init
+from easytorch.protocol.state import GraphDef, State, checked, merge_module, merge_params_dict, split_module
+
+TENSORS, STATE, CONFIG = "train_state.safetensors", "train_state.json", "config.json"
+# Slots of torch's own optimizers that have their parameter's shape.
+_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum")
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The slots of a torch optimizer by parameter name, and its groups, whose "params" are names."""
+
+    kind: str
+    slots: Mapping[str, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+        """What `optimizer` holds for the parameters of `model`; `ValueError` for a parameter of another model."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            if any(id(parameter) not in names for parameter in group["params"]):
+                raise ValueError(
+                    f"group {number} of {type(optimizer).__name__} has a parameter that is not one of "
+                    f"{type(model).__name__}; make the optimizer of model.parameters()"
+                )
+            groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+        slots = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
+        return cls(_kind(optimizer), slots, groups)
+
+    def check(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """`ValueError` where the slots do not fit `optimizer` over `model`."""
+        if _kind(optimizer) != self.kind:
+            raise ValueError(f"the state is that of {self.kind}, and the optimizer is {_kind(optimizer)}")
+        parameters = dict(model.named_parameters())
+        there = OptimizerState.of(optimizer, model).groups
+        if [set(group["params"]) for group in there] != [set(group["params"]) for group in self.groups]:
+            have, given = ([len(group["params"]) for group in groups] for groups in (there, self.groups))
+            raise ValueError(f"the optimizer's groups hold {have} parameters, and the state's {given}, or others")
+        for name, values in self.slots.items():
+            if name not in parameters:
+                raise ValueError(f"{name!r} has slots, and is no parameter{nearest(name, parameters)}")
+            for slot, value in values.items():
+                shaped = slot in _SHAPED and isinstance(value, torch.Tensor)
+                if shaped and value.shape != parameters[name].shape:
+                    shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameters[name].shape)}"
+                    raise ValueError(f"the slot {slot!r} of {name!r} has the shape {shapes}")
+
+    def restore(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Puts slots and settings into `optimizer`. Unlike `Optimizer.load_state_dict` it keeps the slots' dtypes."""
+        self.check(optimizer, model)
+        parameters = dict(model.named_parameters())
+        optimizer.state.clear()
+        for name, values in self.slots.items():
+            device = parameters[name].device
+            optimizer.state[parameters[name]] = {slot: _placed(slot, one, device) for slot, one in values.items()}
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Step, model and optimizer as data; the tensors of `to_state` are the model's and the optimizer's own memory."""
+
+    step: int
+    graphdef: GraphDef
+    graphstate: State
+    graphother: State
+    optimizer: OptimizerState | None = None
+
+    @property
+    def model(self) -> Any:
+        """A model around the state's tensors."""
+        return merge_module(self.graphdef, self.graphstate, self.graphother)
+
+    def restore(self, model: nn.Module, optimizer: Optimizer | None = None) -> int:
+        """Puts the state into `model` and `optimizer`, in place, and returns the step.
+
+        `ValueError` where names, shapes or the kind of optimizer differ; both are then unchanged.
+        """
+        values = {**self.graphstate, **self.graphother}
+        checked(model, values, complete=True)
+        if optimizer is not None:
+            if self.optimizer is None:
+                raise ValueError("the state holds no optimizer; restore the model alone, or save the state with one")
+            self.optimizer.check(optimizer, model)
+        merge_params_dict(model, values)
+        if optimizer is not None and self.optimizer is not None:
+            self.optimizer.restore(optimizer, model)
+        return self.step
+
+    def save(self, folder: str | Path) -> None:
+        """Writes config.json, train_state.json and train_state.safetensors into a new folder, complete or not at all.
+
+        `TypeError` for an optimizer whose state is neither tensors nor what JSON holds. For a model that
+        `from_pretrained` reads, save `state.model`.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        content = {
+            "format": "easytorch train state",
+            "version": 1,
+            "step": self.step,
+            "params": _encode(self.graphstate, "params", tensors),
+            "buffers": _encode(self.graphother, "buffers", tensors),
+        }
+        if self.optimizer is not None:
+            content["optimizer"] = {
+                "kind": self.optimizer.kind,
+                "slots": _encode(self.optimizer.slots, "slots", tensors),
+                "groups": _encode(self.optimizer.groups, "groups", tensors),
+            }
+        text = json.dumps(content)
+        with new_folder(Path(folder)) as partial:
+            self.graphdef.config.save_pretrained(partial)
+            save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
+            (partial / STATE).write_text(text, encoding="utf-8")
+
+
+def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int = 0) -> TrainState:
+    """The train state of `model`, with the slots of `optimizer` where one is given."""
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step={step!r} must be an int of at least 0")
+    slots = None if optimizer is None else OptimizerState.of(optimizer, model)
+    return TrainState(step, *split_module(model), slots)
+
+
+def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
+    """What `TrainState.save` wrote, its tensors on the CPU. model_class: that of the model, or an auto class.
+
+    `CheckpointError` for a folder that is none, is damaged, or holds another model.
+    """
+    folder = Path(folder)
+    content = _read_json(folder / STATE)
+    if content.get("format") != "easytorch train state" or content.get("version") != 1:
+        raise CheckpointError("is no train state of version 1, as TrainState.save writes it", file=folder / STATE)
+    try:
+        with safe_open(folder / TENSORS, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        parts = {key: _decode(content[key], tensors.__getitem__) for key in ("params", "buffers")}
+        saved = content.get("optimizer")
+        optimizer = None
+        if saved is not None:
+            slots, groups = (_decode(saved[key], tensors.__getitem__) for key in ("slots", "groups"))
+            optimizer = OptimizerState(str(saved["kind"]), slots, groups)
+        step = int(content["step"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"is damaged ({error}); save the state again", file=folder / TENSORS) from error
+    config_class = getattr(model_class, "config_class", None)
+    if config_class is None:
+        from transformers import AutoConfig
+
+        config_class = AutoConfig
+    model = lazy_init(model_class, config_class.from_pretrained(folder))
+    try:
+        checked(model, {**parts["params"], **parts["buffers"]}, complete=True)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"does not fit {type(model).__name__}: {error}", file=folder) from error
+    return TrainState(step, GraphDef(model), parts["params"], parts["buffers"], optimizer)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "is not there; a train state is a folder that TrainState.save wrote", file=file
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be read ({error}); save the state again", file=file) from error
+    if not isinstance(content, dict):
+        raise CheckpointError("is no train state", file=file)
+    return content
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _placed(slot: str, value: Any, device: torch.device) -> Any:
+    """A copy of a slot beside its parameter; torch's optimizers count steps on the CPU."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if slot == "step" else value.to(device, copy=True)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """What JSON holds of `value`; its tensors go to `tensors` under their path."""
+    if isinstance(value, torch.Tensor):
+        # A file of safetensors holds no views.
+        tensors[path] = value.detach().contiguous().clone()
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        return {"dict": [[key, _encode(one, f"{path}/{key}", tensors)] for key, one in value.items()]}
+    if isinstance(value, list | tuple):
+        inner = [_encode(one, f"{path}/{number}", tensors) for number, one in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": inner}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{path} is {type(value).__name__}, which a train state cannot hold; it holds tensors and numbers")
+
+
+def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensor(inner)
+    if kind == "dict":
+        return {key: _decode(one, tensor) for key, one in inner}
+    made = [_decode(one, tensor) for one in inner]
+    return tuple(made) if kind == "tuple" else made
