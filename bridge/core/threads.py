@@ -1,4 +1,4 @@
-"""Work that ends where its block ends, also when a signal's handler (Ctrl-C) raises while it is waited for."""
+"""Threads whose work ends where their block ends, also when Ctrl-C comes while it is waited for."""
 
 from __future__ import annotations
 
@@ -7,24 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from easytorch.bridge.core.context_manager import ContextManager
-
-# What handlers of signals raise: Python's of SIGINT, and those of the command line.
-INTERRUPTIONS = (KeyboardInterrupt, SystemExit)
+from easytorch.bridge.core.interruptions import INTERRUPTIONS, uninterrupted
 
 Made = TypeVar("Made")
-
-
-def uninterrupted(action: Callable[[], object]) -> None:
-    """Calls `action` again until no signal interrupts it, and only then raises what the first one raised."""
-    interruption: BaseException | None = None
-    while True:
-        try:
-            action()
-            break
-        except INTERRUPTIONS as error:
-            interruption = interruption or error
-    if interruption is not None:
-        raise interruption
 
 
 class Threads(ContextManager):

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from easytorch.bridge.core.threads import INTERRUPTIONS
+from easytorch.bridge.core.interruptions import INTERRUPTIONS, interruption_of
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.exchange import exchange, rename_new
-from easytorch.bridge.storage.fsync import flush, interruption_of, os_error_of, sync
+from easytorch.bridge.storage.fsync import flush, os_error_of, sync
 from easytorch.bridge.storage.journal import Journal, Key, differences
 from easytorch.bridge.storage.staging_folder import PartialFolder, left_behind, make
 

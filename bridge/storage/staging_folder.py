@@ -16,7 +16,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from easytorch.bridge.core.threads import uninterrupted
+from easytorch.bridge.core.interruptions import uninterrupted
 from easytorch.bridge.storage.exchange import rename_new
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)

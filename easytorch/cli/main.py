@@ -68,8 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with _ended_as_by_ctrl_c():
             app(args=None if arguments is None else list(arguments), prog_name="easytorch")
-    except USER_ERRORS as error:
-        if switch("EASYTORCH_TRACEBACK"):
+    except Exception as error:  # the boundary of the process
+        # A package that is interrupted while it is imported, or while it writes, may raise an error of its own.
+        if (interruption := _interruption(error)) is not None:
+            sys.exit(interruption.code if isinstance(interruption, SystemExit) else 128 + signal.SIGINT)
+        if not isinstance(error, USER_ERRORS) or switch("EASYTORCH_TRACEBACK"):
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
@@ -93,6 +96,12 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
     finally:
         for name in free:
             signal.signal(name, signal.SIG_DFL)
+
+
+def _interruption(error: Exception) -> BaseException | None:
+    from easytorch.bridge.core.interruptions import interruption_of
+
+    return interruption_of(error)
 
 
 def _one_line(error: BaseException) -> str:

@@ -95,6 +95,44 @@ def test_an_error_of_the_user_is_one_line_and_2(error, line, monkeypatch, capsys
     assert (captured.out, captured.err) == ("", line)
 
 
+@pytest.mark.parametrize(("interruption", "code"), [(SystemExit(143), 143), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize("error", [ImportError("initialization failed"), RuntimeError("unexpected pos 704 vs 598")])
+def test_a_signal_is_one_whatever_a_library_makes_of_it(interruption, code, error, monkeypatch, capsys):
+    """pybind11's modules say so where their import is interrupted, torch.save where it closes its archive."""
+
+    def fail():
+        try:
+            raise interruption
+        finally:
+            raise error
+
+    monkeypatch.setattr(env, "collect", fail)
+    monkeypatch.delenv("EASYTORCH_TRACEBACK", raising=False)
+    assert exit_code("env") == code
+    assert capsys.readouterr().err == ""
+
+
+def test_a_package_that_was_interrupted_is_not_missing(monkeypatch):
+    """Also for who calls the bridge: Ctrl-C remains Ctrl-C."""
+    from easytorch.bridge.formats.gguf_files import blocks
+    from easytorch.bridge.formats.orbax_trees import store
+
+    class Interrupted:
+        def find_spec(self, name, path, target=None):
+            if name not in ("tensorstore", "gguf"):
+                return None
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise ImportError("initialization failed")
+
+    for name, load in (("tensorstore", store.load_tensorstore), ("gguf", blocks.require_gguf)):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+        with pytest.raises(KeyboardInterrupt):
+            load()
+
+
 def _import_error(name):
     try:
         importlib.import_module(name)

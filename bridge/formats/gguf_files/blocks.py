@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from easytorch.bridge.core.casting import CastOverflow, cast
+from easytorch.bridge.core.interruptions import interruption_of
 from easytorch.bridge.dtypes import numpy_dtype
 
 # ggml's types that are one number per element, and what they are called here.
@@ -135,4 +136,6 @@ def require_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
+        if (interruption := interruption_of(error)) is not None:
+            raise interruption from None
         raise ImportError("GGUF files need the gguf package: pip install gguf") from error

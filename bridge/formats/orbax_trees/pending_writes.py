@@ -13,7 +13,7 @@ import numpy as np
 
 from easytorch.bridge.core.blocks import contiguous
 from easytorch.bridge.core.context_manager import ContextManager
-from easytorch.bridge.core.threads import uninterrupted
+from easytorch.bridge.core.interruptions import uninterrupted
 
 # Bytes of chunk copies that may be pending.
 _PENDING_BYTES = 64 << 20

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easytorch.bridge.core.interruptions import interruption_of
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.fsync import os_error_of
 
@@ -26,6 +27,8 @@ def load_tensorstore() -> Any:
     try:
         import tensorstore
     except ImportError as error:
+        if (interruption := interruption_of(error)) is not None:
+            raise interruption from None
         raise ImportError("folders of Orbax, EasyDeL and T5X need tensorstore: pip install tensorstore") from error
     return tensorstore
 

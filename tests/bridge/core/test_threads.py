@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from easytorch.bridge.core import threads
-from easytorch.bridge.core.threads import Threads, uninterrupted
+from easytorch.bridge.core.interruptions import uninterrupted
+from easytorch.bridge.core.threads import Threads
 
 # Longer than any machine takes; what ends without it ends at once.
 LONG = 60
