@@ -79,11 +79,11 @@ class ModuleMixin(_Base):
         model: Self = dtypes.to_dtype(self, dtype, change_runtime_dtype)
         return model
 
-    def half(self, change_runtime_dtype: bool = True) -> Self:  # type: ignore[override]
+    def half(self, change_runtime_dtype: bool = True) -> Self:
         """Casts to float16, as `to_dtype`."""
         return self.to_dtype(torch.float16, change_runtime_dtype)
 
-    def float(self, change_runtime_dtype: bool = True) -> Self:  # type: ignore[override]
+    def float(self, change_runtime_dtype: bool = True) -> Self:
         """Casts to float32, as `to_dtype`."""
         return self.to_dtype(torch.float32, change_runtime_dtype)
 

@@ -243,20 +243,20 @@ def _fill_buffers(model: nn.Module, *, given: Collection[str], device: torch.dev
 
     `ValueError` for one that this cannot compute and that is not `given`.
     """
-    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     empty = {
-        module: [name for name, one in module.named_buffers(recurse=False) if one.is_meta] for module in model.modules()
+        (name, module): {key: one for key, one in module.named_buffers(recurse=False) if one.is_meta}
+        for name, module in model.named_modules()
     }
-    for module, names in empty.items():
+    for (name, module), buffers in empty.items():
         computed = isinstance(model, PreTrainedModel) and all(one.is_meta for one in module.parameters(recurse=False))
-        for name in names:
-            if not computed and f"{prefixes[id(module)]}{name}" not in given:
-                full = f"{prefixes[id(module)]}{name}"
-                raise ValueError(f"the buffer {full!r} is on the meta device, and is not given; pass it too")
-    for module, names in empty.items():
-        for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        if names and isinstance(model, PreTrainedModel):
+        for key in buffers:
+            path = f"{name}.{key}" if name else key
+            if not computed and path not in given:
+                raise ValueError(f"the buffer {path!r} is on the meta device, and is not given; pass it too")
+    for (_, module), buffers in empty.items():
+        for key, one in buffers.items():
+            module._buffers[key] = torch.empty_like(one, device=device)
+        if buffers and isinstance(model, PreTrainedModel):
             model._init_weights(module)
 
 
@@ -269,7 +269,8 @@ def _assign(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         kept = nn.Parameter(value.detach(), target.requires_grad) if isinstance(target, nn.Parameter) else value
         new[id(target)] = kept
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        slots: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in slots:
             for name, one in tensors.items():
                 if one is not None and id(one) in new:
                     tensors[name] = new[id(one)]
