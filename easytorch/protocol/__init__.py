@@ -15,6 +15,7 @@ lazy.py              a model without memory
 dtypes.py            the dtype of its tensors
 display.py           a model as text
 describe.py          forward's switches, the auto class, the sharding
+lora.py              low-rank adapters, in PEFT's layers
 module.py            these functions as methods of native models
 
 The functions here take any model of transformers.
@@ -27,6 +28,12 @@ from easytorch.protocol.describe import get_static_arguments, get_torch_loader, 
 from easytorch.protocol.display import get_module_repr, prettify_nnx, printify_nnx, return_type_adjuster
 from easytorch.protocol.dtypes import float32, half, to_dtype
 from easytorch.protocol.lazy import lazy_init
+from easytorch.protocol.lora import (
+    apply_lora_to_layers,
+    merge_lora_params,
+    split_lora_params,
+    unwrap_lora_to_layers,
+)
 from easytorch.protocol.state import (
     GraphDef,
     flatten,
@@ -49,6 +56,7 @@ __all__ = [
     "GraphDef",
     "OptimizerState",
     "TrainState",
+    "apply_lora_to_layers",
     "flatten",
     "float32",
     "from_flax",
@@ -61,6 +69,7 @@ __all__ = [
     "half",
     "lazy_init",
     "load_state",
+    "merge_lora_params",
     "merge_module",
     "merge_params",
     "merge_params_dict",
@@ -68,6 +77,7 @@ __all__ = [
     "prettify_nnx",
     "printify_nnx",
     "return_type_adjuster",
+    "split_lora_params",
     "split_module",
     "split_params",
     "split_params_dict",
@@ -77,4 +87,5 @@ __all__ = [
     "to_torch",
     "transform_fn",
     "unflatten",
+    "unwrap_lora_to_layers",
 ]

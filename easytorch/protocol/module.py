@@ -1,4 +1,4 @@
-"""`ModuleMixin`: the functions of state.py, dtypes.py, display.py and describe.py as methods, by EasyDeL's names."""
+"""`ModuleMixin`: functions of this room as methods, by EasyDeL's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.protocol import describe, dtypes, lazy, state, train_state
+from easytorch.protocol import describe, dtypes, lazy, lora, state, train_state
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
@@ -73,6 +73,32 @@ class ModuleMixin(_Base):
     def to_state(self, optimizer: Optimizer | None = None, *, step: int = 0) -> train_state.TrainState:
         """The train state: step, parameters, buffers, and the optimizer's slots."""
         return train_state.to_state(self, optimizer, step=step)
+
+    def apply_lora_to_layers(
+        self,
+        lora_rank: int,
+        lora_pattern: str | None = None,
+        verbose: bool = False,
+        rngs: torch.Generator | int | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Puts an adapter into linear layers and freezes the rest; settings: see `protocol.apply_lora_to_layers`."""
+        model: Self = lora.apply_lora_to_layers(self, lora_rank, lora_pattern, verbose, rngs, **settings)
+        return model
+
+    def split_lora_params(self, adapter_name: str | None = None) -> state.State:
+        """name -> tensor of an adapter, the active one by default."""
+        return lora.split_lora_params(self, adapter_name)
+
+    def merge_lora_params(self, pytree: Mapping[str, Any], adapter_name: str | None = None) -> Self:
+        """Takes the values of an adapter's parameters."""
+        model: Self = lora.merge_lora_params(self, pytree, adapter_name)
+        return model
+
+    def unwrap_lora_to_layers(self, verbose: bool = False, *, merge: bool = True) -> Self:
+        """Merges the active adapters into the weights, or drops them, and takes PEFT's layers out."""
+        model: Self = lora.unwrap_lora_to_layers(self, verbose, merge=merge)
+        return model
 
     def to_dtype(self, dtype: torch.dtype | str, change_runtime_dtype: bool = True) -> Self:
         """Casts parameters and buffers, and sets `config.dtype` unless `change_runtime_dtype` is False."""

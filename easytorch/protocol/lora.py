@@ -1,0 +1,233 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by EasyDeL's names, in PEFT's layers.
+
+    apply_lora_to_layers(model, 8, r"q_proj|v_proj")     # now only the adapter trains
+    values = split_lora_params(model)                    # name -> tensor, under the names of PEFT's files
+    merge_lora_params(model, values)                     # and back
+    unwrap_lora_to_layers(model)                         # the adapters into the weights, the layers as they were
+
+The layers are PEFT's own, put in by transformers: `set_adapter`, `load_adapter` and `save_pretrained`, which writes
+PEFT's files, work on the model as on one of transformers with an adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from easytorch.bridge.errors import nearest
+from easytorch.protocol.state import State, flatten
+
+_LOG = logging.getLogger(__name__)
+# What of a layer's parameters is LoRA's: the matrices, those of embeddings, DoRA's magnitudes.
+_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+_NAMED = 3
+
+
+def apply_lora_to_layers(
+    model: PreTrainedModel,
+    lora_rank: int,
+    lora_pattern: str | None = None,
+    verbose: bool = False,
+    rngs: torch.Generator | int | None = None,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+    init: bool | str = True,
+    adapter_name: str = "default",
+) -> Any:
+    """Puts an adapter into linear layers of `model`, which is returned; every other parameter is frozen.
+
+    lora_rank: the inner size, from 1 to the smaller side of every matrix. lora_pattern: a regular expression that is
+    searched for in the names of linear layers; all of them but the head where it is None. rngs: a seed, or a
+    generator one is drawn from. alpha: what the adapter adds counts alpha / rank times; the rank by default, so once.
+    rslora: by alpha / sqrt(rank) instead (arXiv:2312.03732). dora: magnitudes are trained apart (arXiv:2402.09353).
+    init: PEFT's `init_lora_weights`. A second adapter takes another `adapter_name`; the new one is active.
+
+    `ValueError` where no layer has such a name, the rank does not fit, or the name is taken; nothing is changed then.
+    """
+    peft = _peft()
+    if type(lora_rank) is not int or lora_rank < 1:
+        raise ValueError(f"lora_rank={lora_rank!r} must be an int of at least 1")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")
+    if adapter_name in getattr(model, "peft_config", {}):
+        raise ValueError(f"there is an adapter {adapter_name!r} already; give this one another adapter_name")
+    layers = _linear_layers(model, lora_pattern)
+    for name, layer in layers.items():
+        if lora_rank > min(layer.weight.shape):
+            raise ValueError(f"lora_rank={lora_rank} is above the smaller side of {name}, {tuple(layer.weight.shape)}")
+    config = peft.LoraConfig(
+        r=lora_rank,
+        lora_alpha=lora_rank if alpha is None else alpha,
+        target_modules=_targets(model, layers),
+        lora_dropout=dropout,
+        use_rslora=rslora,
+        use_dora=dora,
+        init_lora_weights=init,
+    )
+    first = not _adapter_names(model)
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    if first:
+        # `_take_out` gives them back.
+        vars(model)["_trained_before_lora"] = flags
+    done = False
+    try:
+        with torch.random.fork_rng(devices=[], enabled=rngs is not None):
+            if rngs is not None:
+                drawn = torch.randint(2**63 - 1, (), generator=rngs) if isinstance(rngs, torch.Generator) else rngs
+                torch.manual_seed(int(drawn))
+            model.add_adapter(config, adapter_name)
+        done = True
+    finally:
+        # PEFT checks some settings when it makes the layers, one after the other.
+        if not done and first:
+            _take_out(model)
+        elif not done and adapter_name in model.peft_config:
+            model.delete_adapter(adapter_name)
+    if verbose:
+        _LOG.warning("LoRA of rank %d in %d layers: %s", lora_rank, len(layers), ", ".join(layers))
+    return model
+
+
+def split_lora_params(model: PreTrainedModel, adapter_name: str | None = None) -> State:
+    """The parameters of an adapter, the active one by default: name -> tensor, detached, in the model's own memory.
+
+    The names are those of PEFT's files without `base_model.model.`: `layers.0.q_proj.lora_A.weight`.
+    """
+    return {name: parameter.detach() for name, parameter in _lora_parameters(model, adapter_name).items()}
+
+
+@torch.no_grad()
+def merge_lora_params(model: PreTrainedModel, pytree: Mapping[str, Any], adapter_name: str | None = None) -> Any:
+    """Copies the values of `pytree`, nested or flat, into an adapter of `model`, which is returned.
+
+    `ValueError` where a name is missing or unknown, or a shape differs; the model is then unchanged.
+    """
+    there = _lora_parameters(model, adapter_name)
+    given = {name.removeprefix("base_model.model."): value for name, value in flatten(pytree).items()}
+    for name, value in given.items():
+        if name not in there:
+            raise ValueError(f"{name!r} is no parameter of the adapter{nearest(name, there)}")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name!r} is {type(value).__name__} and must be a torch.Tensor")
+        if value.shape != there[name].shape:
+            raise ValueError(
+                f"{name!r} has the shape {tuple(value.shape)}, and {tuple(there[name].shape)} in the model"
+            )
+    if missing := [name for name in there if name not in given]:
+        raise ValueError(f"{missing[0]!r} is not given; the adapter has {len(there)} parameters")
+    for name, value in given.items():
+        there[name].copy_(value)
+    return model
+
+
+def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merge: bool = True) -> Any:
+    """Takes the adapters out of `model`, which is returned: its layers are plain again, and train as before.
+
+    merge: the active adapters are added to the weights; with False they are dropped. `ValueError` where there is no
+    adapter, and where the merged weights would not be finite; the model is then unchanged.
+    """
+    names = _adapter_names(model)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no adapter; it was merged already, or none was applied")
+    wrapped = _wrapped(model)
+    if merge:
+        merged: list[Any] = []
+        try:
+            for layer in wrapped.values():
+                layer.merge(safe_merge=True)
+                merged.append(layer)
+        except ValueError:
+            for layer in merged:
+                layer.unmerge()
+            raise
+    _take_out(model)
+    if verbose:
+        done = "merged into" if merge else "dropped from"
+        _LOG.warning("adapters %s %s %d layers", ", ".join(map(repr, names)), done, len(wrapped))
+    return model
+
+
+def _wrapped(model: PreTrainedModel) -> dict[str, Any]:
+    """PEFT's layers by name."""
+    tuner: Any = _peft().tuners.tuners_utils.BaseTunerLayer
+    return {name: module for name, module in model.named_modules() if isinstance(module, tuner)}
+
+
+def _take_out(model: PreTrainedModel) -> None:
+    """Puts the plain layers back in place of PEFT's, and lets train what trained before."""
+    for name, layer in _wrapped(model).items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
+    flags = vars(model).pop("_trained_before_lora", {})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.is_floating_point()))
+    model._hf_peft_config_loaded = False
+    vars(model).pop("peft_config", None)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA needs PEFT: pip install peft") from error
+    return peft
+
+
+def _adapter_names(model: PreTrainedModel) -> list[str]:
+    return list(getattr(model, "peft_config", {})) if getattr(model, "_hf_peft_config_loaded", False) else []
+
+
+def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:
+    """The linear layers whose names have `pattern`; those that carry an adapter already by their own name."""
+    head = model.get_output_embeddings() if pattern is None else None
+    found: dict[str, nn.Linear | Conv1D] = {}
+    for name, module in model.named_modules():
+        plain = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        inside = name.endswith(".base_layer") or any(f".{part}." in f"{name}." for part in _PARTS)
+        if isinstance(plain, nn.Linear | Conv1D) and plain is not head and not inside:
+            found[name] = plain
+    if pattern is None:
+        return found
+    try:
+        wanted = {name: layer for name, layer in found.items() if re.search(pattern, name)}
+    except re.error as error:
+        raise ValueError(f"lora_pattern={pattern!r} is no regular expression: {error}") from error
+    if not wanted:
+        some = ", ".join(list(found)[:_NAMED])
+        raise ValueError(f"no linear layer of {type(model).__name__} has {pattern!r} in its name; they are {some}, ...")
+    return wanted
+
+
+def _targets(model: PreTrainedModel, layers: Mapping[str, nn.Linear | Conv1D]) -> list[str] | str:
+    """PEFT's `target_modules` for exactly these layers: endings of names where no other module has one of them."""
+    endings = sorted({name.rpartition(".")[2] for name in layers})
+    matched = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
+    if matched == set(layers):
+        return endings
+    return "|".join(map(re.escape, layers))
+
+
+def _lora_parameters(model: PreTrainedModel, adapter_name: str | None) -> dict[str, nn.Parameter]:
+    names = _adapter_names(model)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no adapter; apply_lora_to_layers or load_adapter gives it one")
+    wanted = adapter_name if adapter_name is not None else model.active_adapters()[0]
+    if wanted not in names:
+        raise ValueError(f"there is no adapter {wanted!r}; there are {names}")
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        place = next((number for number, part in enumerate(parts) if part in _PARTS), None)
+        if place is not None and parts[place + 1] == wanted:
+            found[".".join([*parts[: place + 1], *parts[place + 2 :]])] = parameter
+    return found

@@ -1,0 +1,199 @@
+"""Adapters against PEFT's own wrapper: outputs, gradients, files; what does not fit leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
+
+import easytorch
+from easytorch import protocol
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+T5 = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+MODELS = {
+    "llama": ("AutoModelForCausalLM", LlamaConfig(**SIZES), "q_proj|up_proj"),
+    "bert": ("AutoModelForMaskedLM", BertConfig(**SIZES, max_position_embeddings=40), r"attention\.self"),
+    "gpt2": ("AutoModelForCausalLM", GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "c_attn|c_fc"),
+    "t5": ("AutoModelForSeq2SeqLM", T5, r"SelfAttention\.(q|v)$"),
+}
+IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:.*fan_in_fan_out")
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    auto, config, pattern = MODELS[request.param]
+    torch.manual_seed(0)
+    return getattr(easytorch, auto).from_config(copy.deepcopy(config)).eval(), pattern
+
+
+def filled(model) -> dict[str, torch.Tensor]:
+    """Random values for the active adapter, whose B is zero when it is new."""
+    generator = torch.Generator().manual_seed(1)
+    there = protocol.split_lora_params(model)
+    return {name: 0.1 * torch.randn(one.shape, generator=generator) for name, one in there.items()}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"alpha": 16, "rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"]
+)
+def test_as_pefts_own(case, settings, tmp_path):
+    model, pattern = case
+    plain = copy.deepcopy(model)
+    protocol.apply_lora_to_layers(model, 4, pattern, rngs=0, **settings)
+    protocol.merge_lora_params(model, filled(model))
+    model.save_pretrained(tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
+    outputs = [one(input_ids=IDS, labels=IDS) for one in (model, theirs)]
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, rtol=0, atol=1e-6)
+    for output in outputs:
+        output.loss.backward()
+    expected = {name.removeprefix("base_model.model."): one.grad for name, one in theirs.named_parameters()}
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert len(trained) == len(protocol.split_lora_params(model)) and all("lora_" in name for name in trained)
+    for name, parameter in trained.items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_files_are_pefts_bit_for_bit(case, tmp_path):
+    model, pattern = case
+    plain = copy.deepcopy(model)
+    protocol.apply_lora_to_layers(model, 4, pattern, rngs=0)
+    protocol.merge_lora_params(model, filled(model))
+    model.save_pretrained(tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    one, two = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    again = copy.deepcopy(model)
+    again.delete_adapter("default")
+    again.load_adapter(tmp_path / "theirs", adapter_name="read")
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS, labels=IDS).logits, model(input_ids=IDS, labels=IDS).logits)
+
+
+def test_merged_and_taken_out(case):
+    model, pattern = case
+    names = list(model.state_dict())
+    next(model.parameters()).requires_grad_(False)
+    with torch.no_grad():
+        before = model(input_ids=IDS, labels=IDS).logits
+        protocol.apply_lora_to_layers(model, 4, pattern)
+        protocol.merge_lora_params(model, protocol.unflatten(filled(model)))
+        adapted = model(input_ids=IDS, labels=IDS).logits
+        dropped = protocol.unwrap_lora_to_layers(copy.deepcopy(model), merge=False)
+        protocol.unwrap_lora_to_layers(model)
+        torch.testing.assert_close(model(input_ids=IDS, labels=IDS).logits, adapted, rtol=0, atol=2e-6)
+        assert torch.equal(dropped(input_ids=IDS, labels=IDS).logits, before) and not torch.equal(adapted, before)
+    for one in (model, dropped):
+        assert list(one.state_dict()) == names
+        assert [parameter.requires_grad for parameter in one.parameters()][:2] == [False, True]
+    with pytest.raises(ValueError, match="has no adapter; it was merged already"):
+        protocol.unwrap_lora_to_layers(model)
+    protocol.to_torch(model)
+
+
+def test_several_adapters():
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    outputs = {}
+    with torch.no_grad():
+        outputs["none"] = model(IDS).logits
+        for number, name in enumerate(("one", "two")):
+            model.apply_lora_to_layers(2 + number, "q_proj", adapter_name=name)
+            model.merge_lora_params({key: one + number + 1 for key, one in filled(model).items()}, name)
+            outputs[name] = model(IDS).logits
+        for name in ("one", "two"):
+            model.set_adapter(name)
+            assert torch.equal(model(IDS).logits, outputs[name])
+            assert {one.shape[0] for key, one in model.split_lora_params().items() if "lora_A" in key} == {
+                2 if name == "one" else 3
+            }
+        model.disable_adapters()
+        assert torch.equal(model(IDS).logits, outputs["none"])
+    assert not torch.equal(outputs["one"], outputs["two"])
+
+
+def test_seeds():
+    models = [easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)) for _ in range(3)]
+    state = torch.get_rng_state()
+    for model, rngs in zip(models, (7, 7, torch.Generator().manual_seed(3)), strict=True):
+        model.apply_lora_to_layers(2, rngs=rngs)
+    assert torch.equal(torch.get_rng_state(), state), "the process's own numbers are not drawn"
+    one, two, three = (model.split_lora_params() for model in models)
+    assert all(torch.equal(one[name], two[name]) for name in one) and len(one) == 2 * 2 * 7
+    assert not all(torch.equal(one[name], three[name]) for name in one)
+
+
+WRONG = {
+    "rank": ({"lora_rank": 0}, "must be an int of at least 1"),
+    "float rank": ({"lora_rank": 2.0}, "must be an int of at least 1"),
+    "large rank": ({"lora_rank": 33}, r"above the smaller side of model.layers.0.self_attn.q_proj, \(32, 32\)"),
+    "pattern": ({"lora_pattern": "q_porj"}, "no linear layer of LlamaForCausalLM has 'q_porj' in its name; they are"),
+    "expression": ({"lora_pattern": "("}, "is no regular expression"),
+    "dropout": ({"dropout": 1.0}, "at least 0 and below 1"),
+    "init": ({"init": "gausian"}, "gausian"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("second", [False, True])
+def test_what_does_not_fit_leaves_the_model_as_it_was(wrong, second):
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    if second:
+        model.apply_lora_to_layers(2, "k_proj", adapter_name="first")
+    before = {name: (one.requires_grad, one.clone()) for name, one in model.named_parameters()}
+    given, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message):
+        model.apply_lora_to_layers(**{"lora_rank": 2, "lora_pattern": "q_proj"} | given)
+    after = dict(model.named_parameters())
+    assert [name.replace("base_layer.", "") for name in after] == [name.replace("base_layer.", "") for name in before]
+    assert [one.requires_grad for one in after.values()] == [flag for flag, _ in before.values()]
+    with torch.no_grad():
+        model(IDS)
+    if second:
+        assert model.active_adapters() == ["first"]
+        with pytest.raises(ValueError, match="there is an adapter 'first' already"):
+            model.apply_lora_to_layers(2, adapter_name="first")
+
+
+def test_values_that_do_not_fit():
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    for function in (model.split_lora_params, lambda: model.merge_lora_params({})):
+        with pytest.raises(ValueError, match="has no adapter"):
+            function()
+    model.apply_lora_to_layers(2, "q_proj")
+    values = filled(model)
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    before = {key: one.clone() for key, one in model.split_lora_params().items()}
+    wrong = {
+        "is not given": {key: one for key, one in values.items() if key != name},
+        "nearest known name": {**values, name.replace("lora_A", "lora_C"): torch.ones(1)},
+        "has the shape": {**values, name: torch.ones(3, 32)},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            model.merge_lora_params(given)
+    with pytest.raises(TypeError, match="is int and must be"):
+        model.merge_lora_params({**values, name: 1})
+    with pytest.raises(ValueError, match="there is no adapter 'other'"):
+        model.split_lora_params("other")
+    assert all(torch.equal(one, before[key]) for key, one in model.split_lora_params().items())
+    model.merge_lora_params({**values, name: torch.full((2, 32), torch.inf)})
+    weights = model.model.layers[0].self_attn.q_proj.base_layer.weight.clone()
+    with pytest.raises(ValueError, match=r"(?i)nan"):
+        model.unwrap_lora_to_layers()
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.base_layer.weight, weights)
+    assert len(model.split_lora_params()) == len(values)
+
+
+def test_a_model_of_transformers():
+    model = transformers.T5ForConditionalGeneration(copy.deepcopy(T5))
+    protocol.apply_lora_to_layers(model, 2)
+    assert "lm_head.lora_A.weight" not in protocol.split_lora_params(model)
+    assert len(protocol.split_lora_params(model)) == 2 * (2 * 6 + 2 * 10)
