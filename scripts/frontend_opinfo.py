@@ -120,11 +120,16 @@ class Tally:
 
 
 def samples(info: OpInfo, dtype: torch.dtype, limit: int | None) -> Iterator[SampleInput]:
-    """The samples torch has; with a limit spread over all of them."""
-    found = list(info.sample_inputs("cpu", dtype, requires_grad=False))
+    """The dense samples torch has; with a limit spread over all of them."""
+    found = [sample for sample in info.sample_inputs("cpu", dtype, requires_grad=False) if _is_dense(sample.input)]
     if limit is not None and len(found) > limit:
         found = [found[number * len(found) // limit] for number in range(limit)]
     return iter(found)
+
+
+def _is_dense(given: Any) -> bool:
+    tensors = (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    return all(tensor.layout is torch.strided for tensor in tensors)
 
 
 def in_core(info: OpInfo, core: set[torch._ops.OpOverload]) -> bool:

@@ -14,6 +14,7 @@ dynamo.py      `torch.compile(backend="easytorch")`: forward and backward are pr
 buckets.py     dynamic sizes rounded up to a few buckets, where the user declares padding safe
 routing.py     what runs on torch where XLA would be slower
 rng.py         random numbers, seeded by torch's generator
+terms.py       ops with Python's operators, for the formulas of special functions (special.py)
 aten/          the lowerings, one file per family
 
 A custom operation is lowered by registering it under its overload, before `compile`:

@@ -128,37 +128,3 @@ def hypot(ctx: Context, x: Op, other: Op) -> Op:
     length = b.mul(large, b.sqrt(b.add(b.mul(ratio, ratio), ctx.scalar(1, large.shape.dtype))))
     unbounded = b.logical_or(b.equal(first, infinite), b.equal(second, infinite))
     return ctx.cast(b.where(unbounded, infinite, length), kind)
-
-
-@lowering(prims.erf_inv.default)
-def erf_inv(ctx: Context, x: Op) -> Op:
-    """A rational approximation and two of Newton's steps, as ATen's (aten/src/ATen/native/Math.h, calc_erfinv).
-
-    In float64: near 1 the steps divide the error of XLA's erf in float32, 1e-7, by a slope of as little.
-    """
-    b, kind = ctx.builder, x.shape.dtype
-    y = ctx.cast(x, DType.FLOAT64)
-    size, one = b.abs(y), ctx.scalar(1, y.shape.dtype)
-
-    def polynomial(z: Op, *coefficients: float) -> Op:
-        total = ctx.full(z.shape.dimensions, coefficients[0], z.shape.dtype)
-        for coefficient in coefficients[1:]:
-            total = b.add(b.mul(total, z), ctx.scalar(coefficient, z.shape.dtype))
-        return total
-
-    z = b.mul(y, y)
-    near = b.div(
-        b.mul(y, polynomial(z, -0.140543331, 0.914624893, -1.645349621, 0.886226899)),
-        polynomial(z, 0.012229801, -0.329097515, 1.442710462, -2.118377725, 1.0),
-    )
-    z = b.sqrt(b.neg(b.log(b.mul(b.sub(one, size), ctx.scalar(0.5, y.shape.dtype)))))
-    far = b.div(
-        b.mul(b.sign(y), polynomial(z, 1.641345311, 3.429567803, -1.624906493, -1.970840454)),
-        polynomial(z, 1.637067800, 3.543889200, 1.0),
-    )
-    found = b.where(b.less_or_equal(size, ctx.scalar(0.7, y.shape.dtype)), near, far)
-    for _ in range(2):
-        slope = b.mul(ctx.scalar(2 / math.sqrt(math.pi), y.shape.dtype), b.exp(b.neg(b.mul(found, found))))
-        found = b.sub(found, b.div(b.sub(b.erf(found), y), slope))
-    found = b.where(b.equal(size, one), b.mul(y, ctx.scalar(math.inf, y.shape.dtype)), found)
-    return ctx.cast(found, kind)
