@@ -1,4 +1,4 @@
-"""What a native decoder family goes through beside its numbers: compile, export, adapters, checkpointing, new tokens.
+"""What a native family goes through beside its numbers: compile, export, adapters, checkpointing, new tokens.
 
     python scripts/check_models.py                    every family of tests/models/families.py
     python scripts/check_models.py phi3 cohere2       some
@@ -23,15 +23,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tests.models.families import CAUSAL, DECODERS, FAMILIES  # noqa: E402
+from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
 
 
 def made(family: str, **changes: Any) -> Any:
-    """The causal language model of a family, tiny, no weight of it 0 or 1."""
+    """The language model of a family, causal or masked, tiny, no weight of it 0 or 1."""
     torch.manual_seed(0)
-    model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), CAUSAL[family])
+    model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), LANGUAGE[family])
     model = model_class(FAMILIES[family].config(**changes)).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -41,7 +41,12 @@ def made(family: str, **changes: Any) -> Any:
 
 def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids, use_cache=False).logits
+        return model(ids, **options(model)).logits
+
+
+def options(model: Any) -> dict[str, Any]:
+    """No cache, where the model has one."""
+    return {"use_cache": False} if model.can_generate() else {}
 
 
 def compile_(family: str) -> None:
@@ -55,7 +60,7 @@ def compile_(family: str) -> None:
     gradients = []
     for one in (compiled, model):
         model.zero_grad()
-        one(IDS, attention_mask=mask, use_cache=False).logits[mask == 1].square().mean().backward()
+        one(IDS, attention_mask=mask, **options(model)).logits[mask == 1].square().mean().backward()
         gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
     for given, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
@@ -65,25 +70,26 @@ def export(family: str) -> None:
     """A graph for any length."""
     model = made(family)
     length = torch.export.Dim("length", min=2, max=32)
-    program = torch.export.export(
-        model, (IDS,), {"use_cache": False}, dynamic_shapes={"input_ids": {1: length}, "use_cache": None}, strict=False
-    ).module()
+    given = options(model)
+    shapes = {"input_ids": {1: length}} | dict.fromkeys(given)
+    program = torch.export.export(model, (IDS,), given, dynamic_shapes=shapes, strict=False).module()
     for ids in (IDS, IDS[:, :7]):
-        given = program(ids, use_cache=False).logits
-        torch.testing.assert_close(given, logits(model, ids), rtol=1e-5, atol=1e-5)
+        exported = program(ids, **given).logits
+        torch.testing.assert_close(exported, logits(model, ids), rtol=1e-5, atol=1e-5)
 
 
 def checkpointing(family: str) -> None:
-    """The same gradients."""
+    """The same gradients, by both kinds."""
     model, gradients = made(family, **dict.fromkeys(FAMILIES[family].dropouts, 0.0)).train(), []
-    for enabled in (False, True):
-        if enabled:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.zero_grad()
         model(IDS, labels=IDS).loss.backward()
         gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+        for again in gradients[1:]:
+            torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def adapters(family: str) -> None:
@@ -92,7 +98,8 @@ def adapters(family: str) -> None:
 
     model = made(family)
     plain = logits(model)
-    config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False, r=2)
+    task = "CAUSAL_LM" if model.can_generate() else None
+    config = peft.LoraConfig(target_modules="all-linear", task_type=task, init_lora_weights=False, r=2)
     torch.manual_seed(1)
     adapted = peft.get_peft_model(model, config).eval()
     changed = logits(adapted)
@@ -147,7 +154,7 @@ CASES: dict[str, Callable[[str], None]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=DECODERS, metavar="FAMILY")
+    parser.add_argument("families", nargs="*", default=tuple(FAMILIES), metavar="FAMILY")
     parser.add_argument("--only", action="append", choices=CASES)
     arguments = parser.parse_args()
     failed = 0

@@ -22,7 +22,7 @@ import torch  # noqa: E402 - a script of the checkout
 
 from easytorch.auto.plugging import families  # noqa: E402
 from easytorch.operations import OperationImpl  # noqa: E402
-from tests.models.families import CAUSAL, FAMILIES  # noqa: E402
+from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
 
 HEAD = """\
 # Native models
@@ -43,7 +43,7 @@ Layers: the parts of `easytorch/layers` a family is made of. Operations: what a 
 def row(family: str) -> str:
     """A line of the table."""
     module = importlib.import_module(f"easytorch.models.{family}")
-    name = CAUSAL.get(family, FAMILIES[family].heads[0])
+    name = LANGUAGE[family]
     torch.manual_seed(0)
     model = getattr(module, name)(FAMILIES[family].config()).eval()
     layers = sorted({found for part in model.modules() if (found := _layer(part)) is not None})
@@ -70,7 +70,7 @@ def _operations(model: Any) -> list[str]:
     OperationImpl.__call__ = noted  # type: ignore[method-assign]
     try:
         with torch.no_grad():
-            model(ids, labels=ids) if model.can_generate() else model(ids)
+            model(ids, labels=ids)
     finally:
         OperationImpl.__call__ = call  # type: ignore[method-assign]
     return sorted(called)

@@ -30,7 +30,7 @@ PUBLIC_NAMES = {ours: name for names in OF_STOCK.values() for name, ours in name
 
 def native_class(model_class: ModelClass) -> ModelClass:
     """Our class for one of transformers' own: that of the same name in the family's file, or the class itself."""
-    family = getattr(model_class.config_class, "model_type", "")
+    family = getattr(model_class.config_class, "model_type", "").replace("-", "_")
     if not model_class.__module__.startswith("transformers.") or family not in families():
         return model_class
     return getattr(importlib.import_module(f"easytorch.models.{family}"), model_class.__name__, model_class)

@@ -1,39 +1,46 @@
-"""BERT (arXiv:1810.04805): its weight rules and its heads; the model under them is in _bert_encoder.py."""
+"""BERT (arXiv:1810.04805): post-norm layers, learned positions, and words and the next sentence to train on."""
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, Cache, GenerationMixin
-from transformers import initialization as init
-from transformers.modeling_outputs import (
-    CausalLMOutputWithCrossAttentions,
-    MaskedLMOutput,
-    MultipleChoiceModelOutput,
-    NextSentencePredictorOutput,
-    QuestionAnsweringModelOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
+from transformers import BertConfig, GenerationMixin
+from transformers.modeling_outputs import NextSentencePredictorOutput
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
-from easytorch.layers.basics import activation, check_one_input, keep_logits
+from easytorch.layers.basics import activation
+from easytorch.layers.encoder_heads import (
+    EncoderCausalLM,
+    EncoderHead,
+    EncoderMaskedLM,
+    EncoderMultipleChoice,
+    EncoderQuestionAnswering,
+    EncoderSequenceClassification,
+    EncoderTokenClassification,
+    TiedWordHead,
+    classifier_dropout,
+)
 from easytorch.layers.linear import linear
-from easytorch.models._bert_encoder import BertModel, BertPreTrainedModel
+from easytorch.models._bert_encoder import BertModel as BertModel
+from easytorch.models._bert_encoder import BertPreTrainedModel
 from easytorch.models._bert_rules import RULES as RULES
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Base
+else:
+    _Base = object
 
-# The decoder is the word embedding read backwards, with a bias of its own.
-TIED = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
+# transformers' masked language models take these two by position before the labels.
+MASKED_LM_ARGUMENTS = (
+    *EncoderHead.arguments[:-1],
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+    "labels",
+)
 
 
 class BertPredictionHeadTransform(nn.Module):
@@ -47,15 +54,12 @@ class BertPredictionHeadTransform(nn.Module):
         return self.LayerNorm(self.transform_act_fn(linear(self.dense, hidden_states)))
 
 
-class BertLMPredictionHead(nn.Module):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
+class BertLMPredictionHead(TiedWordHead):
+    def add_transform(self, config: BertConfig) -> None:
         self.transform = BertPredictionHeadTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return linear(self.decoder, self.transform(hidden_states))
+    def transformed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.transform(hidden_states)
 
 
 class BertHeads(nn.Module):
@@ -78,16 +82,21 @@ class BertHeads(nn.Module):
         return (words, self.seq_relationship(pooled)) if hasattr(self, "seq_relationship") else words
 
 
-class BertWordPredictor(BertPreTrainedModel):
-    """A BERT whose `cls.predictions` is tied to its embedding."""
+class BertWords(_Base):
+    """A BERT whose `cls.predictions` is tied to its embedding. Mixed in before the head."""
 
-    _tied_weights_keys = TIED
+    backbone_class = BertModel
+    # The decoder is the word embedding read backwards, with a bias of its own.
+    _tied_weights_keys = {  # noqa: RUF012
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
 
-    def __init__(self, config: BertConfig, *, sentence: bool = False) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config, add_pooling_layer=sentence)
-        self.cls = BertHeads(config, words=True, sentence=sentence)
-        self.post_init()
+    def add_head(self, config: BertConfig) -> None:
+        self.cls = BertHeads(config, words=True, sentence=self.pooled)
+
+    def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.cls(hidden_states)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.cls.predictions.decoder
@@ -96,15 +105,9 @@ class BertWordPredictor(BertPreTrainedModel):
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
 
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, BertLMPredictionHead):
-            init.zeros_(module.bias)
 
-
-class BertForPreTraining(BertWordPredictor):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config, sentence=True)
+class BertForPreTraining(BertWords, EncoderHead, BertPreTrainedModel):
+    pooled = True
 
     @can_return_tuple
     def forward(
@@ -119,9 +122,8 @@ class BertForPreTraining(BertWordPredictor):
         **kwargs: Any,
     ) -> BertForPreTrainingOutput:
         """labels (B, T), -100 where no loss is taken; next_sentence_label (B,), 0 for a true continuation."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        kwargs |= {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        outputs = self.encode(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs)
         words, sentence = self.cls(outputs.last_hidden_state, outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
@@ -136,100 +138,20 @@ class BertForPreTraining(BertWordPredictor):
         )
 
 
-class BertLMHeadModel(BertWordPredictor, GenerationMixin):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        if not config.is_decoder:
-            logger.warning("BertLMHeadModel sees the future: add is_decoder=True to the config to use it by itself")
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithCrossAttentions:
-        """labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here."""
-        outputs = self.bert(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
-            use_cache=False if labels is not None else use_cache,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.cls(keep_logits(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
+class BertLMHeadModel(BertWords, EncoderCausalLM, BertPreTrainedModel, GenerationMixin):
+    pass
 
 
-class BertForMaskedLM(BertWordPredictor):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        if config.is_decoder:
-            logger.warning("BertForMaskedLM reads both ways: set is_decoder=False in the config")
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """labels (B, T), -100 where no loss is taken."""
-        outputs = self.bert(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.cls(outputs.last_hidden_state)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+class BertForMaskedLM(BertWords, EncoderMaskedLM, BertPreTrainedModel):
+    arguments = MASKED_LM_ARGUMENTS
 
 
-class BertForNextSentencePrediction(BertPreTrainedModel):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config)
+class BertForNextSentencePrediction(EncoderHead, BertPreTrainedModel):
+    backbone_class = BertModel
+    pooled = True
+
+    def add_head(self, config: BertConfig) -> None:
         self.cls = BertHeads(config, words=False, sentence=True)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -243,9 +165,8 @@ class BertForNextSentencePrediction(BertPreTrainedModel):
         **kwargs: Any,
     ) -> NextSentencePredictorOutput:
         """labels (B,): 0 where the second sentence continues the first, 1 where it is a random one."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        kwargs |= {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        outputs = self.encode(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.cls(outputs.pooler_output)
         loss = None if labels is None else F.cross_entropy(logits, labels.flatten())
         return NextSentencePredictorOutput(
@@ -253,133 +174,29 @@ class BertForNextSentencePrediction(BertPreTrainedModel):
         )
 
 
-class BertClassifier(BertPreTrainedModel):
-    """A BERT with `classifier`: one linear layer after dropout."""
+class BertForSequenceClassification(EncoderSequenceClassification, BertPreTrainedModel):
+    backbone_class = BertModel
+    pooled = True
 
-    def __init__(self, config: BertConfig, *, pooled: bool, num_labels: int) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.bert = BertModel(config, add_pooling_layer=pooled)
-        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.dropout = nn.Dropout(rate)
-        self.classifier = nn.Linear(config.hidden_size, num_labels)
-        self.post_init()
+    def add_head(self, config: BertConfig) -> None:
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
-
-class BertForSequenceClassification(BertClassifier):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config, pooled=True, num_labels=config.num_labels)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """labels: class indices (B,), or floats (B, num_labels) or (B,); `config.problem_type` says, or they do."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.classifier(self.dropout(outputs.pooler_output))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    def classify(self, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.classifier(self.dropout(outputs.pooler_output))
 
 
-class BertForMultipleChoice(BertClassifier):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config, pooled=True, num_labels=1)
+class BertForMultipleChoice(EncoderMultipleChoice, BertPreTrainedModel):
+    backbone_class = BertModel
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> MultipleChoiceModelOutput:
-        """Every input (B, choices, T, ...) -> logits (B, choices). labels (B,): the right choice."""
-        check_one_input(input_ids, inputs_embeds)
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-        flat = (None if tensor is None else tensor.flatten(0, 1) for tensor in inputs)
-        outputs = self.bert(*flat, return_dict=True, **kwargs)
-        logits = self.classifier(self.dropout(outputs.pooler_output)).view(-1, choices)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return MultipleChoiceModelOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    def add_head(self, config: BertConfig) -> None:
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, 1)
 
 
-class BertForTokenClassification(BertClassifier):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config, pooled=False, num_labels=config.num_labels)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        """labels (B, T), -100 where no loss is taken."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+class BertForTokenClassification(EncoderTokenClassification, BertPreTrainedModel):
+    backbone_class = BertModel
 
 
-class BertForQuestionAnswering(BertPreTrainedModel):
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.bert = BertModel(config, add_pooling_layer=False)
-        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        start_positions: torch.Tensor | None = None,
-        end_positions: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> QuestionAnsweringModelOutput:
-        """start_logits and end_logits (B, T). start_positions and end_positions (B,); beyond T: ignored."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start_logits,
-            end_logits=end_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+class BertForQuestionAnswering(EncoderQuestionAnswering, BertPreTrainedModel):
+    backbone_class = BertModel

@@ -14,7 +14,7 @@ from tests.models.families import FAMILIES
 
 def pair(name: str, config, reference: str = "sdpa", **kwargs) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(ours, transformers' with `reference` attention), same weights, perturbed so that none is 0 or 1."""
-    family = importlib.import_module(f"easytorch.models.{config.model_type}")
+    family = importlib.import_module(f"easytorch.models.{config.model_type.replace('-', '_')}")
     torch.manual_seed(0)
     theirs = getattr(transformers, name)._from_config(copy.deepcopy(config), attn_implementation=reference)
     with torch.no_grad():

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import transformers
-from transformers import BertConfig, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
-
-@dataclass(frozen=True)
-class Family:
-    """A row of the table. reference: the attention of transformers' class with which outputs are compared.
-
-    dropouts: the rates of dropout outside of the attention, which draws by itself. packs: whether positions that start
-    again keep packed sequences apart in transformers' class too.
-    """
-
-    config_class: type[PreTrainedConfig]
-    heads: tuple[str, ...]
-    sizes: dict[str, Any]
-    reference: str = "sdpa"
-    variants: tuple[dict[str, Any], ...] = field(default=())
-    dropouts: tuple[str, ...] = ()
-    packs: bool = True
-
-    def config(self, **changes: Any) -> PreTrainedConfig:
-        return self.config_class(**self.sizes | changes)
-
+from tests.models.encoder_families import ENCODER_FAMILIES
+from tests.models.family import Family
 
 _SIZES = {
     "vocab_size": 97,
@@ -40,22 +22,7 @@ _SIZES = {
 _ONE_HEAD_EACH = _SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _DECODER = _ONE_HEAD_EACH | {"num_key_value_heads": 2}
 
-FAMILIES = {
-    "bert": Family(
-        BertConfig,
-        (
-            "BertModel",
-            "BertForPreTraining",
-            "BertLMHeadModel",
-            "BertForMaskedLM",
-            "BertForNextSentencePrediction",
-            "BertForSequenceClassification",
-            "BertForMultipleChoice",
-            "BertForTokenClassification",
-            "BertForQuestionAnswering",
-        ),
-        _SIZES | {"intermediate_size": 37, "max_position_embeddings": 40},
-    ),
+FAMILIES = ENCODER_FAMILIES | {
     "llama": Family(
         LlamaConfig,
         (
@@ -489,7 +456,8 @@ FAMILIES |= {
         ),
     ),
 }
-DECODERS = tuple(name for name in FAMILIES if name != "bert")
+ENCODERS = tuple(ENCODER_FAMILIES)
+DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS)
 EXPERTS = (
     "mixtral",
     "qwen3_moe",
@@ -505,3 +473,8 @@ EXPERTS = (
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}
+# The head whose logits stand for a family where one is enough.
+LANGUAGE = CAUSAL | {
+    family: next(head for head in FAMILIES[family].heads if head.endswith("ForMaskedLM")) for family in ENCODERS
+}
+CAUSAL_ENCODERS = {family: head for family in ENCODERS for head in FAMILIES[family].heads if head.endswith(_CAUSAL)}

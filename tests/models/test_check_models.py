@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.families import DECODERS
+from tests.models.families import FAMILIES
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_models.py"
 SLOW = {"compile": "gemma3_text", "export": "phi3"}
@@ -18,7 +18,7 @@ check_models = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(check_models)
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", sorted(set(check_models.CASES) - set(SLOW)))
 def test_quick_cases(case, family) -> None:
     if case == "adapters":

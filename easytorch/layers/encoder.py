@@ -1,0 +1,243 @@
+"""The layers of encoders: attention both ways and a feed-forward network, with a norm after each part.
+
+A family names its parts in class attributes, as its checkpoints do, and overrides the step where it differs. What
+BERT's decoders add (causal and cross attention, a cache) is here too. Legend: B batch, T tokens, D hidden size,
+H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import apply_chunking_to_forward
+
+from easytorch.layers.attention import interface_of
+from easytorch.layers.basics import activation
+from easytorch.layers.config import attn_implementation
+from easytorch.layers.linear import linear
+
+
+def check_heads(hidden_size: int, heads: int) -> None:
+    """`ValueError` where the heads do not share the hidden size evenly."""
+    if hidden_size % heads:
+        raise ValueError(
+            f"The hidden size ({hidden_size}) is not a multiple of the number of attention heads ({heads})"
+        )
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention of the hidden states to the keys and values a subclass finds.
+
+    projections: the names of query, key and value. dropout_rate: the name of the config's rate of the weights.
+    """
+
+    projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")
+    dropout_rate: ClassVar[str] = "attention_probs_dropout_prob"
+
+    def __init__(self, config: Any, layer_idx: int, is_causal: bool = False) -> None:
+        super().__init__()
+        hidden_size, heads = config.hidden_size, config.num_attention_heads
+        check_heads(hidden_size, heads)
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.head_dim = hidden_size // heads
+        self.scaling = self.head_dim**-0.5
+        self.make_projections(hidden_size)
+        self.dropout = nn.Dropout(getattr(config, self.dropout_rate))
+
+    def make_projections(self, hidden_size: int) -> None:
+        """The modules under the names and in the order of transformers: optimizer states follow it."""
+        for name in self.projections:
+            setattr(self, name, nn.Linear(hidden_size, hidden_size))
+
+    def heads(self, projection: str, states: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden size) -> (B, H, T, head_dim)"""
+        return linear(getattr(self, projection), states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def key_value(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value (B, H, S, head_dim)."""
+        raise NotImplementedError
+
+    def position_bias(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What is added to the scores, broadcastable to (B, H, T, S); positions: what the layer was given of them."""
+        return positions
+
+    def project_output(self, attended: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D); where the projection is a module of its own, nothing."""
+        return attended
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """-> (B, T, D), and the weights (B, H, T, S) or None."""
+        query = self.heads(self.projections[0], hidden_states)
+        key, value = self.key_value(hidden_states, encoder_hidden_states, past_key_values)
+        if positions is not None:
+            kwargs["position_bias"] = self.position_bias(query, key, positions)
+        attend = interface_of(attn_implementation(self.config))
+        dropout = self.dropout.p if self.training else 0.0
+        output, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )
+        return self.project_output(output.flatten(2)), weights
+
+
+class SelfAttention(MultiHeadAttention):
+    """Keys and values come from the hidden states, and from the cache where there is one."""
+
+    def key_value(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, key_name, value_name = self.projections
+        key, value = self.heads(key_name, hidden_states), self.heads(value_name, hidden_states)
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+
+
+class CrossAttention(MultiHeadAttention):
+    """Keys and values come from the encoder, once: later tokens read them from the cache."""
+
+    def key_value(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache is not None and cache.is_updated.get(self.layer_idx):
+            stored = cache.cross_attention_cache.layers[self.layer_idx]
+            return stored.keys, stored.values
+        _, key_name, value_name = self.projections
+        key, value = self.heads(key_name, encoder_hidden_states), self.heads(value_name, encoder_hidden_states)
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
+            cache.is_updated[self.layer_idx] = True
+        return key, value
+
+
+class AddNorm(nn.Module):
+    """Project, drop, add the residual, normalize: the end of both halves of a layer."""
+
+    def __init__(self, config: Any, in_features: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm(self.dropout(linear(self.dense, hidden_states)) + residual)
+
+
+class EncoderAttention(nn.Module):
+    """Attention and what ends its half of the layer: (B, T, D) -> (B, T, D), and the weights or None."""
+
+    self_class: ClassVar[type[MultiHeadAttention]] = SelfAttention
+    cross_class: ClassVar[type[MultiHeadAttention]] = CrossAttention
+
+    def __init__(self, config: Any, layer_idx: int, *, is_causal: bool = False, cross: bool = False) -> None:
+        super().__init__()
+        self.self = (self.cross_class if cross else self.self_class)(config, layer_idx, is_causal)
+        self.output = AddNorm(config, config.hidden_size)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attended, weights = self.self(hidden_states, attention_mask=attention_mask, **kwargs)
+        return self.output(attended, hidden_states), weights
+
+
+class Intermediate(nn.Module):
+    """act(dense(x)): (..., D) -> (..., intermediate size)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.intermediate_act_fn = activation(config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.intermediate_act_fn(linear(self.dense, hidden_states))
+
+
+class PostNormLayer(GradientCheckpointingLayer):
+    """norm(x + attention(x)), then norm(x + mlp(x)), as BERT's (arXiv:1810.04805): (B, T, D) -> (B, T, D)."""
+
+    attention_class: ClassVar[type[nn.Module]] = EncoderAttention
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        is_decoder = getattr(config, "is_decoder", False)
+        self.chunk_size_feed_forward = config.chunk_size_feed_forward
+        self.attention = self.attention_class(config, layer_idx, is_causal=is_decoder)
+        if getattr(config, "add_cross_attention", False):
+            if not is_decoder:
+                raise ValueError("config.add_cross_attention=True needs config.is_decoder=True")
+            self.crossattention = self.attention_class(config, layer_idx, cross=True)
+        self.intermediate = Intermediate(config)
+        self.output = AddNorm(config, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        hidden_states, _ = self.attention(hidden_states, attention_mask, positions=positions, **kwargs)
+        if encoder_hidden_states is not None and hasattr(self, "crossattention"):
+            hidden_states, _ = self.crossattention(
+                hidden_states, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states, **kwargs
+            )
+        return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size_feed_forward, 1, hidden_states)
+
+    def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.output(self.intermediate(hidden_states), hidden_states)
+
+
+class PostNormEncoder(nn.Module):
+    """The layers one after another."""
+
+    def __init__(self, config: Any, layer_class: type[PostNormLayer]) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
+
+    def positions(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """What every layer's attention is given of relative positions, for `position_bias`."""
+        return None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        positions = self.positions(hidden_states)
+        for layer in self.layer:
+            # what carries gradients stands by position: reentrant checkpointing sees no keyword arguments
+            hidden_states = layer(hidden_states, attention_mask, encoder_hidden_states, positions, **kwargs)
+        return hidden_states
+
+
+class FirstTokenPooler(nn.Module):
+    """tanh(dense(x of the first token)): (B, T, D) -> (B, D)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(linear(self.dense, hidden_states[:, 0]))

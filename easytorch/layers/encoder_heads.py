@@ -1,0 +1,433 @@
+"""The heads encoder families share: words, classes of sequences and tokens, choices, answers.
+
+Each is mixed in before the family's `PreTrainedModel`, names its backbone (`backbone_class = RobertaModel`) and
+overrides the step where the family differs: `add_head`, and what makes logits of the backbone's outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Cache
+from transformers.modeling_outputs import (
+    CausalLMOutputWithCrossAttentions,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from easytorch.layers.basics import check_one_input, keep_logits
+from easytorch.layers.linear import linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Base
+else:
+    _Base = object  # the family's `PreTrainedModel` stands behind the head in the bases
+
+logger = logging.getLogger(__name__)
+
+
+def in_order(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """`forward` with the arguments `names`, in the order in which transformers' class takes them by position."""
+
+    @functools.wraps(forward)
+    def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names):
+            raise TypeError(
+                f"{type(self).__name__} takes at most {len(names)} arguments by position ({', '.join(names)}), "
+                f"{len(args)} were given"
+            )
+        return forward(self, **dict(zip(names, args, strict=False)), **kwargs)
+
+    own = inspect.signature(forward).parameters
+    parameters = [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_annotation(own, name)
+        )
+        for name in names
+    ]
+    ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])  # type: ignore[attr-defined]
+    return ordered
+
+
+def _annotation(parameters: Any, name: str) -> Any:
+    return parameters[name].annotation if name in parameters else "torch.Tensor | None"
+
+
+def classifier_dropout(config: Any) -> nn.Dropout:
+    """`config.classifier_dropout`, else the rate of the hidden states."""
+    rate = getattr(config, "classifier_dropout", None)
+    return nn.Dropout(config.hidden_dropout_prob if rate is None else rate)
+
+
+class TiedWordHead(nn.Module):
+    """Logits of words (B, T, vocabulary) from the product with the embedding, which is the decoder, and a bias."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.add_transform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def add_transform(self, config: Any) -> None:
+        """The modules that `transformed` calls, under the names of transformers."""
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def transformed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D)"""
+        return self.layer_norm(F.gelu(linear(self.dense, hidden_states)))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return linear(self.decoder, self.transformed(hidden_states))
+
+
+class ClassificationHead(nn.Module):
+    """out(dropout(act(dense(dropout(x of the first token))))): (B, T, D) -> (B, labels)."""
+
+    act: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = staticmethod(torch.tanh)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = classifier_dropout(config)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        first = self.dropout(hidden_states[:, 0])
+        return linear(self.out_proj, self.dropout(self.act(linear(self.dense, first))))
+
+
+class EncoderHead(_Base):
+    """A backbone and what stands on it.
+
+    arguments: those of `forward`, in the order of transformers. pooled: whether the backbone has its pooler, in
+    families that have one. head_first: whether the head's weights come before the backbone's; optimizer states follow.
+    """
+
+    backbone_class: ClassVar[type[Any]]
+    arguments: ClassVar[tuple[str, ...]] = (
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "inputs_embeds",
+        "labels",
+    )
+    pooled: ClassVar[bool] = False
+    head_first: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "forward" in own or not ("backbone_class" in own or "arguments" in own):
+            return  # a forward of its own, or one that is in order already
+        if list(inspect.signature(cls.forward).parameters)[1:-1] != list(cls.arguments):
+            cls.forward = in_order(cls.forward, cls.arguments)  # type: ignore[method-assign]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        steps = (self.add_backbone, self.add_head)
+        for step in reversed(steps) if self.head_first else steps:
+            step(config)
+        self.post_init()
+
+    def add_backbone(self, config: Any) -> None:
+        """The backbone, under the name that checkpoints have for it."""
+        more = {"add_pooling_layer": self.pooled} if self.backbone_class.has_pooler else {}
+        setattr(self, self.base_model_prefix, self.backbone_class(config, **more))
+
+    def add_head(self, config: Any) -> None:
+        """What stands on the backbone, under the names of transformers."""
+        raise NotImplementedError
+
+    def encode(self, input_ids: torch.Tensor | None, **inputs: Any) -> Any:
+        """The backbone's outputs. An input that is None is not passed on: not every family has it."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        return self.base_model(input_ids, return_dict=True, **given)
+
+
+class EncoderMaskedLM(EncoderHead):
+    """Logits of the word at every position."""
+
+    def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, vocabulary)"""
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """labels (B, T), -100 where no loss is taken."""
+        outputs = self.encode(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.words(outputs.last_hidden_state)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class EncoderCausalLM(EncoderHead):
+    """Logits of the next word, of an encoder that runs as a decoder. `words` and `GenerationMixin` stand beside it."""
+
+    arguments = (
+        *EncoderHead.arguments[:-1],
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "labels",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+    )
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if not config.is_decoder:
+            logger.warning(
+                "%s sees the future: add is_decoder=True to the config to use it by itself", type(self).__name__
+            )
+
+    def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, vocabulary)"""
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithCrossAttentions:
+        """labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here."""
+        outputs = self.encode(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_values=past_key_values,
+            use_cache=False if labels is not None else use_cache,
+            **kwargs,
+        )
+        logits = self.words(keep_logits(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithCrossAttentions(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+
+
+class EncoderSequenceClassification(EncoderHead):
+    """Logits of each sequence, by `ClassificationHead` unless a family says otherwise."""
+
+    head_class: ClassVar[type[nn.Module]] = ClassificationHead
+
+    def add_head(self, config: Any) -> None:
+        self.classifier = self.head_class(config)
+
+    def classify(self, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The backbone's outputs -> (B, num_labels)"""
+        return self.classifier(outputs.last_hidden_state)
+
+    def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """labels: class indices (B,), or floats (B, num_labels) or (B,); `config.problem_type` says, or they do."""
+        outputs = self.encode(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classify(outputs, attention_mask)
+        return SequenceClassifierOutput(
+            loss=None if labels is None else self.loss_of(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class EncoderMultipleChoice(EncoderHead):
+    """A score of each choice, and the choices of a row against each other."""
+
+    pooled = True
+
+    def add_head(self, config: Any) -> None:
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+    def score(self, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The backbone's outputs -> (B * choices, 1)"""
+        return self.classifier(self.dropout(outputs.pooler_output))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        """Every input (B, choices, T, ...) -> logits (B, choices). labels (B,): the right choice."""
+        check_one_input(input_ids, inputs_embeds)
+        choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        ids, mask, types, positions, embeds = (None if one is None else one.flatten(0, 1) for one in inputs)
+        outputs = self.encode(
+            ids,
+            attention_mask=mask,
+            token_type_ids=types,
+            position_ids=positions,
+            inputs_embeds=embeds,
+            **kwargs,
+        )
+        logits = self.score(outputs, mask).view(-1, choices)
+        return MultipleChoiceModelOutput(
+            loss=None if labels is None else F.cross_entropy(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class EncoderTokenClassification(EncoderHead):
+    """Logits of every token."""
+
+    def add_head(self, config: Any) -> None:
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    def classify(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, num_labels)"""
+        return self.classifier(self.dropout(hidden_states))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """labels (B, T), -100 where no loss is taken."""
+        outputs = self.encode(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classify(outputs.last_hidden_state)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class EncoderQuestionAnswering(EncoderHead):
+    """Logits of where the answer starts and ends."""
+
+    arguments = (*EncoderHead.arguments[:-1], "start_positions", "end_positions")
+
+    def add_head(self, config: Any) -> None:
+        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
+
+    def answer(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> (B, T, 2)"""
+        return self.qa_outputs(hidden_states)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """start_logits and end_logits (B, T). start_positions and end_positions (B,); beyond T: ignored."""
+        outputs = self.encode(
+            input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        start_logits, end_logits = self.answer(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

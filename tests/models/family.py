@@ -1,0 +1,28 @@
+"""A row of the table of native families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table. reference: the attention of transformers' class with which outputs are compared.
+
+    dropouts: the rates of dropout outside of the attention, which draws by itself. packs: whether positions that start
+    again keep packed sequences apart in transformers' class too.
+    """
+
+    config_class: type[PreTrainedConfig]
+    heads: tuple[str, ...]
+    sizes: dict[str, Any]
+    reference: str = "sdpa"
+    variants: tuple[dict[str, Any], ...] = field(default=())
+    dropouts: tuple[str, ...] = ()
+    packs: bool = True
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        return self.config_class(**self.sizes | changes)
