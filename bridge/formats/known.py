@@ -137,7 +137,7 @@ _SAFETENSORS = r".*\.safetensors(\.index\.json)?"
 # In order of preference where a folder holds several of one kind.
 KNOWN = (
     Known("torch safetensors", _SAFETENSORS, _torch_safetensors),
-    Known("torch pickle", r".*\.(bin|bin\.index\.json|pt|pth)", _torch_bin),
+    Known("torch pickle", r".*\.(bin|bin\.index\.json|pt|pth|ckpt)", _torch_bin),
     Known("torch DCP", r"\.metadata|.*\.distcp|shard-.*\.safetensors", _torch_dcp),
     Known("Flax msgpack", r".*\.msgpack(\.index\.json)?", _flax_msgpack),
     Known("Flax safetensors", _SAFETENSORS, _flax_safetensors),

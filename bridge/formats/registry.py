@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class Target:
 
 
 _FORMATS: dict[str, Known] = {known.name: known for known in KNOWN}
+# Checkpoints that an error lists.
+_LISTED = 8
 # What `--to` accepts.
 TARGETS: dict[str, Target] = {
     "torch": Target("torch safetensors", "torch"),
@@ -117,6 +120,12 @@ def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) 
             raise CheckpointError(
                 f"no weights found, and links to nothing: {', '.join(broken)}; fetch it again", file=path
             )
+        if inside := _inside(path):
+            more = f" and {len(inside) - _LISTED} more" if len(inside) > _LISTED else ""
+            listed = ", ".join(inside[:_LISTED])
+            raise CheckpointError(
+                f"no weights found in the folder itself; give the path of one that is inside: {listed}{more}", file=path
+            )
         raise CheckpointError(f"no weights found; read here: {_read()}", file=path)
     if prefer is not None and prefer in found:
         return found[prefer]
@@ -124,6 +133,28 @@ def find(path: Path, *, prefer: Kind | None = None, found: Found | None = None) 
         files = ", ".join(file.name for _, file in found.values())
         raise CheckpointError(f"holds several checkpoints ({files}); give the path of the one to use", file=path)
     return next(iter(found.values()))
+
+
+def _inside(folder: Path, depth: int = 2) -> list[str]:
+    """The checkpoints in a folder of no format: folders and files whose names say nothing of which is meant."""
+    found: list[str] = []
+    for child in sorted(folder.iterdir()) if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []:
+        if child.is_symlink() or child.name.startswith("."):
+            continue
+        if _holds_weights(child):
+            found.append(child.name)
+        elif depth > 1:
+            found += [f"{child.name}/{name}" for name in _inside(child, depth - 1)]
+    return found
+
+
+def _holds_weights(path: Path) -> bool:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        return False
+    try:
+        return bool(classify(path))
+    except CheckpointError:
+        return True  # several of a format: there is something to choose from
 
 
 def open_reader(path: Path, *, prefer: Kind | None = None, writable: bool = False) -> tuple[Format, Reader]:

@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import torch
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from easytorch.bridge.convert import convert
@@ -321,3 +323,21 @@ def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs/x")
     with pytest.raises(CheckpointError, match=r"no weights found, and links to nothing: model\.safetensors"):
         convert(tmp_path, tmp_path / "out", to="flax")
+
+
+def test_checkpoints_whose_names_say_no_step_are_listed(tiny_torch, tmp_path):
+    run = tmp_path / "run"
+    for name in ("best", "checkpoints/last"):
+        shutil.copytree(tiny_torch, run / name)
+    state = {name: torch.from_numpy(array) for name, array in load_file(tiny_torch / "model.safetensors").items()}
+    torch.save({"state_dict": state, "epoch": 1}, run / "epoch=1.ckpt")
+    shutil.copy(tiny_torch / "config.json", run)
+    with pytest.raises(CheckpointError, match=r"one that is inside: best, checkpoints/last, epoch=1\.ckpt$"):
+        convert(run, tmp_path / "out", to="flax")
+    # Each can be given then.
+    for number, name in enumerate(("best", "checkpoints/last", "epoch=1.ckpt")):
+        assert convert(run / name, tmp_path / f"flax-{number}", to="flax").tensors > 20
+    for number in range(20):
+        (run / f"model-{number}.pt").touch()
+    with pytest.raises(CheckpointError, match=r"model-12\.pt and 15 more$"):
+        convert(run, tmp_path / "out", to="flax")

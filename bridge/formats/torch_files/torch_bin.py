@@ -160,8 +160,8 @@ class TorchBin:
     scheme = "torch"
 
     def detect(self, path: Path) -> Path | None:
-        """`pytorch_model.bin.index.json`, else `pytorch_model.bin`, in a folder; `.bin`, `.pt`, `.pth` as a file."""
-        return find(path, "pytorch_model.bin", suffixes=(".bin", ".bin.index.json", ".pt", ".pth"))
+        """`pytorch_model.bin.index.json`, else `pytorch_model.bin`, in a folder; files by their ending."""
+        return find(path, "pytorch_model.bin", suffixes=(".bin", ".bin.index.json", ".pt", ".pth", ".ckpt"))
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """The checkpoint behind an index or a single file."""
