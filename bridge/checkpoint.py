@@ -133,7 +133,7 @@ class Checkpoint(ContextManager):
     def _by_outline(self, scheme: str) -> Architecture | None:
         """The architecture from its family's outline, where the weights are exactly those it lists."""
         schemes = {scheme, self.scheme}
-        if not all(get_scheme(one).by_outline for one in schemes - {TORCH}):
+        if self.scheme == "easydel" or not all(get_scheme(one).by_outline for one in schemes - {TORCH}):
             return None
         tensors, given = self._given
         found = outline_of(self.needed_config, tensors, given)

@@ -65,14 +65,17 @@ def flax_rules(config: Config, architecture: Architecture) -> Rules:
     return convention_rules(names, architecture.given)
 
 
-def outlined_rules(names: OutlinedNames, given: Iterable[str]) -> Rules | None:
+def outlined_rules(
+    names: OutlinedNames, given: Iterable[str], rows_of: Callable[[OutlinedNames], Iterator[Row]] | None = None
+) -> Rules | None:
     """`convention_rules` from an outline; None where it does not know all of the names `given`."""
-    rows = _Rows(frozenset(given), outline_rows, statistics=True)
+    rows = _Rows(frozenset(given), rows_of or outline_rows, statistics=rows_of is None)
     rows.add(names)
     table, depends = table_of_names(names.model_type)
     if rows.unknown and depends:
         return None
-    rows.add_from_tables([] if table is None else [Member("", table, "")])
+    if rows_of is None:
+        rows.add_from_tables([] if table is None else [Member("", table, "")])
     for sibling in names.siblings():
         if not rows.unknown:
             break

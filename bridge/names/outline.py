@@ -182,7 +182,7 @@ def read_outline(model_type: str) -> Outline | None:
     fields = {(f"{part}." if part else "") + key: field for part in parts for key, field in COMMON.items()}
     for key, (kind, default, *values) in found["keys"].items():
         if kind == "rotary":
-            fields |= rotary(key.removesuffix("rope_parameters"))
+            fields |= rotary(key.removesuffix("rope_parameters"), *values)
         else:
             fields[key] = KINDS[kind](default, *values)
     return Outline(

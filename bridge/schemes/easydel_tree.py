@@ -20,11 +20,12 @@ from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.names.architecture import Architecture
-from easytorch.bridge.names.flax_convention import Row, convention_rules
+from easytorch.bridge.names.flax_convention import Row, convention_rules, outlined_rules
 from easytorch.bridge.names.hub_names import HubNames
+from easytorch.bridge.names.outline import OutlinedNames
 from easytorch.bridge.names.tied_weights import declares_ties, untied
 from easytorch.bridge.rules.head_transforms import stacked
-from easytorch.bridge.rules.table import BUFFER, TIED, UNREAD, Rules
+from easytorch.bridge.rules.table import BUFFER, TIED, TIES, UNREAD, Rules
 from easytorch.bridge.rules.transforms import Shape, Transform
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # Dimensions of a kernel -> transform.
 _KERNELS = {2: "linear", 3: "conv1d", 4: "conv2d", 5: "conv3d"}
+# What the weights of an Embed and of a LayerNorm are called; those of others are kernels.
+_MODULES = ("embedding", "scale")
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<number>\d+)\.(?P<projection>[^.]+)\.(?P<end>weight|bias)")
 # Experts that torch too holds in one tensor; in its matrix gate and up stand side by side or take turns.
 _FUSED = re.compile(r"(?P<block>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<bias>_bias)?")
@@ -42,7 +45,7 @@ class EasydelTree:
     """EasyDeL's scheme, for any model, including those that EasyDeL lacks."""
 
     name = "easydel"
-    by_outline = False
+    by_outline = True
 
     def recognises(self, tensors: Mapping[str, TensorInfo], config: Config | None) -> bool:
         """By what HF Flax never writes: a norm's one-dimensional `kernel`, or experts in one three-dimensional one."""
@@ -61,6 +64,11 @@ class EasydelTree:
                 "flax or orbax, or set `tie_word_embeddings` to false in config.json where the model is not tied",
                 tensor=min(architecture.apart),
             )
+        if isinstance(architecture.names, OutlinedNames):
+            assert tensors is None, "an outline is for what is written"
+            rules = outlined_rules(architecture.names, architecture.given, _outlined_rows)
+            assert rules is not None, "an outline answers where it knows all names"
+            return rules
         rows = partial(_rows, leaves=leaves, unread=tensors is not None and declared)
         return convention_rules(architecture.names, leaves.union(architecture.given), rows)
 
@@ -88,16 +96,12 @@ def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row
         else:
             place = names.places[name]
             owner = modules.get(place.name.rpartition(".")[0]) if place.name in names.state else None
-            paths[name], transform = _leaf(name, owner, tensor.dim(), leaves)
+            paths[name], transform = _leaf(name, _module_of(owner), tensor.dim(), leaves)
             yield (name,), paths[name], transform
             # EasyDeL's graph of a tied model may keep a head of its own, which is initialized and never used.
             if unread and name in tied:
                 yield (name,), paths[name], UNREAD
-    for (block, projection, end), members in experts.items():
-        leaf = "kernel" if end == "weight" else end
-        path = f"{block}.{projection}".replace(".", "/") + f"/{leaf}"
-        one = "linear" if end == "weight" else "identity"
-        yield tuple(members[number] for number in sorted(members)), path, stacked(one, len(members), 0)
+    yield from _stacked_experts(experts)
     for repeat, source in names.model.all_tied_weights_keys.items():
         repeated, source_path = names.hub_name(repeat), paths.get(names.hub_name(source) or "")
         if repeated is not None and source_path is not None:
@@ -106,19 +110,65 @@ def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row
         yield (name,), None, BUFFER
 
 
-def _leaf(name: str, owner: torch.nn.Module | None, rank: int, leaves: frozenset[str]) -> tuple[str, str]:
-    """The path of a torch tensor and how its dimensions are permuted; `owner` is the module that holds it."""
+def _stacked_experts(experts: Mapping[tuple[str, str, str], Mapping[int, str]]) -> Iterator[Row]:
+    for (block, projection, end), members in experts.items():
+        leaf = "kernel" if end == "weight" else end
+        path = f"{block}.{projection}".replace(".", "/") + f"/{leaf}"
+        one = "linear" if end == "weight" else "identity"
+        yield tuple(members[number] for number in sorted(members)), path, stacked(one, len(members), 0)
+
+
+def _outlined_rows(names: OutlinedNames) -> Iterator[Row]:
+    """`_rows` of an outline's class, for a checkpoint that is written.
+
+    The convention's leaves say which module holds a weight: `embedding`, `scale` of a LayerNorm, or any other.
+    scripts/outline_tables.py --check compares.
+    """
+    experts: dict[tuple[str, str, str], dict[int, str]] = {}
+    paths: dict[str, str] = {}
+    scratch: list[str] = []
+    for name, leaf, kind, shape in names.rows:
+        if name in paths or (kind in TIES and shape is None):
+            continue
+        if kind == BUFFER and shape is None:
+            scratch.append(name)
+        elif (found := _EXPERT.fullmatch(name)) is not None:
+            members = experts.setdefault((found["block"], found["projection"], found["end"]), {})
+            members[int(found["number"])] = name
+        else:
+            own = "" if kind in TIES else (leaf or "").rpartition("/")[2]
+            if leaf is None and "embed" in name.split(".")[-2]:
+                own = "embedding"  # positions that Flax computes
+            paths[name], transform = _leaf(name, own if own in _MODULES else "", len(shape or ()), frozenset())
+            yield (name,), paths[name], transform
+    yield from _stacked_experts(experts)
+    for repeat, source in names.ties.items():
+        if source in paths:
+            yield (repeat,), paths[source], TIED
+    for name in sorted(scratch):
+        yield (name,), None, BUFFER
+
+
+def _module_of(owner: torch.nn.Module | None) -> str:
+    """Which of `_MODULES` a module is, "" for any other."""
     from torch import nn
 
+    if isinstance(owner, nn.Embedding):
+        return "embedding"
+    return "scale" if isinstance(owner, nn.LayerNorm | nn.GroupNorm) else ""
+
+
+def _leaf(name: str, module: str, rank: int, leaves: frozenset[str]) -> tuple[str, str]:
+    """The path of a torch tensor and how its dimensions are permuted; `module` is which of `_MODULES` holds it."""
     path = name.replace(".", "/")
     if "weight" not in name.rpartition(".")[2]:
         return path, "identity"
     if not name.endswith(".weight"):
         return path, _KERNELS.get(rank, "identity")
     stem = path.removesuffix("weight")
-    if isinstance(owner, nn.Embedding):
-        return f"{stem}embedding", "identity"
-    if isinstance(owner, nn.LayerNorm | nn.GroupNorm) or (rank == 1 and f"{stem}scale" in leaves):
+    if module:
+        return f"{stem}{module}", "identity"
+    if rank == 1 and f"{stem}scale" in leaves:
         return f"{stem}scale", "identity"
     return f"{stem}kernel", _KERNELS.get(rank, "identity")
 

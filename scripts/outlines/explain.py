@@ -249,7 +249,9 @@ def _table(explainer: Explainer, samples: list[list[tuple[str, Indexes, tuple, t
         orders.append(list(dict.fromkeys(order)))
     ranges = {key: _ranges(key[0], samples, explainer) for key in found}
     table: list[list[Any]] = []
-    for key in merged(orders):
+    ordered = merged(orders)
+    loops = _loops_apart([key[0] for key in ordered], samples)
+    for key in ordered:
         template, kind, leaf, rank = key
         there = found[key]
         cases = [(number, indexes, (number, indexes) in there) for number, indexes in ranges[key]]
@@ -265,8 +267,50 @@ def _table(explainer: Explainer, samples: list[list[tuple[str, Indexes, tuple, t
                 ]
         except Unexplained as error:
             raise Unexplained(f"{template}: {error}") from None
-        table.append([template, leaf, kind, sizes, *when])
+        table.append([loops[template], leaf, kind, sizes, *when])
     return table
+
+
+def _loops_apart(templates: Sequence[str], samples: list) -> dict[str, str]:
+    """Each template as the outline has it: rows of one count are repeated together, so that another loop over the same
+    things, after the first, has a count of its own, `{num_local_experts*1}`."""
+    places: dict[str, dict[tuple[int, Indexes], int]] = {}
+    for number, rows in enumerate(samples):
+        for place, (template, indexes, *_) in enumerate(rows):
+            places.setdefault(template, {})[number, indexes] = place
+    again: dict[str, int] = {}
+    made: dict[str, str] = {}
+    before = ""
+    for template in templates:
+        for depth, start in enumerate(_starts(template)):
+            if before.startswith(start) and not _together(places[before], places[template], depth):
+                again[start] = again.get(start, 0) + 1
+                break
+        text = template
+        for start in reversed(_starts(template)):
+            text = start[:-1] + "*1" * again.get(start, 0) + "}" + text[len(start) :]
+        made[template] = text
+        before = template
+    return made
+
+
+def _starts(template: str) -> list[str]:
+    """A template up to each of its counts."""
+    return [template[: found.end()] for found in re.finditer(r"\{[^}]*\}", template)]
+
+
+def _together(one: dict[tuple[int, Indexes], int], other: dict[tuple[int, Indexes], int], depth: int) -> bool:
+    """Whether the second row of `one` stands after the first of `other` in the loop number `depth`."""
+    first: dict[tuple[int, Indexes], int] = {}
+    for (sample, indexes), place in other.items():
+        if indexes[depth] == 0:
+            where = sample, indexes[:depth]
+            first[where] = min(place, first.get(where, place))
+    return all(
+        place > first.get((sample, indexes[:depth]), -1)
+        for (sample, indexes), place in one.items()
+        if indexes[depth] == 1
+    )
 
 
 def _ranges(template: str, samples: list, explainer: Explainer) -> list[tuple[int, Indexes]]:

@@ -9,15 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
+from pathlib import Path
 from typing import Any
 
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.names.flax_convention import convention_rules, outlined_rules
 from easytorch.bridge.names.native_rules import native_rules
 from easytorch.bridge.names.outline import read_outline
 from easytorch.bridge.names.outlines.language import value_of
+from easytorch.bridge.rules.table import Rules
+from easytorch.bridge.schemes.easydel_tree import EasydelTree
 from scripts.outlines.explain import FEWEST, Explainer, Unexplained, explain, written_value
-from scripts.outlines.samples import LABELS, LISTS, TIE, Built, Sampler, Settings, same_keys
+from scripts.outlines.samples import LABELS, LISTS, STRETCHED, TIE, Built, Sampler, Settings, same_keys
 
 # Configs that a class is explained by.
 _SAMPLES = 40
@@ -123,8 +127,10 @@ class Family:
             for key in self.sampler.keys.values():
                 if key.kind != "size" or not any(one[key.name] is None for one in values):
                     continue
-                for start, size in product(("4*", "", "2*"), sizes):
-                    more = {**made, key.name: f"{start}{size}"}
+                heads = [size for size in sizes if size.endswith(("_heads", "n_head"))]
+                quotients = [f"{one}/{other}" for one, other in product(sizes, heads) if one not in heads]
+                for expression in [f"{start}{size}" for start in ("4*", "", "2*") for size in sizes] + quotients:
+                    more = {**made, key.name: expression}
                     try:
                         found = explain([_filled_in(one, more) for one in samples], switches, keys)
                     except Unexplained:
@@ -261,6 +267,11 @@ class Family:
                 others = [Built({k: v for k, v in one.values.items() if k != key.name}, *_rest(one)) for one in there]
                 made[key.name] = Explainer(others, ()).number(list(enumerate(numbers)))
 
+    def _stretches(self, key: str, kind: str) -> bool:
+        """Whether the config class takes rotary angles that are stretched so."""
+        angles = {**STRETCHED[kind], "rope_theta": 10000.0}
+        return self.sampler.buildable({**self._small, key: angles}, self.sampler.default) is not None
+
     def _tie(self, samples: list[Built]) -> bool:
         """Whether the config's setting says it, where no weight is tied."""
         untied = [one for one in samples if not one.ties]
@@ -271,7 +282,8 @@ class Family:
     def _fields(self, affecting: set[str]) -> Iterator[tuple[str, list[Any]]]:
         for key in self.sampler.keys.values():
             if key.name.endswith("rope_parameters"):
-                yield key.name, ["rotary", None]
+                known = [kind for kind in STRETCHED if self._stretches(key.name, kind)]
+                yield key.name, ["rotary", None, *([known] if known != [*STRETCHED] else ())]
             elif (
                 key.name in self.held
                 or key.kind == "only"
@@ -434,6 +446,10 @@ def compared(outlined: Any, built: Any) -> Iterator[str]:
         if getattr(outlined, what) != getattr(built, what):
             yield f"{what}: {getattr(outlined, what)!r} for {getattr(built, what)!r}"
     names = built.names
+    config = Config(Path("config.json"), {})
+    easydel = [_plain_rows(EasydelTree().rules(config, one, None)) for one in (outlined, built)]
+    if easydel[0] != easydel[1]:
+        yield from (f"EasyDeL's {row}" for one, other in permutations(easydel) for row in one if row not in other)
     ties = {names.hub_name(repeat): names.hub_name(source) for repeat, source in names.ties.items()}
     if ties != outlined.names.ties:
         yield f"ties {outlined.names.ties} for {ties}"
@@ -441,7 +457,12 @@ def compared(outlined: Any, built: Any) -> Iterator[str]:
         yield f"floating: {outlined.names.floating ^ names.floating}"
     if native_rules(names.model.config.model_type) is not None:
         return  # whatever the model, its table is the one in `easytorch/models`
-    rules = [(*row[:2], getattr(row[2], "name", row[2])) for row in convention_rules(names, names.tensors)]
+    rules = _plain_rows(convention_rules(names, names.tensors))
     ours = list(outlined_rules(outlined.names, names.tensors) or ())
     if ours != rules:
         yield f"rows {[one for one in ours if one not in rules]} for {[one for one in rules if one not in ours]}"
+
+
+def _plain_rows(rules: Rules) -> list[tuple]:
+    """A table's rows, transforms by name."""
+    return [(*row[:2], getattr(row[2], "name", row[2])) for row in rules]

@@ -21,7 +21,7 @@ from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture, architecture_like, architecture_of
 from easytorch.bridge.names.flax_convention import model_rows
-from easytorch.bridge.names.outlines.fields import ACTIVATIONS, LABELS
+from easytorch.bridge.names.outlines.fields import ACTIVATIONS, ANGLES, LABELS
 from easytorch.bridge.rules.table import BUFFER, TIES
 from easytorch.bridge.rules.transforms import get_transform
 
@@ -100,6 +100,11 @@ _ANGLES = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
+}
+# A way to stretch rotary angles -> what it needs.
+STRETCHED: Mapping[str, Mapping[str, Any]] = {
+    kind: {key: value for key, value in _ANGLES.items() if key in needed} | {"rope_type": kind}
+    for kind, needed in ANGLES.items()
 }
 
 

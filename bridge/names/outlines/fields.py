@@ -102,12 +102,16 @@ def turns(default: list[Any], known: Collection[str]) -> Field:
     return Field(default, lambda value: _several(value) and all(map(is_turn, value)))
 
 
-def rotary(start: str = "") -> Mapping[str, Field]:
-    """Rotary angles, as this and as earlier versions of transformers write them; weights do not depend on them."""
+def rotary(start: str = "", known: Collection[str] = ()) -> Mapping[str, Field]:
+    """Rotary angles, as this and as earlier versions of transformers write them; weights do not depend on them.
+
+    known: the ways to stretch them that the family's config class takes, all of those below without.
+    """
+    among = known or ANGLES
     return {
-        f"{start}rope_parameters": Field(None, lambda value: value is None or _angles(value, {"rope_theta"})),
+        f"{start}rope_parameters": Field(None, lambda value: value is None or _angles(value, {"rope_theta"}, among)),
         f"{start}rope_theta": number(),
-        f"{start}rope_scaling": Field(None, lambda value: value is None or _angles(value, set())),
+        f"{start}rope_scaling": Field(None, lambda value: value is None or _angles(value, set(), among)),
     }
 
 
@@ -128,7 +132,7 @@ def _naturals(value: object) -> bool:
 
 
 # The keys of each way to stretch them.
-_ANGLES = {
+ANGLES: Mapping[str, Collection[str]] = {
     "default": set(),
     "linear": {"factor"},
     "dynamic": {"factor"},
@@ -136,12 +140,12 @@ _ANGLES = {
 }
 
 
-def _angles(value: object, besides: set[str]) -> bool:
-    """Whether `value` says how rotary angles are made, in one of the ways above. besides: further keys it has."""
+def _angles(value: object, besides: set[str], known: Collection[str]) -> bool:
+    """Whether `value` says how rotary angles are made, in one of the `known` ways. besides: further keys it has."""
     if type(value) is not dict:
         return False
     kind = value.get("rope_type")
-    if type(kind) is not str or kind not in _ANGLES or value.keys() != _ANGLES[kind] | besides | {"rope_type"}:
+    if type(kind) is not str or kind not in known or value.keys() != {*ANGLES[kind], *besides, "rope_type"}:
         return False
     numbers = [one for key, one in value.items() if key not in ("rope_type", "original_max_position_embeddings")]
     return (
