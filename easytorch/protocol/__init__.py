@@ -11,6 +11,7 @@ load_checks.py       which weights a checkpoint may lack, or hold in addition
 conversion.py        weights to and from JAX/Flax for any transformers model, as functions
 state.py             a model's tensors as data: split, merged, flattened
 train_state.py       step, tensors and an optimizer's slots, saved and restored
+optax_state.py       the same from and to JAX: optax's slots
 lazy.py              a model without memory
 dtypes.py            the dtype of its tensors
 display.py           a model as text
@@ -34,6 +35,7 @@ from easytorch.protocol.lora import (
     split_lora_params,
     unwrap_lora_to_layers,
 )
+from easytorch.protocol.optax_state import from_optax, to_optax
 from easytorch.protocol.state import (
     GraphDef,
     flatten,
@@ -60,6 +62,7 @@ __all__ = [
     "flatten",
     "float32",
     "from_flax",
+    "from_optax",
     "get_module_repr",
     "get_static_arguments",
     "get_torch_loader",
@@ -83,6 +86,7 @@ __all__ = [
     "split_params_dict",
     "to_dtype",
     "to_flax",
+    "to_optax",
     "to_state",
     "to_torch",
     "transform_fn",

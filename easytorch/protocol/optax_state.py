@@ -1,0 +1,205 @@
+"""Train states of JAX: step, parameters and optax's slots as trees, to and from a torch model and its optimizer.
+
+    tree = to_optax(model, optimizer, step=100, opt_state=tx.init(params))    # what flax's TrainState holds
+    step = from_optax(tree, model, optimizer)
+
+Slots take the way of the weights they belong to: names, layouts and stacked experts change alike. Those that mean the
+same in both libraries are carried over; of another optimizer neither has a state that says what the other's says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from easytorch.protocol import conversion
+from easytorch.protocol.state import graphother, graphstate, split_module
+from easytorch.protocol.train_state import OptimizerState, TrainState
+
+# Class of torch.optim -> optax's field -> the slot; "count" is the number of steps, the same for all parameters.
+_SLOTS = {
+    "Adam": {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq"},
+    "AdamW": {"count": "step", "mu": "exp_avg", "nu": "exp_avg_sq"},
+    "SGD": {"trace": "momentum_buffer"},
+    "Adagrad": {"sum_of_squares": "sum"},
+    "RMSprop": {"nu": "square_avg"},
+}
+# Those that count steps where optax does not: they take the train state's own.
+_COUNTED = ("Adagrad", "RMSprop")
+# Settings of a group by which a slot means another thing than optax's.
+_OTHERWISE = ("amsgrad", "centered", "dampening", "nesterov")
+
+
+def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_state: Any = None) -> dict[str, Any]:
+    """`{"step": ..., "params": tree, "opt_state": ...}` of numpy arrays of their own, in Flax's names.
+
+    opt_state: a state of the optax optimizer, as its `init` gives it, whose slots are replaced and whose
+    structure is kept; without one `opt_state` is `{"0": slots}`, which optax's `adam` has first in its chain.
+    `ValueError` for an optimizer whose slots optax has not, or where `opt_state` has no place for them.
+    """
+    fields = _fields(optimizer)
+    saved = OptimizerState.of(optimizer, model)
+    transform = conversion.transform_fn(model, copy=True)
+    node: dict[str, Any] = {field: _tree(model, saved, slot, transform) for field, slot in fields.items()}
+    if opt_state is None:
+        filled: Any = {"0": node}
+    else:
+        if len(list(_nodes(opt_state, set(fields)))) != 1:
+            raise ValueError(f"opt_state has not one place for {sorted(fields)}, the slots of {_name(optimizer)}")
+        filled = _replaced(opt_state, node)
+    params, stats = _apart(conversion.to_flax(model, copy=True))
+    return {"step": step, "params": params, **stats, "opt_state": filled}
+
+
+def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -> int:
+    """Puts a train state of JAX into `model` and `optimizer`, in place, and returns its step.
+
+    train_state: flax's `TrainState`, or a tree with "step", "params" and "opt_state", as Orbax restores one.
+    `CheckpointError` or `ValueError` where something does not fit; both are then unchanged.
+    """
+    parts = {key: _part(train_state, key) for key in ("step", "params", "opt_state")}
+    fields = _fields(optimizer)
+    found = list(_nodes(parts["opt_state"], set(fields)))
+    if len(found) != 1:
+        raise ValueError(
+            f"the opt_state has {len(found)} parts with {sorted(fields)}, the slots of {_name(optimizer)}; pass the "
+            "state of one such optimizer over all parameters"
+        )
+    _, stats = _apart(conversion.to_flax(model))
+    given_stats = _part(train_state, "batch_stats", optional=not stats)
+    values = _by_name(model, parts["params"], {"batch_stats": given_stats} if stats else {})
+    slots: dict[str, dict[str, Any]] = {name: {} for name in graphstate(model)}
+    for field, slot in fields.items():
+        given = _field(found[0], field)
+        if field == "count":
+            count = float(np.asarray(given))
+            of_each = {name: torch.tensor(count) for name in slots}
+        else:
+            of_each = _by_name(model, given, stats)
+        for name, value in slots.items():
+            value[slot] = of_each[name]
+    if _name(optimizer) in _COUNTED:
+        for value in slots.values():
+            value["step"] = torch.tensor(float(np.asarray(parts["step"])))
+    now = OptimizerState.of(optimizer, model)
+    state = OptimizerState(
+        now.kind, {name: slots[name] for group in now.groups for name in group["params"]}, now.groups
+    )
+    graphdef, _, others = split_module(model)
+    buffers = {name: values.get(name, one) for name, one in others.items()}
+    parameters = {name: values[name] for name in graphstate(model)}
+    return TrainState(int(np.asarray(parts["step"])), graphdef, parameters, buffers, state).restore(model, optimizer)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _fields(optimizer: Optimizer) -> Mapping[str, str]:
+    fields = _SLOTS.get(_name(optimizer))
+    if fields is None or not type(optimizer).__module__.startswith("torch.optim."):
+        raise ValueError(f"{_name(optimizer)} keeps slots that optax has not; {', '.join(_SLOTS)} are carried over")
+    for group in optimizer.param_groups:
+        wrong = [f"{key}={group[key]!r}" for key in _OTHERWISE if group.get(key)]
+        if _name(optimizer) == "RMSprop" and group.get("momentum"):
+            wrong.append(f"momentum={group['momentum']!r}")
+        if wrong:
+            raise ValueError(f"{_name(optimizer)} with {wrong[0]} keeps slots that optax has not")
+    return fields
+
+
+def _tree(model: PreTrainedModel, saved: OptimizerState, slot: str, transform: conversion.Transform) -> Any:
+    """A slot of every parameter as a tree like that of the weights; zeros, as optax begins, where there is none yet."""
+    if slot == "step":
+        counts = {int(values["step"]) for values in saved.slots.values()} or {0}
+        if len(counts) > 1:
+            raise ValueError(f"parameters have taken {sorted(counts)} steps, and optax counts them together")
+        return np.asarray(counts.pop(), np.int32)
+    values = {}
+    for name, parameter in model.named_parameters():
+        value = saved.slots.get(name, {}).get(slot)
+        values[id(parameter)] = torch.zeros_like(parameter) if value is None else value.to(parameter.device)
+    # Buffers go along as they are, so that every name of a checkpoint is there; they have no slots.
+    state = {name: values.get(id(one), one) for name, one in model.state_dict(keep_vars=True).items()}
+    return _apart(transform({name: one.detach() for name, one in state.items()}))[0]
+
+
+def _apart(tree: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The parameters of a tree, and `{"batch_stats": ...}` where the model has them."""
+    if set(tree) == {"params", "batch_stats"}:
+        return tree["params"], {"batch_stats": tree["batch_stats"]}
+    return tree, {}
+
+
+def _by_name(model: PreTrainedModel, params: Any, stats: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a tree of weights, or of slots, by the names of the model's parameters, in the tree's dtype."""
+    dtype = _torch_dtype(next(_leaves(params)))
+    tree = {"params": params, **stats} if stats else params
+    config = conversion.plain_config(model.config)
+    built: nn.Module = conversion.from_flax(type(model), config, tree, copy=True, dtype=dtype)
+    return {**graphstate(built), **graphother(built)}
+
+
+def _torch_dtype(leaf: Any) -> torch.dtype:
+    name = str(leaf.dtype)
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _part(train_state: Any, key: str, *, optional: bool = False) -> Any:
+    found = train_state.get(key) if isinstance(train_state, Mapping) else getattr(train_state, key, None)
+    if found is None and not optional:
+        raise ValueError(f"the train state has no {key!r}; it has step, params and opt_state as flax's TrainState has")
+    return found
+
+
+def _children(node: Any) -> Iterator[Any]:
+    if isinstance(node, Mapping):
+        yield from node.values()
+    elif isinstance(node, list | tuple):
+        yield from node
+
+
+def _field(node: Any, field: str) -> Any:
+    return node[field] if isinstance(node, Mapping) else getattr(node, field)
+
+
+def _has(node: Any, fields: set[str]) -> bool:
+    names = set(node) if isinstance(node, Mapping) else set(getattr(node, "_fields", ()))
+    return names == fields
+
+
+def _nodes(tree: Any, fields: set[str]) -> Iterator[Any]:
+    """The parts of an optimizer's state that have exactly these fields."""
+    if _has(tree, fields):
+        yield tree
+        return
+    for child in _children(tree):
+        yield from _nodes(child, fields)
+
+
+def _replaced(tree: Any, node: Mapping[str, Any]) -> Any:
+    """`tree` with `node` in the place of the part that has its fields."""
+    if _has(tree, set(node)):
+        return dict(node) if isinstance(tree, Mapping) else type(tree)(**node)
+    if isinstance(tree, Mapping):
+        return {key: _replaced(child, node) for key, child in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_replaced(child, node) for child in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(_replaced(child, node) for child in tree)
+    return tree
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping | list | tuple):
+        for child in _children(tree):
+            yield from _leaves(child)
+    else:
+        yield tree
