@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
+from tests.models.families import FAMILIES, LANGUAGE, MAMBA, RECURRENT  # noqa: E402
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
 
@@ -67,8 +67,12 @@ def compile_(family: str) -> None:
 
 
 def export(family: str) -> None:
-    """A graph for any length."""
+    """A graph for any length; of layers with a state, whose chunks it unrolls, for one."""
     model = made(family)
+    if family in RECURRENT:
+        program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
+        torch.testing.assert_close(program(IDS, use_cache=False).logits, logits(model), rtol=1e-5, atol=1e-5)
+        return
     length = torch.export.Dim("length", min=2, max=32)
     given = options(model)
     shapes = {"input_ids": {1: length}} | dict.fromkeys(given)
@@ -99,7 +103,10 @@ def adapters(family: str) -> None:
     model = made(family)
     plain = logits(model)
     task = "CAUSAL_LM" if model.can_generate() else None
-    config = peft.LoraConfig(target_modules="all-linear", task_type=task, init_lora_weights=False, r=2)
+    refused = ["out_proj"] if family in MAMBA else None  # by PEFT, for Mamba's kernels would pass over the adapter
+    config = peft.LoraConfig(
+        target_modules="all-linear", exclude_modules=refused, task_type=task, init_lora_weights=False, r=2
+    )
     torch.manual_seed(1)
     adapted = peft.get_peft_model(model, config).eval()
     changed = logits(adapted)
@@ -116,7 +123,8 @@ def new_tokens(family: str) -> None:
         model = made(family, tie_word_embeddings=tied)
         before = logits(model)
         model.resize_token_embeddings(101)
-        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        shared = tied and bool(model._tied_weights_keys)  # some families never tie them
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == shared
         after = logits(model)
         assert after.shape[-1] == 101
         torch.testing.assert_close(after[..., :97], before, rtol=1e-6, atol=1e-6)
@@ -136,7 +144,7 @@ def half(family: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         model = made(family).to(dtype)
         output = model(IDS, labels=IDS)
-        assert output.logits.dtype == dtype and output.loss.isfinite()
+        assert output.logits.dtype == (torch.float32 if FAMILIES[family].wide else dtype) and output.loss.isfinite()
         output.loss.backward()
         assert all(weight.grad is not None and weight.grad.dtype == dtype for weight in model.parameters())
 

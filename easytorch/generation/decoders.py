@@ -13,6 +13,9 @@ from torch.nn.functional import pad
 # Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
 _LEAST_PROMPT, _LEAST_CACHE = 16, 128
 
+# transformers' names for layers that keep a state in place of keys and values, both, or nothing
+_LINEAR, _BOTH, _NONE = "linear_attention", "hybrid", frozenset({"dummy", "moe", "mlp"})
+
 
 class CausalLM(Protocol):
     """The interface of a causal language model of easytorch or transformers, or PEFT's wrapper of one."""
@@ -58,6 +61,8 @@ class Decoder(ABC):
         # PEFT's wrappers take **kwargs; the signature of the wrapped model counts
         forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
         self._accepted = inspect.signature(forward).parameters
+        # models without attention call it otherwise, and would pass over the usual name without a word
+        self._cache_name = "cache_params" if "cache_params" in self._accepted else "past_key_values"
 
     @abstractmethod
     def prompt(self) -> torch.Tensor: ...
@@ -72,7 +77,8 @@ class Decoder(ABC):
     def _call(self, ids: torch.Tensor, mask: Any, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         optional = {"position_ids": positions, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self._accepted}
-        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
+        optional[self._cache_name] = cache
+        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **optional)
         logits: torch.Tensor = output.logits
         return logits[:, -1]
 
@@ -110,16 +116,27 @@ class StaticDecoder(Decoder):
     def __init__(
         self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
-        from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
+        from transformers.cache_utils import (
+            Cache,
+            LinearAttentionAndStaticFullAttentionLayer,
+            LinearAttentionLayer,
+            StaticLayer,
+            get_layer_types_and_kwargs,
+        )
 
         length = bucket(ids.shape[1], _LEAST_PROMPT)
         left = (length - ids.shape[1], 0)
         super().__init__(model, pad(ids, left), pad(mask, left), max_new_tokens, device)
         self._config = model.config.get_text_config(decoder=True)
         layer_types, _ = get_layer_types_and_kwargs(self._config)
-        self._mask_functions = self._find_mask_functions(set(layer_types))
+        masked = {*layer_types} - {_BOTH, *_NONE}
+        self._mask_functions = self._find_mask_functions(
+            masked | {"full_attention", _LINEAR} if _BOTH in layer_types else masked
+        )
         capacity = bucket(length + max_new_tokens, _LEAST_CACHE)
-        self._cache = Cache(layers=[StaticLayer(max_cache_len=capacity) for _ in layer_types])
+        others: dict[str, Any] = dict.fromkeys((_LINEAR, *_NONE), LinearAttentionLayer)
+        others[_BOTH] = LinearAttentionAndStaticFullAttentionLayer
+        self._cache = Cache(layers=[others.get(kind, StaticLayer)(max_cache_len=capacity) for kind in layer_types])
         # slots after the prompt are marked visible: the causal mask hides those not yet written
         self._seen = pad(self.mask, (0, capacity - length), value=True).to(device)
         self._position = self._positions()[:, -1:].to(device)
@@ -140,10 +157,14 @@ class StaticDecoder(Decoder):
             create_sliding_window_causal_mask,
         )
 
-        known = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        known = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+            _LINEAR: _padding_of_the_prompt,
+        }
         name, attention = type(self.model).__name__, self._config._attn_implementation
         reason = None
-        if "position_ids" not in self._accepted:
+        if "position_ids" not in self._accepted and layer_types != {_LINEAR}:
             reason = "its forward takes no position_ids"
         elif layer_types - set(known):
             reason = f"it has {', '.join(sorted(layer_types - set(known)))} layers"
@@ -160,4 +181,13 @@ class StaticDecoder(Decoder):
             layer_type: create(self._config, like, self._seen, self._cache, positions, allow_is_causal_skip=False)
             for layer_type, create in self._mask_functions.items()
         }
-        return masks if hasattr(self._config, "layer_types") else next(iter(masks.values()))
+        several = hasattr(self._config, "layer_types") and set(masks) != {_LINEAR}
+        return masks if several else next(iter(masks.values()))
+
+
+def _padding_of_the_prompt(
+    config: Any, like: torch.Tensor, seen: torch.Tensor, *rest: Any, **kwargs: Any
+) -> torch.Tensor | None:
+    """The mask of layers with a state: (B, T), 0 for padding; None for a token after the prompt, which is none."""
+    length = like.shape[1]
+    return None if length == 1 else seen[:, :length].to(torch.int64)

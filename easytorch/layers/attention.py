@@ -129,8 +129,8 @@ def attend(
     features: dict[str, Any] = {"causal": causal}
     if cu_seq_lens_q is not None:
         starts = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        features["query_segment_ids"] = _segment_ids(cu_seq_lens_q, query.shape[0], length)
-        features["key_segment_ids"] = _segment_ids(starts, query.shape[0], keys)
+        features["query_segment_ids"] = segment_ids(cu_seq_lens_q, query.shape[0], length)
+        features["key_segment_ids"] = segment_ids(starts, query.shape[0], keys)
     mask, bias = (None, None) if attention_mask is None else _split_mask(attention_mask)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -262,7 +262,7 @@ def _split_mask(mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor |
     )
 
 
-def _segment_ids(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+def segment_ids(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """(N + 1,) starts -> (1, length): which of the packed sequences each token belongs to."""
     if batch != 1:
         raise ValueError(

@@ -8,7 +8,7 @@ transformers'. Legend: B batch, T tokens, D hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.basics import check_one_input
-from easytorch.layers.masks import Masks, check_layer_types, masks_by_layer_type
+from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, masks_by_layer_type
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import RotaryEmbedding, RotaryTables
 
@@ -87,11 +87,12 @@ class DecoderBackbone(_Base):
     layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = "norm"
     output_class: ClassVar[type[Any]] = BaseModelOutputWithPast
+    masks_of: ClassVar[Mapping[str, Callable[..., Any]]] = MASKS_OF  # the types of layers, and their masks
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.layer_types = self.types_of_layers(config)
-        check_layer_types(config, self.layer_types)
+        check_layer_types(config, self.layer_types, self.masks_of)
         self.add_modules(config)
         self.rotary_emb: RotaryTables | None = None if self.rotary_class is None else self.rotary_class(config)
         self.gradient_checkpointing = False
@@ -127,7 +128,13 @@ class DecoderBackbone(_Base):
     ) -> Masks:
         """The mask of each type of layer; position_ids as the caller gave them."""
         return masks_by_layer_type(
-            self.config, self.layer_types, inputs_embeds, attention_mask, past_key_values, position_ids
+            self.config,
+            self.layer_types,
+            inputs_embeds,
+            attention_mask,
+            past_key_values,
+            position_ids,
+            masks_of=self.masks_of,
         )
 
     def default_positions(

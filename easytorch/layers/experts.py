@@ -45,6 +45,7 @@ def _project(module: Any, name: str, rows: torch.Tensor, sizes: torch.Tensor) ->
 
 class Experts(nn.Module):
     """E gated feed-forward networks down(act(gate(x)) * up(x)): gate_up_proj (E, 2 * I, D), down_proj (E, D, I).
+    Without `has_gate` they are down(act(up(x))), up_proj (E, I, D).
 
     The attributes are those that transformers' expert functions and its parallel plans read. A family overrides
     `_apply_gate` where its gate differs. Legend: E experts, D hidden size, I intermediate size, N tokens.
@@ -56,16 +57,28 @@ class Experts(nn.Module):
     is_transposed: ClassVar[bool] = False  # weights are (E, in, out)
     is_concatenated: ClassVar[bool] = True  # the gate stands before the up projection, not between its columns
 
-    def __init__(self, config: Any, num_experts: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        num_experts: int,
+        intermediate_size: int,
+        *,
+        hidden_size: int | None = None,
+        act: str | None = None,
+    ) -> None:
+        """hidden_size, act: of the config unless given."""
         super().__init__()
         self.config = config
         self.num_experts = num_experts  # of this device: expert parallelism lowers it
         self._is_expert_parallel = False
-        self.hidden_dim = config.hidden_size
+        self.hidden_dim = config.hidden_size if hidden_size is None else hidden_size
         self.intermediate_dim = intermediate_size
-        self._add("gate_up_proj", self.hidden_dim, 2 * intermediate_size)
+        if self.has_gate:
+            self._add("gate_up_proj", self.hidden_dim, 2 * intermediate_size)
+        else:
+            self._add("up_proj", self.hidden_dim, intermediate_size)
         self._add("down_proj", intermediate_size, self.hidden_dim)
-        self.act_fn = activation(config.hidden_act)
+        self.act_fn = activation(config.hidden_act if act is None else act)
 
     def _add(self, name: str, inputs: int, outputs: int) -> None:
         shape = (inputs, outputs) if self.is_transposed else (outputs, inputs)

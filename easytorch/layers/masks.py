@@ -14,6 +14,7 @@ from transformers.masking_utils import (
 )
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR = "linear_attention"  # layers that keep a state in place of keys and values (layers/hybrid.py)
 
 # transformers' function for each; what it returns depends on `config._attn_implementation`.
 MASKS_OF = {
@@ -41,12 +42,14 @@ def types_of_config(config: PreTrainedConfig) -> list[str]:
     return config.layer_types
 
 
-def check_layer_types(config: PreTrainedConfig, layer_types: Collection[str]) -> None:
+def check_layer_types(
+    config: PreTrainedConfig, layer_types: Collection[str], masks_of: Mapping[str, Any] = MASKS_OF
+) -> None:
     """`ValueError` for a type of layer that has no mask here, or a list of another length than the layers."""
-    unknown = sorted({str(layer_type) for layer_type in layer_types} - set(MASKS_OF))
+    unknown = sorted({str(layer_type) for layer_type in layer_types} - set(masks_of))
     if unknown:
         raise ValueError(
-            f"{config.model_type}: config.layer_types names {', '.join(unknown)}; this family has {', '.join(MASKS_OF)}"
+            f"{config.model_type}: config.layer_types names {', '.join(unknown)}; this family has {', '.join(masks_of)}"
         )
     if len(layer_types) != config.num_hidden_layers:
         raise ValueError(
@@ -71,6 +74,7 @@ def masks_by_layer_type(
     past_key_values: Cache | None,
     position_ids: torch.Tensor | None,
     also_seen: Mapping[str, Callable[..., Any]] | None = None,
+    masks_of: Mapping[str, Callable[..., Any]] = MASKS_OF,
 ) -> Masks:
     """One mask for each type of layer the model has, made once a forward, for dynamic and static caches alike.
 
@@ -78,6 +82,7 @@ def masks_by_layer_type(
     which every layer then uses; or masks by layer type, ready made. position_ids (B, T) as the caller gave them: only
     those can pack sequences, and of others the mask would read the values on the device. also_seen: by layer type, a
     function (batch, head, query, key) of what is attended to beside the past (transformers' `or_mask_function`).
+    masks_of: what makes the mask of each type.
     """
     if isinstance(attention_mask, Mapping):
         missing = sorted(set(layer_types) - set(attention_mask))
@@ -88,7 +93,7 @@ def masks_by_layer_type(
             )
         return attention_mask
     return {
-        layer_type: MASKS_OF[layer_type](
+        layer_type: masks_of[layer_type](
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +42,8 @@ class RotaryEmbedding(RotaryTables):
     """
 
     partial: ClassVar[bool] = False  # the share of a head that the rope parameters name turns, else all of it
+    mrope_section: ClassVar[Sequence[int] | None] = None  # where the rope parameters have none
+    mrope_interleaved: ClassVar[bool] = False
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
@@ -76,8 +78,8 @@ class RotaryEmbedding(RotaryTables):
             longest = position_ids.max() + 1
             frequencies = self.frequencies(self.config, self.config.rope_parameters, device=x.device, seq_len=longest)
         rope = self.config.rope_parameters
-        section = rope.get("mrope_section") if position_ids.dim() == 3 else None
-        interleaved = bool(rope.get("mrope_interleaved"))
+        section = rope.get("mrope_section", self.mrope_section) if position_ids.dim() == 3 else None
+        interleaved = bool(rope.get("mrope_interleaved", self.mrope_interleaved))
         dtype = self.table_dtype or x.dtype
         return cos_sin(position_ids, frequencies, dtype, mrope_section=section, mrope_interleaved=interleaved)
 

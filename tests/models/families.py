@@ -456,6 +456,169 @@ FAMILIES |= {
         ),
     ),
 }
+_RECURRENT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _mamba(name: str, sizes: dict[str, Any], variants: tuple[dict[str, Any], ...]) -> Family:
+    row = _decoder(name, base=_RECURRENT, sizes=sizes, variants=variants)
+    return replace(row, reference="eager", cache="cache_params", attentions=0, packs=False, wide=True)
+
+
+FAMILIES |= {
+    "mamba": _mamba(
+        "Mamba",
+        {"state_size": 6},
+        (
+            {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+            {"hidden_act": "gelu", "residual_in_fp32": False, "conv_kernel": 3, "time_step_init_scheme": "constant"},
+        ),
+    ),
+    "mamba2": _mamba(
+        "Mamba2",
+        {"state_size": 6, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+        (
+            {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1},
+            {
+                "hidden_act": "gelu",
+                "residual_in_fp32": False,
+                "time_step_limit": (0.5, 0.7),
+                "expand": 1,
+                "head_dim": 4,
+            },
+        ),
+    ),
+}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "partial_rotary_factor": 0.5,
+}
+
+FAMILIES |= {
+    "qwen3_next": replace(
+        _decoder(
+            "Qwen3Next",
+            _SEQUENCE,
+            _TOKEN,
+            _ANSWER,
+            sizes=_DELTA
+            | _EXPERTS
+            | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+            variants=(
+                {"norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True, "linear_conv_kernel_dim": 2},
+                {"linear_num_key_heads": 4, "hidden_act": "gelu", "layer_types": _DELTA["layer_types"][::-1]},
+            ),
+        ),
+        attentions=1,
+    ),
+    "qwen3_5_text": Family(
+        transformers.Qwen3_5TextConfig,
+        ("Qwen3_5TextModel", "Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification"),
+        _DECODER | _DELTA,
+        attentions=1,
+        variants=(
+            {"attention_bias": True, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
+            {"linear_num_key_heads": 4, "hidden_act": "gelu", "layer_types": _DELTA["layer_types"][::-1]},
+        ),
+    ),
+    "qwen3_5_moe_text": Family(
+        transformers.Qwen3_5MoeTextConfig,
+        ("Qwen3_5MoeTextModel", "Qwen3_5MoeForCausalLM"),
+        {name: size for name, size in _DECODER.items() if name != "intermediate_size"}
+        | _DELTA
+        | _EXPERTS
+        | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        attentions=1,
+        variants=({"attention_bias": True, "tie_word_embeddings": True},),
+    ),
+}
+_OF_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 6, "mamba_n_groups": 2}
+
+FAMILIES |= {
+    "granitemoehybrid": replace(
+        _decoder(
+            "GraniteMoeHybrid",
+            sizes=_OF_MAMBA2
+            | _EXPERTS
+            | {
+                "layer_types": _DELTA["layer_types"],
+                "num_local_experts": 4,
+                "shared_intermediate_size": 24,
+                "embedding_multiplier": 3.0,
+                "logits_scaling": 4.0,
+                "residual_multiplier": 0.4,
+                "attention_multiplier": 0.2,
+            },
+            variants=(
+                {"position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True},
+                {"num_local_experts": 0, "tie_word_embeddings": True, "mamba_conv_bias": False, "mamba_n_groups": 1},
+            ),
+        ),
+        attentions=1,
+        packs=False,
+    ),
+    "nemotron_h": replace(
+        _decoder(
+            "NemotronH",
+            base={name: size for name, size in _DECODER.items() if name != "num_hidden_layers"},
+            sizes={
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+                "head_dim": 8,
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 4,
+                "ssm_state_size": 6,
+                "n_groups": 2,
+                "n_routed_experts": 8,
+                "n_group": 4,
+                "topk_group": 2,
+                "moe_intermediate_size": 24,
+                "moe_shared_expert_intermediate_size": 40,
+                "routed_scaling_factor": 1.5,
+            },
+            variants=(
+                {"moe_latent_size": 16, "mlp_bias": True, "use_bias": True, "use_conv_bias": False},
+                {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_logits_to_keep": 2},
+                {"time_step_min": 0.5, "time_step_max": 2.0},
+            ),
+        ),
+        attentions=1,
+        wide=True,
+    ),
+}
+FAMILIES |= {
+    "falcon_h1": _decoder(
+        "FalconH1",
+        sizes=_OF_MAMBA2
+        | {
+            "mamba_d_ssm": 48,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.7,
+            "mlp_multipliers": [0.6, 1.7],
+            "key_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "attention_in_multiplier": 1.2,
+            "ssm_multipliers": [0.5, 0.7, 1.1, 1.3, 0.9],
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.3,
+        },
+        variants=(
+            {"mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
+            {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None, "mlp_bias": True},
+            {"mamba_conv_bias": False, "tie_word_embeddings": True, "head_dim": 12, "mamba_n_groups": 1},
+        ),
+    ),
+}
 ENCODERS = tuple(ENCODER_FAMILIES)
 DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS)
 EXPERTS = (
@@ -469,7 +632,13 @@ EXPERTS = (
     "minimax_m2",
     "deepseek_v3",
     "deepseek_v2",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "nemotron_h",
 )
+MAMBA = ("mamba", "mamba2", "nemotron_h", "falcon_h1")  # whose out_proj PEFT refuses
+RECURRENT = (*MAMBA, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}

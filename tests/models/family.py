@@ -13,7 +13,8 @@ class Family:
     """A row of the table. reference: the attention of transformers' class with which outputs are compared.
 
     dropouts: the rates of dropout outside of the attention, which draws by itself. packs: whether positions that start
-    again keep packed sequences apart in transformers' class too.
+    again keep packed sequences apart in transformers' class too. cache: the argument that the cache is passed as.
+    attentions: how many layers attend. wide: the logits are float32 whatever the weights are.
     """
 
     config_class: type[PreTrainedConfig]
@@ -23,6 +24,9 @@ class Family:
     variants: tuple[dict[str, Any], ...] = field(default=())
     dropouts: tuple[str, ...] = ()
     packs: bool = True
+    cache: str = "past_key_values"
+    attentions: int = 2
+    wide: bool = False
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         return self.config_class(**self.sizes | changes)

@@ -14,7 +14,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.generation import generate_tokens
 from easytorch.layers.masks import MASKS_OF
 from easytorch.protocol.conversion import to_flax
-from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES
+from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, RECURRENT
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
@@ -38,8 +38,9 @@ def test_steps_through_a_cache_equal_one_pass(cache, family, make_pair) -> None:
         held = transformers.StaticCache(config=ours.config, max_cache_len=16)
     with torch.no_grad():
         expected = theirs(IDS).logits
-        steps = [ours(IDS[:, :6], past_key_values=held).logits]
-        steps += [ours(IDS[:, at : at + 1], past_key_values=held).logits for at in range(6, IDS.shape[1])]
+        held = {FAMILIES[family].cache: held}
+        steps = [ours(IDS[:, :6], **held).logits]
+        steps += [ours(IDS[:, at : at + 1], **held).logits for at in range(6, IDS.shape[1])]
     torch.testing.assert_close(torch.cat(steps, 1), expected, **TOLERANCE)
 
 
@@ -110,7 +111,8 @@ def test_initial_weights_are_those_of_transformers(family, make_pair) -> None:
     assert list(made[0]) == list(made[1])  # optimizer states are numbered in this order
     for name, weight in made[0].items():  # each starts at a constant, or is drawn from one distribution
         assert (weight.std() == 0) == (made[1][name].std() == 0), name
-        assert weight.mean().item() == pytest.approx(made[1][name].mean().item(), abs=0.01), name
+        spread = 0.01 + 4 * weight.std().item() / weight.numel() ** 0.5
+        assert weight.mean().item() == pytest.approx(made[1][name].mean().item(), abs=spread), name
 
 
 def test_flax_and_back(family, make_pair) -> None:
@@ -140,15 +142,16 @@ def test_bfloat16_is_as_exact_as_transformers(family, make_pair) -> None:
     assert errors[0] <= 1.3 * errors[1]
 
 
+@pytest.mark.parametrize("family", [family for family in DECODERS if FAMILIES[family].attentions])
 def test_masks_by_layer_type_may_be_ready_made(family, make_pair) -> None:
     ours, _ = models(make_pair, family)
     length = IDS.shape[1]
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
     window = causal & causal.triu(1 - (getattr(ours.config, "sliding_window", None) or length))
-    given = {"full_attention": causal, "sliding_attention": window}
+    given = {"full_attention": causal, "sliding_attention": window, "linear_attention": None}
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS, attention_mask=given).logits, ours(IDS).logits, **TOLERANCE)
-    with pytest.raises(ValueError, match=r"has masks for other layers; .* has \w+_attention"):
+    with pytest.raises(ValueError, match=r"has masks for other.* layers; .* has \w+_attention"):
         ours(IDS, attention_mask={"other": causal})
 
 
@@ -164,12 +167,16 @@ def test_generate_makes_the_cache_anew_where_longrope_turns_long(make_pair) -> N
     assert torch.equal(model, ours.generate(IDS, **settings))
 
 
+@pytest.mark.parametrize("family", [family for family in DECODERS if FAMILIES[family].attentions])
 def test_packed_sequences(family, make_pair) -> None:
     ours, theirs = models(make_pair, family)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
+    packs = FAMILIES[family].packs
+    # transformers keeps the states of linear attention apart by `seq_idx` alone, and so do ours
+    numbers = {"seq_idx": (positions == 0).cumsum(-1)} if family in RECURRENT and not packs else {}
     with torch.no_grad():
-        given = ours(IDS[:1], position_ids=positions, use_cache=False).logits
-        if FAMILIES[family].packs:
+        given = ours(IDS[:1], position_ids=positions, use_cache=False, **numbers).logits
+        if packs:
             expected = theirs(IDS[:1], position_ids=positions, use_cache=False).logits
         else:
             expected = torch.cat([theirs(IDS[:1, :6]).logits, theirs(IDS[:1, 6:]).logits], 1)
@@ -226,7 +233,7 @@ def test_a_config_that_cannot_be_carried_is_refused_by_name(family) -> None:
             easytorch.AutoModelForCausalLM.from_config(config)
 
     config = FAMILIES[family].config()
-    acts = ("hidden_act", "hidden_activation", "activation_function")
+    acts = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "mamba_hidden_act")
     refused(
         "no activation is called 'nosuch'; known: .*gelu", **{name: "nosuch" for name in acts if name in vars(config)}
     )

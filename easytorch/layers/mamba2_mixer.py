@@ -1,0 +1,121 @@
+"""The mixer of Mamba 2 (arXiv:2405.21060), which hybrids have beside attention: projection, convolution, scan, norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, initialization
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from easytorch.layers.basics import activation
+from easytorch.layers.linear import linear
+from easytorch.layers.recurrent import GroupedRMSNorm, convolve, recurrent_state, without_padding
+from easytorch.operations import OperationRegistry
+
+ssm2 = OperationRegistry.create("ssm2")
+
+
+class Mamba2Mixer(nn.Module):
+    """out_proj(norm(ssm2(conv(x)) * silu(gate))): (B, T, D) -> (B, T, D).
+
+    A family overrides `project` and `normalize` where it differs. Legend: B batch, T tokens, D hidden size, H heads,
+    P head_dim, G groups of heads that share B and C, N state size.
+    """
+
+    def __init__(
+        self,
+        layer_idx: int,
+        *,
+        hidden_size: int,
+        heads: int,
+        head_dim: int,
+        groups: int,
+        state_size: int,
+        conv_kernel: int,
+        bias: bool,
+        conv_bias: bool,
+        act: str,
+        eps: float,
+        time_step_limit: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        if heads % groups:
+            raise ValueError(f"Mamba 2: {heads} heads in {groups} groups; the groups are of one size")
+        activation(act)  # refused here by name, not at the first token
+        self.norm_before_gate = False
+        self.layer_idx, self.activation, self.time_step_limit = layer_idx, act, tuple(time_step_limit)
+        self.heads, self.head_dim, self.groups, self.state_size = heads, head_dim, groups, state_size
+        inner, shared = heads * head_dim, groups * state_size
+        self.parts = (inner, inner + 2 * shared, heads)  # of in_proj: gate, what is convolved, time step
+        self.convolved = (inner, shared, shared)  # x, B, C
+        channels = self.parts[1]
+        self.conv1d = nn.Conv1d(
+            channels, channels, conv_kernel, groups=channels, padding=conv_kernel - 1, bias=conv_bias
+        )
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=bias)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.norm: nn.Module = GroupedRMSNorm(inner, groups, eps)
+        self.D = nn.Parameter(torch.empty(heads))
+        self.out_proj = nn.Linear(inner, hidden_size, bias=bias)
+
+    def reset_decays(self) -> None:
+        """The decays 1 to H."""
+        initialization.copy_(self.A_log, torch.arange(1.0, self.heads + 1, device=self.A_log.device).log())
+        initialization.ones_(self.D)
+
+    def reset_parameters(self, config: Any) -> None:
+        """The same, and time steps between config.time_step_min and config.time_step_max."""
+        self.reset_decays()
+        initialization.copy_(self.dt_bias, initial_time_steps(config, self.heads, self.dt_bias.device))
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(B, T, D) -> gate (B, T, H P), what is convolved (B, T, H P + 2 G N), time step (B, T, H)."""
+        return linear(self.in_proj, hidden_states).split(self.parts, dim=-1)
+
+    def normalize(self, scanned: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """scanned (B, T, H P), multiplied by silu(gate) unless `norm_before_gate` -> (B, T, H P)."""
+        return self.norm(scanned)
+
+    @force_accelerate_hooks("conv1d")
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """attention_mask (B, T): 0 for padding. seq_idx (B, T): which of the packed sequences a token belongs to."""
+        state = recurrent_state(cache_params, self.layer_idx)
+        gate, x, dt = self.project(without_padding(hidden_states, attention_mask))
+        x = convolve(self.conv1d, x, self.activation, cache_params, self.layer_idx, seq_idx)
+        x, B, C = without_padding(x, attention_mask).split(self.convolved, dim=-1)
+        heads, shared = (self.heads, self.head_dim), (self.groups, self.state_size)
+        scanned = ssm2(
+            x.unflatten(-1, heads),
+            dt,
+            -self.A_log.float().exp(),
+            B.unflatten(-1, shared),
+            C.unflatten(-1, shared),
+            D=self.D,
+            z=None if self.norm_before_gate else gate.unflatten(-1, heads),
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=self.time_step_limit,
+            initial_state=state,
+            segment_ids=seq_idx,
+        )
+        if cache_params is not None:
+            cache_params.update_recurrent_state(scanned.final_state, self.layer_idx)
+        return linear(self.out_proj, self.normalize(scanned.outputs.flatten(-2), gate))
+
+
+def initial_time_steps(config: Any, count: int, device: torch.device) -> torch.Tensor:
+    """(count,): the bias whose softplus lies between config.time_step_min and config.time_step_max, even in its log."""
+    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+    steps = (torch.rand(count, device=device) * (high - low) + low).exp().clamp(min=config.time_step_floor)
+    return steps + torch.log(-torch.expm1(-steps))

@@ -1,0 +1,100 @@
+"""The mixer of Mamba (arXiv:2312.00752): projection, convolution and a scan whose steps, B and C each token selects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Cache, initialization
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from easytorch.layers.basics import activation
+from easytorch.layers.linear import linear, plain_weight
+from easytorch.layers.mamba2_mixer import initial_time_steps
+from easytorch.layers.recurrent import convolve, recurrent_state, without_padding
+from easytorch.operations import OperationRegistry
+
+ssm1 = OperationRegistry.create("ssm1")
+
+
+class MambaMixer(nn.Module):
+    """out_proj(ssm1(conv(x)) * silu(gate)): (B, T, D) -> (B, T, D).
+
+    Legend: B batch, T tokens, D hidden size, C channels, N state size, R rank of the time step.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        activation(config.hidden_act)  # refused here by name, not at the first token
+        if config.time_step_init_scheme not in ("constant", "random"):
+            raise ValueError(
+                f"mamba: config.time_step_init_scheme={config.time_step_init_scheme!r}; it is 'constant' or 'random'"
+            )
+        self.layer_idx, self.activation = layer_idx, config.hidden_act
+        channels, hidden = config.intermediate_size, config.hidden_size
+        rank, size = int(config.time_step_rank), config.state_size
+        self.parts = (rank, size, size)  # of x_proj: time step, B, C
+        kernel = config.conv_kernel
+        self.conv1d = nn.Conv1d(
+            channels, channels, kernel, groups=channels, padding=kernel - 1, bias=config.use_conv_bias
+        )
+        self.in_proj = nn.Linear(hidden, 2 * channels, bias=config.use_bias)
+        self.x_proj = nn.Linear(channels, sum(self.parts), bias=False)
+        self.dt_proj = nn.Linear(rank, channels)
+        self.A_log = nn.Parameter(torch.empty(channels, size))
+        self.D = nn.Parameter(torch.empty(channels))
+        self.out_proj = nn.Linear(channels, hidden, bias=config.use_bias)
+
+    def reset_parameters(self, config: Any) -> None:
+        channels, size = self.A_log.shape
+        decays = torch.arange(1.0, size + 1, device=self.A_log.device).log()
+        initialization.copy_(self.A_log, decays.expand(channels, -1))
+        initialization.ones_(self.D)
+        std = self.parts[0] ** -0.5 * config.time_step_scale
+        if config.time_step_init_scheme == "constant":
+            initialization.constant_(self.dt_proj.weight, std)
+        else:
+            initialization.uniform_(self.dt_proj.weight, -std, std)
+        initialization.copy_(self.dt_proj.bias, initial_time_steps(config, channels, self.dt_proj.bias.device))
+
+    @force_accelerate_hooks(["conv1d", "dt_proj"])
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """attention_mask (B, T): 0 for padding. seq_idx (B, T): which of the packed sequences a token belongs to."""
+        state = recurrent_state(cache_params, self.layer_idx)
+        x, gate = linear(self.in_proj, without_padding(hidden_states, attention_mask)).chunk(2, dim=-1)
+        x = convolve(self.conv1d, x, self.activation, cache_params, self.layer_idx, seq_idx)
+        x = without_padding(x, attention_mask)
+        steps, B, C = linear(self.x_proj, x).split(self.parts, dim=-1)
+        dt, dt_bias = self.time_steps(steps)
+        scanned = ssm1(
+            x,
+            dt,
+            -self.A_log.float().exp(),
+            B,
+            C,
+            D=self.D,
+            z=gate,
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            initial_state=state,
+            segment_ids=seq_idx,
+        )
+        if cache_params is not None:
+            cache_params.update_recurrent_state(scanned.final_state, self.layer_idx)
+        return linear(self.out_proj, scanned.outputs)
+
+    def time_steps(self, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """steps (B, T, R) -> (B, T, C), and the bias, which in half precision is not to be rounded with each sum."""
+        weight = plain_weight(self.dt_proj)
+        if weight is None or self.dt_proj.bias is None:
+            return linear(self.dt_proj, steps), None
+        return F.linear(steps, weight), self.dt_proj.bias

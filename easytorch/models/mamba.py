@@ -1,0 +1,190 @@
+"""Mamba (arXiv:2312.00752): layers of a convolution and a selective scan, without attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, GenerationMixin, MambaConfig, initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from easytorch.layers.basics import check_one_input, keep_logits
+from easytorch.layers.linear import linear
+from easytorch.layers.mamba_mixer import MambaMixer
+from easytorch.layers.norm import RMSNorm
+from easytorch.layers.recurrent import padding_mask
+from easytorch.protocol.native import NativeDecoder
+
+
+class MambaBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), the sum in float32 where `config.residual_in_fp32`: (B, T, D) -> (B, T, D)."""
+
+    mixer_class: ClassVar[type[nn.Module]] = MambaMixer
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mixer = self.mixer_class(config, layer_idx)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        mixed = self.mixer(self.norm(hidden_states.to(self.norm.weight.dtype)), **kwargs)
+        return (hidden_states.float() if self.residual_in_fp32 else hidden_states) + mixed
+
+
+class MambaPreTrainedModel(NativeDecoder):
+    config: MambaConfig
+    config_class = MambaConfig
+    base_model_prefix = "backbone"
+    _input_embed_layer = "embeddings"
+    _no_split_modules = ["MambaBlock", "MambaMixer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache_params"]  # noqa: RUF012
+    _is_stateful = True
+    mixer_class: ClassVar[type[nn.Module]] = MambaMixer
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if not isinstance(module, self.mixer_class):
+            return
+        module.reset_parameters(self.config)
+        initialization.kaiming_uniform_(module.conv1d.weight, a=math.sqrt(5))
+        weight = module.out_proj.weight
+        initialization.kaiming_uniform_(weight, a=math.sqrt(5))
+        if self.config.rescale_prenorm_residual and not getattr(weight, "_is_hf_initialized", False):
+            with torch.no_grad():  # GPT-2's scheme: the residuals add up over the layers
+                weight /= math.sqrt(self.config.num_hidden_layers)
+
+
+@dataclass
+class MambaOutput(ModelOutput):
+    """hidden_states: after each layer, and after the last norm."""
+
+    last_hidden_state: torch.Tensor | None = None
+    cache_params: Cache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class MambaCausalLMOutput(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    cache_params: Cache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class MambaModel(MambaPreTrainedModel):
+    block_class: ClassVar[type[MambaBlock]] = MambaBlock
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(self.block_class(config, index) for index in range(config.num_hidden_layers))
+        self.norm_f = RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.gradient_checkpointing = False
+        self._register_load_state_dict_pre_hook(_rename_embeddings)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        cache_params: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MambaOutput:
+        """input_ids (B, T) or inputs_embeds (B, T, D) -> last_hidden_state (B, T, D), and the cache when `use_cache`.
+
+        attention_mask (B, past + T): 1 for tokens and 0 for padding. seq_idx (B, T): packed sequences, by number.
+        """
+        check_one_input(input_ids, inputs_embeds)
+        hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and self.gradient_checkpointing and self.training:
+            use_cache = False
+        if use_cache and cache_params is None:
+            cache_params = DynamicCache(config=self.config)
+        mask = padding_mask(attention_mask, hidden_states.shape[1])
+        after = []
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, cache_params=cache_params, attention_mask=mask, **kwargs)
+            after.append(hidden_states)
+        hidden_states = self.norm_f(hidden_states)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return MambaOutput(
+            last_hidden_state=hidden_states,
+            cache_params=cache_params if use_cache else None,
+            hidden_states=(*after, hidden_states) if output_hidden_states else None,
+        )
+
+
+class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
+    backbone_class: ClassVar[type[MambaModel]] = MambaModel
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.backbone = self.backbone_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *, use_cache: bool | None = None, is_first_iteration: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, use_cache=use_cache, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if use_cache and not is_first_iteration:
+            inputs["attention_mask"] = None
+        return inputs
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        cache_params: Cache | None = None,
+        labels: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MambaCausalLMOutput:
+        """As the backbone's, and logits (B, T, vocabulary), float32, of the positions `logits_to_keep` names.
+
+        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
+        """
+        outputs = self.backbone(
+            input_ids,
+            cache_params=cache_params,
+            inputs_embeds=inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            use_cache=use_cache,
+            attention_mask=attention_mask,
+            seq_idx=seq_idx,
+        )
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+        logits = linear(self.lm_head, kept.to(self.lm_head.weight.dtype)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MambaCausalLMOutput(
+            loss=loss, logits=logits, cache_params=outputs.cache_params, hidden_states=outputs.hidden_states
+        )
+
+
+def _rename_embeddings(state_dict: dict[str, Any], *_: Any) -> None:
+    """The name that checkpoints of the authors have."""
+    for name in [name for name in state_dict if "embedding." in name]:
+        state_dict[name.replace("embedding.", "embeddings.")] = state_dict.pop(name)
