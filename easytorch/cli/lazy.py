@@ -13,22 +13,24 @@ import typer
 from typer.core import TyperGroup
 
 from easytorch import cli
+from easytorch.cli.whole_help import WholeHelp, WholeNames
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
+_NO_COMMANDS = ("lazy", "main", "whole_help")
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(WholeNames, TyperGroup):
     """`--help` and completion see a name and a line of help; only the command that is run is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, None if name is None else _load(name), rest
+        return name, None if name is None else load(name), rest
 
 
 def command_names() -> list[str]:
     """Every module of `easytorch.cli` is a command (its function `command`, and `CONTEXT`, click's settings, if it has
-    any), except these two."""
-    return sorted(module.name for module in pkgutil.iter_modules(cli.__path__) if module.name not in ("lazy", "main"))
+    any), except these."""
+    return sorted(module.name for module in pkgutil.iter_modules(cli.__path__) if module.name not in _NO_COMMANDS)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -45,10 +47,11 @@ def summary(name: str) -> str:
     return docstring.partition("\n")[0]
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
+    """A command, imported."""
     module = importlib.import_module(f"easytorch.cli.{name}")
     one = typer.Typer(add_completion=False, context_settings={**CONTEXT, **getattr(module, "CONTEXT", {})})
-    one.command(name)(module.command)
+    one.command(name, cls=WholeHelp)(module.command)
     return typer.main.get_command(one)
 
 

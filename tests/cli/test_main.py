@@ -10,11 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from easytorch import __version__, missing_packages
-from easytorch.cli import env
+from easytorch.cli import env, lazy
 from easytorch.cli.lazy import command_names, summary
-from easytorch.cli.main import main
+from easytorch.cli.main import app, main
 from easytorch.training import arguments
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,18 @@ def test_a_command_is_a_module_with_a_docstring_and_a_function(name):
 def test_the_help_of_a_command_is_shown(name, capsys):
     assert exit_code(name, "--help") == 0
     assert "--" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 80, 100])
+def test_no_terminal_is_too_narrow_for_a_name(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in (None, *command_names()):
+        assert exit_code(*filter(None, [command]), "--help") == 0
+        shown = capsys.readouterr().out
+        assert "…" not in shown, command
+        params = get_command(app).params if command is None else lazy.load(command).params
+        for name in (name for one in params for name in (*one.opts, *one.secondary_opts) if name.startswith("-")):
+            assert name in shown, command
 
 
 def test_the_version(capsys):
