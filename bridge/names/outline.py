@@ -12,8 +12,8 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.core.config import Config
@@ -24,6 +24,7 @@ from easytorch.bridge.names.outlines.language import Settings, holds, value_of
 from easytorch.bridge.rules.table import BUFFER, TIES
 
 _LOOPS = "ijk"
+_OUTLINES = Path(__file__).with_name("outlines")
 # A row of the convention's table: torch's name, the leaf, the transform, and the required shape, if any.
 Row = tuple[str, str | None, str, tuple[int, ...] | None]
 
@@ -174,8 +175,9 @@ def outline_of(config: Config, tensors: int, given: Collection[str] = ()) -> Arc
 @cache
 def read_outline(model_type: str) -> Outline | None:
     """The outline of a family, None where there is none."""
-    file = files("easytorch.bridge.names.outlines") / f"{model_type}.json"
-    if not file.is_file():
+    file = _OUTLINES / f"{model_type}.json"
+    # A config may call its family by a path.
+    if file.parent != _OUTLINES or not file.is_file():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
     parts, _ = _places(found["keys"])

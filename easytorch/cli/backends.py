@@ -34,7 +34,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for each, facts in found.items():
         console.print(f"{each}: {facts.get('description') or facts['missing']}")
         if "missing" not in facts:

@@ -112,7 +112,7 @@ def _progress_bar(console: Console) -> Progress:
 def _print(report: ConversionReport) -> None:
     from easytorch.bridge.core.sizes import human_size
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(
         f"{report.destination}: {report.tensors} tensors, {human_size(report.bytes)}, {report.target_format} "
         f"in {report.seconds:.1f} s{', verified' if report.verified else ''}"

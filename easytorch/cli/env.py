@@ -72,7 +72,9 @@ def show(facts: dict[str, Any], console: Console) -> None:
     console.print(versions, devices, operations_table(facts["operations"]))
     variables = facts["environment"]
     console.print("Environment variables", style="italic")
-    console.print("".join(f"  {name}={value}\n" for name, value in variables.items()) or "  none set\n", markup=False)
+    console.print(
+        "".join(f"  {name}={value}\n" for name, value in variables.items()) or "  none set\n", markup=False, emoji=False
+    )
 
 
 def operations_table(choices: list[dict[str, Any]]) -> Table:

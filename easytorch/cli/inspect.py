@@ -39,12 +39,12 @@ def command(
     else:
         from rich.console import Console
 
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         console.print(_title(info), style="bold")
         for note in info.notes:
             console.print(printable(f"note: {note}"))
         # rich cuts the lines of a tree to the console's width, and with them the sizes at their ends.
-        Console(highlight=False, markup=False, width=_LONGEST_LINE).print(_tree(info))
+        Console(highlight=False, markup=False, emoji=False, width=_LONGEST_LINE).print(_tree(info))
 
 
 def _title(info: CheckpointInfo) -> str:

@@ -43,7 +43,7 @@ class Report:
         self.metrics.close()
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._bar.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def step(self, step: int, *, loss: float, learning_rate: float, gradient_norm: float, rate: float) -> None:
         """`step` optimizer steps are done; `loss` is that of the last one, `rate` in tokens per second."""

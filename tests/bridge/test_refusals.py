@@ -314,6 +314,16 @@ def test_what_gguf_needs_is_said(tiny_torch, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "error: GGUF files need the gguf package: pip install gguf"
 
 
+def test_names_of_emoji_are_names(tiny_torch, tmp_path, monkeypatch):
+    (tmp_path / ":bug:").mkdir()
+    monkeypatch.chdir(tmp_path / ":bug:")
+    for output in (
+        run("convert", tiny_torch, "../:bug:/new", "--to", "flax").output,
+        run("inspect", "../:bug:/new").output,
+    ):
+        assert "../:bug:/new: " in output
+
+
 def test_weights_are_no_config(tiny_torch, tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors: holds weights and is no config\.json"):
         convert(tiny_torch, tmp_path / "out", to="flax", config=tiny_torch / "model.safetensors")

@@ -451,6 +451,14 @@ def test_a_class_that_transformers_keeps_to_itself_is_none_of_a_config() -> None
         assert outline_of(Config(Path("config.json"), {"model_type": "bart", "architectures": [name]}), 1000) is None
 
 
+def test_a_family_called_by_a_path_has_no_outline(tmp_path: Path) -> None:
+    content = (ROOT / "bridge" / "names" / "outlines" / "bert.json").read_text()
+    (tmp_path / "evil.json").write_text(content)
+    assert read_outline(str(tmp_path / "evil")) is None
+    assert read_outline("../outlines/bert") is None
+    assert read_outline("bert") is not None
+
+
 def test_labels_that_a_family_has_without_being_told() -> None:
     outlined = outline_of(config_of("bart", "BartForSequenceClassification"), 1000)
     assert outlined is not None and outlined.shapes["classification_head.out_proj.bias"] == (3,)
