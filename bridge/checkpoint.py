@@ -310,7 +310,7 @@ class Checkpoint(ContextManager):
         """The data of a torch tensor that `NamedWeights.kept` names."""
         return self._torch.read(name)
 
-    def _check(self, tensors: dict, table: RuleTable) -> None:
+    def _check(self, tensors: Mapping[str, TensorInfo], table: RuleTable) -> None:
         weights = {name: info for name, info in tensors.items() if not table.is_buffer(name)}
         check(weights, self._known, table, without_layers(self.needed_config.content))
 

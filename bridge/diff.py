@@ -150,11 +150,14 @@ def _exact(first: np.dtype, second: np.dtype) -> np.dtype:
 
 def _gaps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The absolute differences: 0 where both are NaN, infinite where only one is."""
+    gap: np.ndarray
     if one.dtype.kind == "c":
-        return np.hypot(_gaps(one.real, other.real), _gaps(one.imag, other.imag))
+        gap = np.hypot(_gaps(one.real, other.real), _gaps(one.imag, other.imag))
+        return gap
     if one.dtype.kind in "iu":
         # The difference of two int64 may overflow: it wraps around, and is right as an unsigned integer.
-        return (np.maximum(one, other) - np.minimum(one, other)).view(np.uint64)
+        gap = np.maximum(one, other) - np.minimum(one, other)
+        return gap.view(np.uint64)
     with np.errstate(invalid="ignore"):
         gap = np.abs(one - other)
     gap[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0

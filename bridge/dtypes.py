@@ -48,9 +48,14 @@ _ALIASES = {
 }
 
 
-def numpy_dtype(name: str) -> np.dtype | None:
-    """The numpy dtype of that name, or None for a name that is not an element type here."""
-    return _NUMPY.get(name)
+def is_dtype(name: str) -> bool:
+    """True for the canonical name of an element type that tensors may have here."""
+    return name in _NUMPY
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a name that `is_dtype` knows; `KeyError` for any other."""
+    return _NUMPY[name]
 
 
 def floating_dtype(name: str) -> str:

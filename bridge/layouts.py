@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -237,7 +238,7 @@ def _two_biases(name: str, gates: int, leaves: int) -> Transform:
             raise CheckpointError(f"biases of one cell have the shapes {list(shapes)}")
         return [(shapes[0][0] * gates,)] * 2
 
-    both_ways: dict = {
+    both_ways: dict[str, Any] = {
         "to_flax": to_flax,
         "to_torch": to_torch,
         "flax_shape": flax_shapes,

@@ -13,7 +13,7 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
-from easytorch.bridge.dtypes import numpy_dtype, to_numpy, to_torch
+from easytorch.bridge.dtypes import is_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory.dtensors import dtensors_of
 from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
@@ -98,7 +98,7 @@ def state_dict_to_tree(
 def infos_of(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
     """The metadata of arrays, for a writer; `CheckpointError` for anything but an array of numbers."""
     for name, array in arrays.items():
-        if numpy_dtype(array.dtype.name) is None:
+        if not is_dtype(array.dtype.name):
             raise CheckpointError(f"is of dtype {array.dtype}, not an array of numbers", tensor=name)
     return {name: TensorInfo(name, array.shape, array.dtype.name) for name, array in arrays.items()}
 

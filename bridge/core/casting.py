@@ -66,5 +66,7 @@ def _largest(dtype: np.dtype) -> float:
 def _finite(array: np.ndarray) -> np.ndarray:
     exponent = _EXPONENTS.get(array.dtype.name)
     if exponent is None:
-        return np.isfinite(array if array.dtype.itemsize > 2 else array.astype(np.float32))
-    return (array.view(np.uint16) & exponent) != exponent
+        finite: np.ndarray = np.isfinite(array if array.dtype.itemsize > 2 else array.astype(np.float32))
+    else:
+        finite = (array.view(np.uint16) & exponent) != exponent
+    return finite

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from easytorch.bridge.errors import CheckpointError
 
 
-def read_json(file: Path, *, limit: int) -> dict:
+def read_json(file: Path, *, limit: int) -> dict[str, Any]:
     """The JSON object in `file`; `CheckpointError` when it is absent, larger than `limit` bytes, or not one."""
     try:
         with file.open("rb") as stream:

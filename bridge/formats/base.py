@@ -36,8 +36,10 @@ class Format(Protocol):
     """A checkpoint format: a container of named tensors of any family."""
 
     name: str
-    # The naming scheme its tensors always carry; None for a tree of arrays ("/" in the names), whose names tell it.
-    scheme: str | None
+
+    @property
+    def scheme(self) -> str | None:
+        """The naming scheme its tensors always have; None for a tree of arrays ("/" in the names), whose names tell."""
 
     def detect(self, path: Path) -> Path | None:
         """What to open for `path`, a folder or a file: an index, a file, a folder, or None if in another format."""

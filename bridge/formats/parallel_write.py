@@ -63,7 +63,8 @@ class _Whole:
 
     def __init__(self, array: np.ndarray | Unread) -> None:
         self.array = array
-        self.pieces = list(array.pieces(_READ_BYTES) if isinstance(array, Unread) else pieces(array))
+        self.pieces: list[np.ndarray | Unread] = []
+        self.pieces.extend(array.pieces(_READ_BYTES) if isinstance(array, Unread) else pieces(array))
         self.waiting = len(self.pieces)
 
 

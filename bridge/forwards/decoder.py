@@ -83,4 +83,5 @@ def gpt2(p: Params, config: Mapping[str, Any], input_ids: jax.Array) -> jax.Arra
 
 
 def _conv1d(p: Params, x: jax.Array) -> jax.Array:
-    return jnp.matmul(x, p["kernel"].T, precision="highest") + p["bias"]
+    y: jax.Array = jnp.matmul(x, p["kernel"].T, precision="highest") + p["bias"]
+    return y

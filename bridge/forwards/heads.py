@@ -25,7 +25,8 @@ def logits_of(
 def _matrix(own: Params | None, table: jax.Array, config: Mapping[str, Any]) -> jax.Array | None:
     """(in, vocabulary): the head's own kernel, else the embedding that it is tied to."""
     if own is not None and "kernel" in own:
-        return own["kernel"]
+        kernel: jax.Array = own["kernel"]
+        return kernel
     return table.T if config.get("tie_word_embeddings") else None
 
 

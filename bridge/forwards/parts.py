@@ -31,7 +31,7 @@ def dense(p: Params, x: jax.Array) -> jax.Array:
 def layer_norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
     """Over the last axis."""
     centered = x - x.mean(-1, keepdims=True)
-    y = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon) * p["scale"]
+    y: jax.Array = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon) * p["scale"]
     return y + p["bias"] if "bias" in p else y
 
 

@@ -101,9 +101,10 @@ def _file_system(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        return fsspec.core.url_to_fs(url)
+        file_system, path = fsspec.core.url_to_fs(url)
     except ValueError as error:
         raise CheckpointError(f"is no URL that can be opened ({error})", file=url) from error
+    return file_system, path
 
 
 def _fetched(url: str, folder: Path, prefer: registry.Kind | None, headers_only: bool) -> Path:

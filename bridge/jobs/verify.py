@@ -207,14 +207,11 @@ def _torch_outputs(
         transformers.logging.set_verbosity(before)
         if bar:
             transformers.utils.logging.enable_progress_bar()
-    if with_head:
-        with torch.no_grad():
-            return model(**{name: torch.from_numpy(array) for name, array in inputs.items()}).logits.numpy()
+    run = model if with_head or holder is base else model.base_model
     with torch.no_grad():
-        outputs = (model if holder is base else model.base_model)(
-            **{name: torch.from_numpy(array) for name, array in inputs.items()}
-        )
-    return outputs.last_hidden_state.numpy()
+        outputs = run(**{name: torch.from_numpy(array) for name, array in inputs.items()})
+    made: torch.Tensor = outputs.logits if with_head else outputs.last_hidden_state
+    return made.numpy()
 
 
 def _jax_outputs(

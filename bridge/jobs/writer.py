@@ -24,7 +24,7 @@ def write_files(staging: Staging, format_: WritableFormat, layout: Layout, sourc
     assert journal is not None, "a conversion is staged with a key"
     with Threads(1) as syncing:
         unsynced: list[str] = []
-        sync: Future | None = None
+        sync: Future[None] | None = None
         for file, infos in layout.items():
             if file in journal.finished:
                 for info in infos:
@@ -39,7 +39,7 @@ def write_files(staging: Staging, format_: WritableFormat, layout: Layout, sourc
     format_.finish(staging.folder, layout, source)
 
 
-def _next_sync(syncing: Threads, former: Future | None, journal: Journal, files: list[str]) -> Future:
+def _next_sync(syncing: Threads, former: Future[None] | None, journal: Journal, files: list[str]) -> Future[None]:
     """Begun when the former one ended well."""
     if former is not None:
         former.result()

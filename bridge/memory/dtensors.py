@@ -79,7 +79,10 @@ def _placed(
 
     strides = torch.empty(shape, device="meta").stride()
     local = local.to(mesh.device_type)
-    return dtensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+    placed: torch.Tensor = dtensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+    return placed
 
 
 def _axes(step: Step, tree: MemoryTree) -> tuple[int, ...] | None:

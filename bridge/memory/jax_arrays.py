@@ -111,8 +111,10 @@ def to_jax(array: np.ndarray, path: str, *, sharding: Any = None, copy: bool = T
     if sharding is not None:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: copied(array[index]))
     if not copy and _dense(array) and array.flags.writeable and jax.default_backend() == "cpu":
-        return jax.dlpack.from_dlpack(from_numpy(array))
-    return jax.device_put(copied(array))  # a copy: jax may read a numpy array after the call
+        made: jax.Array = jax.dlpack.from_dlpack(from_numpy(array))
+    else:
+        made = jax.device_put(copied(array))  # a copy: jax may read a numpy array after the call
+    return made
 
 
 def copied(view: np.ndarray) -> np.ndarray:

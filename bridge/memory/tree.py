@@ -23,7 +23,7 @@ from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.threads import Threads
-from easytorch.bridge.dtypes import numpy_dtype, torch_stores
+from easytorch.bridge.dtypes import is_dtype, torch_stores
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory.jax_arrays import (
     copied,
@@ -226,7 +226,7 @@ def info_of(path: str, leaf: Any) -> TensorInfo:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     name = str(leaf.dtype).removeprefix("torch.")
-    if numpy_dtype(name) is None:
+    if not is_dtype(name):
         raise CheckpointError(f"is of dtype {name}, not an array of numbers", tensor=path)
     return TensorInfo(path, tuple(leaf.shape), name)
 
@@ -287,7 +287,8 @@ def _by_path(shardings: Shardings) -> Callable[[str], Any]:
     if shardings is None or hasattr(shardings, "device_set"):
         return lambda path: shardings
     if callable(shardings):
-        return shardings
+        by_path: Callable[[str], Any] = shardings
+        return by_path
     given = flat(_plain(shardings))
 
     def placed(path: str) -> Any:

@@ -144,9 +144,10 @@ def _sum(value: object) -> int:
 
 def _with_floats(content: dict[str, Any]) -> dict[str, Any]:
     """config.json with the floats that JSON lacks, which transformers writes as `{"__float__": "Infinity"}`."""
-    return json.loads(
+    read: dict[str, Any] = json.loads(
         json.dumps(content), object_hook=lambda found: float(found["__float__"]) if "__float__" in found else found
     )
+    return read
 
 
 def _model_class(config: Config, config_class: type) -> type:
@@ -155,7 +156,8 @@ def _model_class(config: Config, config_class: type) -> type:
     if config.architecture is None:
         # Some configs have several base classes, the plainest first.
         base: Any = transformers.MODEL_MAPPING[config_class]
-        return base[0] if isinstance(base, tuple) else base
+        plainest: type = base[0] if isinstance(base, tuple) else base
+        return plainest
     found = getattr(transformers, config.architecture, None)
     if found is None and config.architecture.endswith("ForCausalLM"):
         # Flax calls every such head ForCausalLM; torch's BERT one is BertLMHeadModel.

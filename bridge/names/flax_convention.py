@@ -278,7 +278,6 @@ def _in_table(name: str, member: Member) -> list[Row]:
     rows: list[Row] = []
     if (match := table.torch_rule(inside)) is not None:
         rule, _, bindings = match
-        assert rule.transform is not None
         parts = tuple(start + side.fill(bindings) for side in rule.torch)
         transform = SPARE if rule.kind == SPARE else rule.transform
         rows.append((parts, path + rule.flax.fill(bindings), transform))

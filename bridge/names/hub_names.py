@@ -78,7 +78,8 @@ class HubNames:
         """A state dict as `save_pretrained` would write it: views of the tensors where the layouts allow."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self.model, dict(state_dict))
+        reverted: dict[str, torch.Tensor] = revert_weight_conversion(self.model, dict(state_dict))
+        return reverted
 
     def hub_name(self, module_name: str) -> str | None:
         """The name on disk of the weight `module_name` in memory; None where it is not a single tensor there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Set
+from typing import Any
 
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.rules.patterns import Bindings, Pattern
@@ -42,7 +43,7 @@ def _in_collections(path: str) -> tuple[str, ...]:
 
 def _of_modules(rows: list[Pattern], known: Set[str]) -> Iterator[str]:
     """Weights that present modules have in other layers, such as one layer's bias that all others have."""
-    modules: dict[tuple, dict[Pattern, set[Bindings]]] = {}
+    modules: dict[tuple[Any, ...], dict[Pattern, set[Bindings]]] = {}
     for row in rows:
         found = {bindings for name in known if (bindings := row.match(name)) is not None}
         modules.setdefault(row.components[:-1], {})[row] = found

@@ -55,7 +55,8 @@ class Step:
     def _several(self, made: Any) -> Sequence[np.ndarray]:
         """The result of a layout, which may be a user's, checked: an array for each target."""
         names = ", ".join(target.name for target in self.targets)
-        return _listed(made, len(self.targets), np.ndarray, self.transform, "array", names)
+        arrays: Sequence[np.ndarray] = _listed(made, len(self.targets), np.ndarray, self.transform, "array", names)
+        return arrays
 
 
 @dataclass
@@ -182,8 +183,7 @@ class _FromTorch:
 
     def _resolve(self, name: str, rule: CompiledRule, path: str, names: dict[str, None]) -> None:
         """A torch tensor that may repeat the one at `path`: left out where Flax has it once."""
-        source_rule, bindings = self._table.flax_rule(path)
-        source = source_rule.torch[0].fill(bindings)
+        source = self._source(name, path)
         alone = self._table.torch_rule(name) is None
         if source not in names:
             if self._tie or alone or rule.kind == TIED_ALWAYS:
@@ -219,10 +219,20 @@ class _FromTorch:
             tie = self._table.tie(name)
             if name in names or tie is None or tie[0].kind != TIED_IN_TORCH:
                 continue
-            source_rule, bindings = self._table.flax_rule(tie[1])
-            source = source_rule.torch[0].fill(bindings)
+            source = self._source(name, tie[1])
             if source in names:
                 self._move(name, self._given[source])
+
+    def _source(self, name: str, path: str) -> str:
+        """The torch tensor that makes leaf `path`, which `name` is tied to."""
+        found = self._table.flax_rule(path)
+        if found is None:
+            raise CheckpointError(
+                f"is tied to {path!r}, which no row of the table makes; add a row for that leaf, or change the tie",
+                tensor=name,
+            )
+        rule, bindings = found
+        return rule.torch[0].fill(bindings)
 
     def _identical(self, name: str, other: str) -> bool:
         return self._same(*(_as_it_is(self._tensors[self._given[one]]) for one in (name, other)))
@@ -246,7 +256,7 @@ class _FromTorch:
 def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict[str, Step]:
     """Leaf -> its step; the step of a torch tensor that is made of several leaves is at the last of them."""
     steps: dict[str, Step] = {}
-    pending: dict[tuple[int, Bindings], dict[int, TensorInfo]] = {}
+    pending: dict[tuple[int, Bindings], tuple[CompiledRule, Bindings, dict[int, TensorInfo]]] = {}
     for path, info in tensors.items():
         found = table.leaf_rule(path)
         if found is None:
@@ -255,13 +265,13 @@ def _steps_to_torch(tensors: Mapping[str, TensorInfo], table: RuleTable) -> dict
         if not rule.cut and not rule.exchanged:
             steps[path] = _cut(info, rule, rule.torch, bindings)
             continue
-        infos = pending.setdefault((rule.number, bindings), {})
+        infos = pending.setdefault((rule.number, bindings), (rule, bindings, {}))[2]
         infos[part] = info
         if len(infos) == len(rule.leaves):
-            steps[path] = _of_several(pending.pop((rule.number, bindings)), rule, bindings)
-    for infos in pending.values():
-        rule, _, bindings = table.leaf_rule(next(iter(infos.values())).name)
-        _of_several(infos, rule, bindings)
+            del pending[rule.number, bindings]
+            steps[path] = _of_several(infos, rule, bindings)
+    for rule, bindings, infos in pending.values():
+        _of_several(infos, rule, bindings)  # its error: a leaf is missing
     return steps
 
 

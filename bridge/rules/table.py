@@ -67,7 +67,13 @@ class CompiledRule:
     kind: str
     torch: tuple[Pattern, ...]
     leaves: tuple[Pattern, ...]
-    transform: Transform | None
+    layout: Transform | None
+
+    @property
+    def transform(self) -> Transform:
+        """The transform of a rule that moves data, which a buffer's and a tie's do not."""
+        assert self.layout is not None, f"{self.kind} moves no data"
+        return self.layout
 
     @property
     def flax(self) -> Pattern:
@@ -85,11 +91,11 @@ class CompiledRule:
         """Whether several torch tensors are several leaves, converted together in both directions."""
         return min(len(self.leaves), len(self.torch)) > 1
 
-    def order(self, bindings: Bindings) -> tuple:
+    def order(self, bindings: Bindings) -> tuple[Any, ...]:
         """Sorts instances of the table: by rule, then by variable, numbers as numbers and choices as listed."""
         return (self.number, *(self._rank(name, value) for name, value in bindings))
 
-    def _rank(self, name: str, value: str) -> tuple:
+    def _rank(self, name: str, value: str) -> tuple[int, int, str]:
         choices = {
             part[0]: part[1] for pattern in self.torch for part in pattern.components if not isinstance(part, str)
         }
@@ -144,7 +150,7 @@ class RuleTable:
         self._aliases = {str(rule[0]): str(rule[1]) for rule in rules if rule[2:] == (ALIAS,)}
         rows = [(number, rule) for number, rule in enumerate(rules) if rule[2:] != (ALIAS,)]
         compiled = [one for number, rule in rows for one in _compile(number, rule)]
-        self.weights = [rule for rule in compiled if rule.transform is not None]
+        self.weights = [rule for rule in compiled if rule.layout is not None]
         self.buffers = [rule for rule in compiled if rule.kind == BUFFER]
         self._unread = {rule.flax.fill(()) for rule in compiled if rule.kind == UNREAD}
         ties = [rule for rule in compiled if rule.kind in TIES]

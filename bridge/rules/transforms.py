@@ -31,7 +31,7 @@ class Transform:
 
     name: str
     to_flax: Callable[[Arrays], np.ndarray]
-    to_torch: Callable[[np.ndarray], Arrays] | None
+    to_torch: Callable[[np.ndarray], Arrays]
     flax_shape: Callable[[Sequence[Shape]], Shape]
     torch_shapes: Callable[[Shape], Sequence[Shape]]
     rank: int | None = None

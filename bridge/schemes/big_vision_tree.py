@@ -70,7 +70,8 @@ class _Names:
     def of(self, part: str) -> str:
         """`attention/query` by these names."""
         module, _, rest = part.partition("/")
-        return getattr(self, module) + (f"/{rest}" if rest else "")
+        name: str = getattr(self, module)
+        return f"{name}/{rest}" if rest else name
 
 
 _LINEN = _Names(f"{_ATTENTION}_0", "LayerNorm_0", "LayerNorm_1", "MlpBlock_0")
@@ -141,7 +142,9 @@ def _layer(torch: str, leaf: str, kind: str, heads: int) -> Iterator[tuple[str, 
     yield f"{torch}.bias", f"{leaf}/bias", heads_bias(heads) if kind == "heads_out" else "identity"
 
 
-def _blocks(torch: str, leaf: str, parts: tuple, names: _Names, layers: int, heads: int) -> Iterator[Rule]:
+def _blocks(
+    torch: str, leaf: str, parts: tuple[tuple[str, str, str], ...], names: _Names, layers: int, heads: int
+) -> Iterator[Rule]:
     """The layers of an encoder: a row per tensor, or one row for all layers of a scanned one."""
     for inside, module, kind in parts:
         for end, path, change in _layer(inside, names.of(module), kind, heads):

@@ -275,7 +275,8 @@ class _Table:
     @property
     def _score_factor(self) -> float:
         size = self._config.content.get("query_pre_attn_scalar", self._head_dim)
-        return float(size) ** -0.5
+        factor: float = float(size) ** -0.5
+        return factor
 
     def _narrow_of(self, path: str, suffix: str, name: str) -> str | None:
         leaf = self._leaf(f"{path}/self_attention{suffix}/{name}/kernel")

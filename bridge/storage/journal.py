@@ -63,13 +63,13 @@ def _append(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
         os.fsync(stream.fileno())
 
 
-def _entries(file: Path) -> list[dict]:
+def _entries(file: Path) -> list[dict[str, Any]]:
     """The key and the finished files, up to the first incomplete line."""
     try:
         lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    entries: list[dict] = []
+    entries: list[dict[str, Any]] = []
     for line in lines:
         try:
             entry = json.loads(line)
@@ -82,7 +82,7 @@ def _entries(file: Path) -> list[dict]:
     return entries
 
 
-def state_of(path: Path) -> list | None:
+def state_of(path: Path) -> list[list[str | int]] | None:
     """Sizes and times of a file, or of every file in a folder by path; None when it does not exist."""
     if not path.exists():
         return None

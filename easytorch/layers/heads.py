@@ -37,6 +37,12 @@ def width_of(config: PreTrainedConfig) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
+def labels_of(config: PreTrainedConfig) -> int:
+    """`config.num_labels`, which every config has when it is made."""
+    assert config.num_labels is not None
+    return config.num_labels
+
+
 class CausalLMHead(_Base):
     """Logits of the next token, at every position that is asked for. `GenerationMixin` stands behind it."""
 
@@ -44,9 +50,9 @@ class CausalLMHead(_Base):
     lm_head_bias: ClassVar[bool] = False
     output_class: ClassVar[type[ModelOutput]] = CausalLMOutputWithPast
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
-    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+    _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan: dict[str, Any] | None = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+    _fsdp_plan: dict[str, str] | None = {"lm_head": "keep_full_weight"}  # noqa: RUF012
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -114,7 +120,7 @@ class SequenceClassificationHead(_Base):
         super().__init__(config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-        self.score = nn.Linear(width_of(config), config.num_labels, bias=False)
+        self.score = nn.Linear(width_of(config), labels_of(config), bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -177,7 +183,7 @@ class TokenClassificationHead(_Base):
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         chosen = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
         self.dropout = nn.Dropout(next((rate for rate in chosen if rate is not None), 0.1))
-        setattr(self, self.classifier_name, nn.Linear(width_of(config), config.num_labels))
+        setattr(self, self.classifier_name, nn.Linear(width_of(config), labels_of(config)))
         self.post_init()
 
     @can_return_tuple

@@ -20,6 +20,7 @@ class SparseMoe(nn.Module):
     experts_class: ClassVar[type[Any]]
     order: ClassVar[tuple[str, str]] = ("gate", "experts")  # transformers': optimizer states follow it
 
+    gate: nn.Module
     experts: nn.Module
 
     def __init__(self, config: Any) -> None:

@@ -88,4 +88,5 @@ class CohereForCausalLM(CausalLMHead, CoherePreTrainedModel, GenerationMixin):
     backbone_class = CohereModel
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * self.config.logit_scale
+        scale = self.config.logit_scale
+        return logits if scale is None else logits * scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Gemma2Attention(GroupedAttention):
 
 
 class Gemma2DecoderLayer(DecoderLayer):
-    attention_class = Gemma2Attention
+    attention_class: ClassVar[type[GroupedAttention]] = Gemma2Attention
     mlp_class = Gemma2MLP
     norm_class = ZeroCenteredRMSNorm
     norms = (

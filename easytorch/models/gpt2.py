@@ -133,8 +133,8 @@ class GPT2Block(DecoderLayer):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        both = isinstance(past_key_values, EncoderDecoderCache)
-        own = past_key_values.self_attention_cache if both else past_key_values
+        both = past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
+        own = past_key_values if both is None else both.self_attention_cache
         attended, _ = self.attn(hidden_states=self.ln_1(hidden_states), past_key_values=own, **kwargs)
         hidden_states = hidden_states + attended
         if encoder_hidden_states is not None:
@@ -142,7 +142,7 @@ class GPT2Block(DecoderLayer):
                 self.ln_cross_attn(hidden_states),
                 encoder_hidden_states,
                 encoder_attention_mask,
-                past_key_values if both else None,
+                both,
                 kwargs.get("output_attentions"),
             )
             hidden_states = hidden_states + attended

@@ -50,7 +50,7 @@ class GraniteMoeDecoderLayer(DecoderLayer):
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
         super().add_modules(config, layer_idx)
-        self.block_sparse_moe = self._modules.pop("block_sparse_moe")  # transformers has it after the norms
+        self._modules["block_sparse_moe"] = self._modules.pop("block_sparse_moe")  # transformers has it after the norms
         self.residual_multiplier = config.residual_multiplier
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -76,11 +76,13 @@ class GraniteMoeModel(DecoderBackbone, GraniteMoePreTrainedModel):
     output_class = MoeModelOutputWithPast
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return inputs_embeds * self.config.embedding_multiplier
+        scale = self.config.embedding_multiplier
+        return inputs_embeds if scale is None else inputs_embeds * scale
 
 
 class GraniteMoeForCausalLM(BalancedCausalLMHead, GraniteMoePreTrainedModel, GenerationMixin):
     backbone_class = GraniteMoeModel
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits / self.config.logits_scaling
+        scale = self.config.logits_scaling
+        return logits if scale is None else logits / scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationMixin, MixtralConfig, PreTrainedConfig
@@ -34,8 +34,8 @@ class MixtralTopKRouter(SoftmaxRouter):
 
 
 class MixtralSparseMoeBlock(SparseMoe):
-    router_class = MixtralTopKRouter
-    experts_class = MixtralExperts
+    router_class: ClassVar[type[Any]] = MixtralTopKRouter
+    experts_class: ClassVar[type[Any]] = MixtralExperts
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

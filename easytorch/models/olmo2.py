@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,9 +31,9 @@ class Olmo2Attention(GroupedAttention):
 class Olmo2DecoderLayer(DecoderLayer):
     """x + norm(attention(x)), then x + norm(mlp(x))."""
 
-    attention_class = Olmo2Attention
+    attention_class: ClassVar[type[GroupedAttention]] = Olmo2Attention
     mlp_class = MistralMLP
-    norm_class = Float32RMSNorm
+    norm_class: ClassVar[type[nn.Module]] = Float32RMSNorm
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     post_feedforward_layernorm: nn.Module
 

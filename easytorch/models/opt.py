@@ -90,6 +90,8 @@ class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
     layer_class = OPTDecoderLayer
     rotary_class = None
 
+    embed_tokens: nn.Module
+
     def add_modules(self, config: Any) -> None:
         hidden, embedded = config.hidden_size, config.word_embed_proj_dim
         self.embed_tokens = nn.Embedding(config.vocab_size, embedded, config.pad_token_id)

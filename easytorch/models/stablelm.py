@@ -53,7 +53,7 @@ class StableLmDecoderLayer(DecoderLayer):
         super().add_modules(config, layer_idx)
         self.use_parallel_residual = config.use_parallel_residual
         if self.use_parallel_residual:
-            self.post_attention_layernorm = None
+            self.register_module("post_attention_layernorm", None)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -60,7 +60,7 @@ def attention(
     """
     banded = mask is bias is query_segment_ids is key_segment_ids is None
     # checked one by one: most calls have none of these, and building their record takes as long as a small matmul
-    if banded and not dropout_prob and softcap is sinks is None:
+    if banded and not dropout_prob and softcap is None and sinks is None:
         check_tensors(query, key, value)
         call = None
     else:
@@ -69,7 +69,7 @@ def attention(
             key_segment_ids=key_segment_ids, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
             dropout_prob=dropout_prob, seed=seed, draw=False,
         )  # fmt: skip
-        if not (bias is softcap is sinks is seed is None):
+        if not (bias is sinks is None and softcap is None and seed is None):
             refusal = supports(query, key, value, **call._asdict())
             if refusal is not None:
                 raise NotImplementedError(refusal)

@@ -285,6 +285,7 @@ def keep_factor(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block) -> Te
     """(N, R * G, C): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py in int32."""
     batches = torch.arange(chunk.b0, chunk.b1)[:, None, None, None, None] * (n.kv_heads * n.group)
     heads = torch.arange(chunk.k0, chunk.k1)[:, None, None, None] * n.group + torch.arange(n.group)[:, None]
+    assert call.seed is not None, "dropout has a seed"
     state = _mix(_low(call.seed) ^ _low((batches + heads) * HEAD))
     state = _mix(state ^ _low(torch.arange(block.first, block.last)[:, None, None] * ROW))
     state = _mix(state ^ _low(torch.arange(block.start, block.stop) * COLUMN))

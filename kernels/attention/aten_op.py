@@ -100,7 +100,7 @@ class _Flash(torch.autograd.Function):
             return aten_flash_forward(*arguments)
 
     setup_context = staticmethod(_keep)
-    backward = staticmethod(_gradients)  # type: ignore[assignment]
+    backward = staticmethod(_gradients)
 
 
 class _Gradients(torch.autograd.Function):
@@ -129,9 +129,8 @@ class _Gradients(torch.autograd.Function):
                 leaves[name] = getattr(call, name)
 
         def attend(leaves: dict[str, Tensor]) -> Tensor:
-            fields = {name: leaf for name, leaf in leaves.items() if name in DIFFERENTIABLE}
-            heads = (leaves[name] for name in ("query", "key", "value"))
-            return blocked.blockwise(*heads, call._replace(**fields))
+            fields: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name in DIFFERENTIABLE}
+            return blocked.blockwise(leaves["query"], leaves["key"], leaves["value"], call._replace(**fields))
 
         def gradients(grad: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
             return torch.func.vjp(attend, leaves)[1](grad)[0]

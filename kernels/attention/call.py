@@ -66,6 +66,11 @@ class AttentionCall(NamedTuple):
         )
 
     @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The fields that are tensors, None where there is none."""
+        return self[:TENSORS]
+
+    @property
     def numbers(self) -> tuple[float | int | None, ...]:
         """The fields that are not tensors: hashable, constants of a compiled program."""
         return self[TENSORS:]

@@ -104,7 +104,8 @@ def resolve(
     `key` holds only a part of them.
     """
     dim = check_tensors(query, key, value)[5]
-    if not (mask is bias is query_segment_ids is key_segment_ids is softcap is sinks is None) or dropout_prob != 0.0:
+    absent = mask is bias is query_segment_ids is key_segment_ids is sinks is None
+    if not absent or softcap is not None or dropout_prob != 0.0:
         _check_features(
             query, key.shape[1] if columns is None else columns, key.shape[1], mask, bias, query_segment_ids,
             key_segment_ids, softcap, sinks, dropout_prob,

@@ -21,9 +21,14 @@ def given(query: Tensor, bias_grad: bool, call: AttentionCall, *grads: Tensor | 
     assert dq is not None and dk is not None and dv is not None
     return (
         dq, dk, dv,
-        query.new_empty(0) if bias is None or not bias_grad else bias.to(call.bias.dtype).reshape(call.bias.shape),
-        query.new_empty(0) if sinks is None else sinks.to(call.sinks.dtype),
+        query.new_empty(0) if bias is None or not bias_grad else _fitting(bias, call.bias),
+        query.new_empty(0) if sinks is None else _fitting(sinks, call.sinks),
     )  # fmt: skip
+
+
+def _fitting(grad: Tensor, tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a gradient of a tensor that the call does not have"
+    return grad.to(tensor.dtype).reshape(tensor.shape)
 
 
 def like(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, bias_grad: bool) -> Gradients:

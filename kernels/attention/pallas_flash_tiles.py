@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easytorch.kernels.attention.call import TENSORS
+from easytorch.kernels.attention.call import TENSORS, unflatten
 from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 
@@ -52,7 +52,7 @@ class Grid(NamedTuple):
 
 def numbers_of(call: AttentionCall) -> AttentionCall:
     """The call without its tensors, which a kernel receives as references."""
-    return AttentionCall(*(None,) * TENSORS, *call.numbers)
+    return unflatten((*(None,) * TENSORS, *call.numbers))
 
 
 def given_of(call: AttentionCall, *, backward: bool = False) -> list[str]:
@@ -134,7 +134,7 @@ def _seen(n: Grid, call: AttentionCall, i: Any, j: Any, cut: bool) -> Array | No
             parts.append(offset <= call.right)
     if call.mask is not None:
         parts.append(call.mask[0, 0].astype(jnp.int32) != 0)
-    if call.query_segment_ids is not None:
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
         parts.append(call.key_segment_ids[0] == call.query_segment_ids[0])
     seen = None
     for part in parts:
@@ -150,6 +150,7 @@ def keep_factor(n: Grid, call: AttentionCall, head: Any, i: Any, j: Any) -> Arra
     """
     row = i * n.rows + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 1)
     column = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.columns, n.rows), 0)
+    assert call.seed is not None, "dropout has a seed"
     state = _mix(call.seed[0] ^ (head * _signed(HEAD)))
     state = _mix(state ^ (row * _signed(ROW)))
     state = _mix(state ^ (column * _signed(COLUMN)))

@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, gradients_by_field
+from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, gradients_by_field, unflatten
 from easytorch.kernels.interop.xla_bridge import call_jax, call_jax_with_gradient
 
 
 def call_jax_on(function: Callable[..., Any], call: AttentionCall, *tensors: Tensor | None, **static: Any) -> Any:
     """`function(*tensors, call, **static)`, which computes no gradient."""
     call = _for_jax(call, tensors)
-    return call_jax(_flat(function, len(tensors)), *tensors, *call[:TENSORS], numbers=call.numbers, **static)
+    return call_jax(_flat(function, len(tensors)), *tensors, *call.tensors, numbers=call.numbers, **static)
 
 
 def call_jax_on_with_gradient(
-    forward: Callable[..., Any], backward: Callable[..., Any], call: AttentionCall, *tensors: Tensor, **static: Any
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    call: AttentionCall,
+    *tensors: Tensor | None,
+    **static: Any,
 ) -> Any:
     """The first result of `forward(*tensors, call, **static)`, of which the second is kept for the backward.
 
@@ -33,7 +37,7 @@ def call_jax_on_with_gradient(
         _flat(forward, count),
         _flat_gradients(backward, count),
         *tensors,
-        *call[:TENSORS],
+        *call.tensors,
         numbers=call.numbers,
         **static,
     )
@@ -42,10 +46,13 @@ def call_jax_on_with_gradient(
 def _for_jax(call: AttentionCall, tensors: tuple[Tensor | None, ...]) -> AttentionCall:
     """32-bit integers, and the seed as an input of the graph, not a constant: a new one must not recompile."""
     device = next(x.device for x in tensors if x is not None)
-    ids = (None if x is None else x.to(torch.int32) for x in (call.query_segment_ids, call.key_segment_ids))
-    seed = None if call.seed is None else call.seed.to(torch.int32).to(device)
-    numbers = flatten(call)[TENSORS:]
-    return AttentionCall(call.mask, call.bias, *ids, call.sinks, seed, *numbers)
+    query_ids, key_ids, seed = call.query_segment_ids, call.key_segment_ids, call.seed
+    call = call._replace(
+        query_segment_ids=None if query_ids is None else query_ids.to(torch.int32),
+        key_segment_ids=None if key_ids is None else key_ids.to(torch.int32),
+        seed=None if seed is None else seed.to(torch.int32).to(device),
+    )
+    return unflatten(flatten(call))
 
 
 @functools.cache

@@ -26,11 +26,11 @@ def attention(
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32."""
     call = resolve(query, key, value, **features)
     check_structure(query, chunk_size, prefix_length)
-    prefix = None
+    prefix: Tensor | None = None
     if isinstance(prefix_length, Tensor):
-        prefix = prefix_length.to(query.device, torch.int32).reshape(-1)
+        prefix, prefix_length = prefix_length.to(query.device, torch.int32).reshape(-1), True
     causal, window = features.get("causal", False), window_of(features.get("sliding_window"))
-    rule = Rule(causal, *window, chunk_size, prefix_length if prefix is None else True)
+    rule = Rule(causal, *window, chunk_size, prefix_length)
     call = call._replace(left=None, right=None)  # the rule says it, with chunks and prefix
     functions = pallas_or_jax.blocksparse_forward, pallas_or_jax.blocksparse_backward
     return call_jax_on_with_gradient(*functions, call, query, key, value, prefix, rule=rule)

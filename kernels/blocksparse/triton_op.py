@@ -88,6 +88,7 @@ def _backward(
     *rest: Any,
 ) -> Gradients:  # fmt: skip
     """The gradients of query, key, value, bias and sinks; the last two are empty when there is none to give."""
+    from easytorch.kernels.attention.triton_flash_calls import delta_call
     from easytorch.kernels.blocksparse import triton_calls as calls
 
     call, wants_bias = unflatten(rest[:-1]), rest[-1]
@@ -96,7 +97,7 @@ def _backward(
     # contiguous for any strides of the input, which may overlap
     dq, dk, dv, bias_grad, sinks_grad = like(query, key, value, call, wants_bias)
     delta = torch.empty_like(lse)
-    calls.delta_call(output, grad, delta).launch()
+    delta_call(output, grad, delta).launch()
     calls.key_value_grad_call(architecture, heads, grad, lse, delta, dk, dv, structure, call).launch()
     scores_grad = None
     if wants_bias:

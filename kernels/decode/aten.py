@@ -72,7 +72,9 @@ def decode(
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
     if (
-        lengths is mask is bias is query_segment_ids is key_segment_ids is sliding_window is softcap is sinks is None
+        lengths is mask is bias is query_segment_ids is key_segment_ids is sinks is None
+        and sliding_window is None
+        and softcap is None
         and dropout_prob == 0.0
         and not torch.compiler.is_compiling()
     ):  # as of most tokens that are generated: a record takes as long as the attention of a short cache

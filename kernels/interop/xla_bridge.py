@@ -110,7 +110,9 @@ def _lower(
     # keep_unused: the node is given every tensor, so the computation must have a parameter for each
     traced = jax.jit(functools.partial(fn, **dict(static)), keep_unused=True).trace(*structs)
     lowered = lower_for_export(traced, platform)
-    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    hlo = lowered.compiler_ir("hlo")
+    assert hlo is not None, "what jax lowers has an HLO module"
+    module = hlo.as_serialized_hlo_module_proto()
     return xb.computation_from_module_proto(_name(fn), module), jax.tree.structure(lowered.out_info)
 
 

@@ -1,4 +1,5 @@
-"""Multi-head latent attention over a paged cache of latents: the definition, and each sequence by its own plan.
+"""Multi-head latent attention over a paged cache of latents: the definition, and one that chooses a plan for each
+sequence.
 
     ragged_page_multi_latent_attention(query, query_rope, latent_pages, context_lens, block_tables, query_start_loc,
                                        num_seqs=None, up_key=None, up_value=None, **features)
@@ -56,7 +57,7 @@ def check_call(
     query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
     up_key: torch.Tensor | None, up_value: torch.Tensor | None, tables: tuple[Any, ...], features: dict[str, Any],
 ) -> Sizes:  # fmt: skip
-    """The widths, or an error for shapes, dtypes and devices that do not fit; reads no tensor's values."""
+    """The sizes, or an error for shapes, dtypes and devices that do not fit; reads no tensor's values."""
     check_tensors("ragged_page_multi_latent", query=query, context_lens=tables[0], sinks=features.get("sinks"))
     if query.dim() != 3 or latent.dim() != 3:
         raise ValueError(
@@ -75,17 +76,17 @@ def definition(
     up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, causal: bool = True,
     softmax_dtype: torch.dtype | None = None, **features: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """-> (N, H, Dv), or (N, H, L) without `up_value`: each sequence's latents gathered, then the definition."""
+    """-> (N, H, Dv), or (N, H, L) without `up_value`: gathers each sequence's latents, then calls the definition."""
 
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+    def attend(query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         settled = {**features, "causal": causal, "softmax_dtype": softmax_dtype}
-        return native.multi_latent_attention(*tensors, up_key, up_value, **settled)[0]
+        return native.multi_latent_attention(query, query_rope, latent, rope, up_key, up_value, **settled)[0]
 
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
     left, _ = band_of(causal, features.get("sliding_window"))
-    sequences = read_sequences(query.shape[0], *latent.shape[:2], *tables, left)
+    sequences = read_sequences(query.shape[0], latent.shape[0], latent.shape[1], *tables, left)
     return _each(attend, sequences, query, query_rope, latent, rope, block_tables, sizes)
 
 
@@ -95,7 +96,7 @@ def by_plans(
     up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, softmax_scale: float | None = None,
     **features: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """-> (N, H, Dv), or (N, H, L) without `up_value`: each sequence by the plan that its lengths ask for."""
+    """-> (N, H, Dv), or (N, H, L) without `up_value`: each sequence by the plan that is cheaper for its lengths."""
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
@@ -110,7 +111,7 @@ def by_plans(
         return absorbed.attention_of(expanded[0], keys)(*expanded, **settled)
 
     left, _ = band_of(settled["causal"], features.get("sliding_window"))
-    sequences = read_sequences(query.shape[0], *latent.shape[:2], *tables, left)
+    sequences = read_sequences(query.shape[0], latent.shape[0], latent.shape[1], *tables, left)
     return _each(attend, sequences, query, query_rope, latent, rope, block_tables, sizes)
 
 
@@ -120,7 +121,7 @@ def in_graph(
     up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, softmax_scale: float | None = None,
     softmax_dtype: torch.dtype | None = None, **features: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The same where a graph is traced, which cannot follow lengths: absorbed, by an operator that can."""
+    """For tracing, where control flow cannot depend on lengths: the absorbed plan, through a custom operator."""
     latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
@@ -138,7 +139,8 @@ def _each(
     attend: Callable[..., torch.Tensor], sequences: list[contract.Sequence], query: torch.Tensor,
     query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, block_tables: torch.Tensor, sizes: Sizes,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend(query, query_rope, latent, key_rope)` of each sequence as a batch of one; zeros for rows of none."""
+    """`attend(query, query_rope, latent, key_rope)` of each sequence as a batch of one; zeros for rows that belong to
+    no sequence."""
     outputs = []
     for s in sequences:
         pages = block_tables[s.row, s.page : s.page + s.pages]

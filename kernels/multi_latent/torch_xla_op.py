@@ -1,4 +1,4 @@
-"""The absorbed plan inside a torch_xla graph, by the kernel over pages (kernels/ragged_page). Forward only."""
+"""The absorbed plan inside a torch_xla graph, by the paged kernel (kernels/ragged_page). Forward only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page.contract import resolve_features
 from easytorch.kernels.ragged_page.torch_xla_op import attend
 
-PAGE = 128  # keys of a dense cache that are fetched together
+PAGE = 128  # page size that a dense cache is split into
 
 
 def multi_latent_attention(
@@ -27,19 +27,21 @@ def multi_latent_attention(
     softmax_scale: float | None = None,
     **features: Any,
 ) -> torch.Tensor:
-    """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`. A dense cache is one whose pages lie in order."""
+    """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`. A dense cache is treated as pages in order."""
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
     batch, length = query.shape[:2]
     keys = latent.shape[1]
     pages = -(-keys // PAGE)
-    pools = [F.pad(x, (0, 0, 0, pages * PAGE - keys)).reshape(batch * pages, PAGE, -1) for x in (latent, key_rope)]
+    latents, ropes = (
+        F.pad(x, (0, 0, 0, pages * PAGE - keys)).reshape(batch * pages, PAGE, -1) for x in (latent, key_rope)
+    )
     numbers = torch.arange(batch * pages, dtype=torch.int32, device=query.device).reshape(batch, pages)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
     contexts = torch.full((batch,), keys, dtype=torch.int32, device=query.device)
     call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **{"causal": False, **features})
     output = attend(
-        absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), *pools, None, contexts, numbers, starts, None,
-        call, value_dim=sizes.latent_dim,
+        absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), latents, ropes, None, contexts, numbers, starts,
+        None, call, value_dim=sizes.latent_dim,
     )  # fmt: skip
     return project(output.unflatten(0, (batch, length)), up_value)
 
@@ -63,10 +65,11 @@ def ragged_page_multi_latent_attention(
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
     queries = absorb(query, up_key)
-    # one pool is read as it is: its parts, taken apart here, would be copies of the whole cache
-    parts: tuple[Any, ...] = (queries, query_rope, latent, rope)
+    # a single pool is passed as it is: splitting it here would copy the whole cache
+    tail: torch.Tensor | None = query_rope
+    tail_keys: torch.Tensor | None = rope
     if isinstance(latent_pages, torch.Tensor):
-        parts = (torch.cat([queries, query_rope], dim=-1), None, latent_pages, None)
+        queries, tail, latent, tail_keys = torch.cat([queries, query_rope], dim=-1), None, latent_pages, None
     call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
-    output = attend(*parts, None, *tables, call, value_dim=sizes.latent_dim)
+    output = attend(queries, tail, latent, tail_keys, None, *tables, call, value_dim=sizes.latent_dim)
     return project(output, up_value)

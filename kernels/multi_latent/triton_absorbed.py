@@ -1,7 +1,7 @@
-"""The absorbed plan by the kernel over pages (kernels/ragged_page), over a dense or a paged cache. Forward only.
+"""The absorbed plan by the paged kernel (kernels/ragged_page), over a dense or a paged cache. Forward only.
 
-latent and key_rope are the two parts of a key, whose first is the value too; a dense cache is a paged one with a page
-for each sequence. Imports no Triton until a kernel is launched.
+latent and key_rope are the two parts of a key, and the latent is the value too; a dense cache is a paged one with one
+page per sequence. Triton is imported when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page import triton_op
 from easytorch.kernels.ragged_page.contract import cut_to, resolve_features
+from easytorch.kernels.ragged_page.triton_tuning import MAX_HEAD_DIM
 
 
 def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str | None:
-    """None when the kernels take tensors of this device, dtype and these widths, else the reason why not."""
-    if sizes.rope_dim > triton_op.MAX_HEAD_DIM:
-        return f"the rotated part of a key must be at most {triton_op.MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
+    """None when the kernels take tensors of this device, dtype and these sizes, else the reason."""
+    if sizes.rope_dim > MAX_HEAD_DIM:
+        return f"the rotated part of a key must be at most {MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
     return triton_op.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)
 
 

@@ -1,6 +1,6 @@
-"""quantized_matmul on the CPU: the weight dequantized a block of rows at a time, which the cache holds.
+"""quantized_matmul on the CPU: the weight is dequantized in blocks of rows that fit the cache.
 
-ATen's own kernels take over where they are faster, for few rows: int8 of 16 bits, `prepacked` int4 of bfloat16.
+ATen's own kernels are used where they are faster, for few rows: int8 with 16-bit x, `prepacked` int4 with bfloat16 x.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from easytorch.kernels.quantized_matmul.formats import spread
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
-# Numbers of a block: 512 KiB in 16 bits, half of the second cache of a core.
+# Elements of a block: 512 KiB in 16 bits, half of a core's L2 cache.
 _BLOCK = 2**18
-# Rows up to which ATen's kernels are taken. Measured, (4096, 4096) in bfloat16, int8, int4 and a bfloat16 linear layer:
+# Rows up to which ATen's kernels are used. Measured, (4096, 4096) in bfloat16, int8, int4 and a bfloat16 linear layer:
 # 0.69, 0.46 and 1.86 ms for one row, 2.03, 1.62 and 2.16 for 8, 7.7, 6.5 and 3.9 for 32.
 _FEW_ROWS = 8
 
@@ -30,8 +30,8 @@ def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
     if _for_int8_kernel(x, weight):
         output = torch._weight_int8pack_mm(x.contiguous(), weight.data.contiguous(), weight.scale[:, 0].to(x.dtype))
         return output if bias is None else output.add_(bias)
-    if _for_int4_kernel(x, weight):
-        packed, scale = weight.packed, weight.packed_scale
+    packed, scale = weight.packed, weight.packed_scale
+    if packed is not None and scale is not None and _for_int4_kernel(x):
         output = torch._weight_int4pack_mm_for_cpu(x.contiguous(), packed, weight.group_size, scale)
         return output if bias is None else output.add_(bias)
     output = x.new_empty(x.shape[0], weight.shape[0])
@@ -40,7 +40,7 @@ def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
     for start, end in _blocks(weight):
         scale = _scale(weight, start, end, work)
         numbers = _numbers(weight, start, end, work)
-        # one scale per row of the weight: fewer numbers to multiply behind the product, unless x has more rows
+        # one scale per row of the weight: cheaper to multiply after the product, unless x has more rows
         behind = scale.shape[1] == 1 and x.shape[0] < weight.shape[1]
         product = rows @ (numbers if behind else numbers.mul_(scale)).t()
         if behind:
@@ -62,19 +62,19 @@ def _input_grad(grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _for_int8_kernel(x: torch.Tensor, weight: QuantizedWeight) -> bool:
-    """Of other widths than multiples of 32 that kernel reads past the end of a row (torch 2.13)."""
+    """The kernel reads past the end of a row whose width is no multiple of 32 (torch 2.13)."""
     return weight.shape[1] % 32 == 0 and (
         weight.format == "int8" and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[0] <= _FEW_ROWS
         and weight.scale.shape == (weight.shape[0], 1)
     )  # fmt: skip
 
 
-def _for_int4_kernel(x: torch.Tensor, weight: QuantizedWeight) -> bool:
-    return x.dtype == torch.bfloat16 and 0 < x.shape[0] <= _FEW_ROWS and weight.packed is not None
+def _for_int4_kernel(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and 0 < x.shape[0] <= _FEW_ROWS
 
 
 def _working_dtype(x: torch.Tensor) -> torch.dtype:
-    """float16 is multiplied in float32: CPUs without its arithmetic take 5 times as long in float16."""
+    """float16 is multiplied in float32: CPUs without float16 arithmetic take 5 times as long in it."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
@@ -85,13 +85,13 @@ def _blocks(weight: QuantizedWeight) -> list[tuple[int, int]]:
 
 
 def _scale(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of rows start to end of the weight: (end - start or 1, K or 1)."""
+    """The scale of the weight's rows [start, end): (end - start or 1, K or 1)."""
     scale = weight.scale if weight.scale.shape[0] == 1 else weight.scale[start:end]
     return spread(scale.to(dtype), weight.group_size, weight.shape[1])
 
 
 def _numbers(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the scale multiplies, of rows start to end, (end - start, K)."""
+    """The numbers of rows [start, end) before scaling, (end - start, K)."""
     data, columns = weight.data[start:end], weight.shape[1]
     if weight.format == "fp8_e4m3fn":
         return from_e4m3fn(data, dtype)

@@ -1,4 +1,4 @@
-"""quantized_matmul of few rows by the C++ operator: codes become float32 on their way to the sums (cpu*.cpp here)."""
+"""quantized_matmul of few rows by the C++ operator: codes are decoded to float32 as they are accumulated (cpu*.cpp)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 # The format's number in cpu_quantized.h.
 FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Columns that are decoded together: groups begin at multiples of them.
+# Columns that are decoded together: groups start at multiples of it.
 STEP = 32
-# Rows up to which it is chosen. Time over ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of a loaded
-# AMD EPYC (Zen 4): int8 0.51, 0.59, 0.68; int4 0.07, 0.11, 0.35; nf4 0.07, 0.11, 0.40; fp8_e4m3fn 0.13, 0.17, 0.56;
-# fp8_e5m2 0.05, 0.07, 0.21.
+# Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of a
+# loaded AMD EPYC (Zen 4): int8 0.51, 0.59, 0.68; int4 0.07, 0.11, 0.35; nf4 0.07, 0.11, 0.40; fp8_e4m3fn 0.13, 0.17,
+# 0.56; fp8_e5m2 0.05, 0.07, 0.21.
 MOST_ROWS = 16
 _NO_BIAS, _NO_ZERO = torch.empty(0), torch.empty(0, dtype=torch.uint8)
 
 
 def supports(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype | None) -> str | None:
-    """None when `quantized_matmul` carries this call, else the reason. dtype: what x is cast to. Asking may build."""
+    """None when `quantized_matmul` takes this call, else the reason. dtype: what x is cast to. May build the
+    library."""
     if (dtype or x.dtype) == torch.float64:
         return "it computes in float32, got float64"
     if x.layout != torch.strided:
@@ -42,7 +43,7 @@ def _aligned(weight: QuantizedWeight) -> bool:
 
 
 def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> bool:
-    """True where it is faster than ATen, without gradients; measured on CPUs with the dot products of bfloat16."""
+    """True where it is faster than ATen, without gradients; measured on CPUs with bfloat16 dot products."""
     return (
         preference.BFLOAT16_DOT_PRODUCTS
         and eager()
@@ -51,7 +52,7 @@ def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None)
         and weight.data.is_cpu
         and 0 < x.numel() <= MOST_ROWS * weight.shape[1]
         and _aligned(weight)
-        and not (weight.packed is not None and aten._for_int4_kernel(x, weight))
+        and not (weight.packed is not None and aten._for_int4_kernel(x))
         and not recording(x, bias)
     )
 
@@ -65,7 +66,7 @@ def quantized_matmul(
 
 
 def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    if library.missing() is not None:  # an exported program, where nothing can be compiled
+    if library.missing() is not None:  # an exported program on a machine without a compiler
         return aten._forward(x, weight, bias)
     return run(x, weight, bias, library.BEST)
 

@@ -1,6 +1,6 @@
-"""native.py and grouped.py as one operator: a graph cannot follow the numbers that they read.
+"""native.py and grouped.py as a custom operator: they read values that tracing cannot follow.
 
-`easytorch::ragged_page_attention` stands in graphs of torch.compile and torch.export, on any device.
+`easytorch::ragged_page_attention` appears in graphs of torch.compile and torch.export, on any device.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ _TABLES = 7  # the tensors before those of the call
     "easytorch::ragged_page_attention", mutates_args=(), schema=f"({_ARGUMENTS}, bool by_groups) -> Tensor"
 )
 def _forward(*arguments: Any) -> torch.Tensor:
-    *tensors_and_fields, softmax_dtype, by_groups = arguments
-    tensors, call = tensors_and_fields[:_TABLES], unflatten(tensors_and_fields[_TABLES:])
+    query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, *fields = arguments[:-2]
+    call, tables = unflatten(fields), (context_lens, block_tables, query_start_loc, num_seqs)
+    softmax_dtype, by_groups = arguments[-2:]
     if by_groups:
-        return grouped.over_pages(*tensors, call)
-    return native.over_pages(*tensors, call, softmax_dtype)
+        return grouped.over_pages(query, key_pages, value_pages, *tables, call)
+    return native.over_pages(query, key_pages, value_pages, *tables, call, softmax_dtype)
 
 
 @_forward.register_fake
@@ -64,14 +65,14 @@ def _(query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, *
     schema=f"(Tensor grad, {_ARGUMENTS}) -> (Tensor query, Tensor key_pages, Tensor value_pages, Tensor sinks)",
 )  # fmt: skip
 def _backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, pages and sinks (empty without sinks): the definition, computed again and differentiated."""
-    *tensors_and_fields, softmax_dtype = arguments
-    (query, key_pages, value_pages, *tables), fields = tensors_and_fields[:_TABLES], tensors_and_fields[_TABLES:]
-    call = unflatten(fields)
+    """Gradients of query, pages and sinks (empty without sinks): recomputes and differentiates the definition."""
+    query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, *fields = arguments[:-1]
+    call, tables = unflatten(fields), (context_lens, block_tables, query_start_loc, num_seqs)
+    softmax_dtype = arguments[-1]
 
     def definition(*leaves: torch.Tensor) -> torch.Tensor:
         given = call._replace(sinks=None if call.sinks is None else leaves[3])
-        return native.over_pages(*leaves[:3], *tables, given, softmax_dtype)
+        return native.over_pages(leaves[0], leaves[1], leaves[2], *tables, given, softmax_dtype)
 
     # inside an operator autograd does not record; torch.func does
     leaves = (query, key_pages, value_pages, *(() if call.sinks is None else (call.sinks,)))

@@ -1,31 +1,15 @@
-"""Writing into pages on a GPU: one program per block of columns of a row, which waits for nothing. Imports Triton."""
+"""Launches of triton_write_kernels.py. Imports Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 
 from easytorch.kernels.interop.triton_call import Call, power_of_two
+from easytorch.kernels.ragged_page.triton_write_kernels import write_rows
 
 _WIDEST = 2048
-
-
-@triton.jit
-def write_rows(
-    pages, rows, slots, page_stride, slot_stride, row_stride, SIZE, PAGE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """rows (N, WIDTH) into the slots of pages (P, PAGE, WIDTH); a slot outside [0, SIZE) is skipped."""
-    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row).to(tl.int64)
-    inside = columns < tl.where((slot >= 0) & (slot < SIZE), WIDTH, 0)
-    values = tl.load(rows + row * row_stride + columns, mask=inside)
-    tl.store(pages + slot // PAGE * page_stride + slot % PAGE * slot_stride + columns, values, mask=inside)
 
 
 def write_call(pages: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> Call:

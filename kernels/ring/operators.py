@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, schema, unflatten
+from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.layout import four_dims
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, given, like, split
@@ -56,7 +56,7 @@ def attention(
         call = call._replace(seed=call.seed.to(query.device))
     return ring_forward(
         query, key, value, *flatten(four_dims(call)), group, kernel, layout, features.get("seed") is not None,
-        recording(query, key, value, *call[:TENSORS]),
+        recording(query, key, value, *call.tensors),
     )[0]  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def _common_seed(ring: Ring, group: str, shard: Shard, seed_given: bool, recordi
     """
     query, key, call = shard.query, shard.key, shard.call
     drops = call.seed is not None
-    own = int(call.seed.item()) if drops else 0
+    own = 0 if call.seed is None else int(call.seed.item())
     if ring.size == 1:
         return own
     batch, length, heads, dim = query.shape

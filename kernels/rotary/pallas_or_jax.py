@@ -15,16 +15,17 @@ from easytorch.kernels.rotary import jax_native, pallas_kernel
 def rotary(
     query: Array, key: Array, cos: Array, sin: Array, *, interleaved: bool = False, back: bool = False
 ) -> tuple[Array, Array]:
-    """query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) -> both turned; back: gradients turned back."""
+    """query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R) -> both rotated; back: gradients, rotated
+    back."""
     return (
         _turn(query, cos, sin, interleaved=interleaved, back=back),
         _turn(key, cos, sin, interleaved=interleaved, back=back),
     )
 
 
-def _turn(x: Array, cos: Array, sin: Array, **settings: bool) -> Array:
-    elsewhere = functools.partial(jax_native.turn, **settings)
+def _turn(x: Array, cos: Array, sin: Array, *, interleaved: bool, back: bool) -> Array:
+    elsewhere = functools.partial(jax_native.turn, interleaved=interleaved, back=back)
     if pallas_kernel.lanes_of(x) is None or cos.shape[2] == 0:
         return elsewhere(x, cos, sin)
-    kernel = functools.partial(pallas_kernel.turn, **settings)
+    kernel = functools.partial(pallas_kernel.turn, interleaved=interleaved, back=back)
     return lax.platform_dependent(x, cos, sin, tpu=kernel, default=elsewhere)

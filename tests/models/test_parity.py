@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from easytorch.models.bert import BertModel
 from tests.models.families import DECODERS, FAMILIES, HEADS, LANGUAGE
@@ -230,6 +231,20 @@ def test_bert_as_a_decoder_with_cache(cross, batch, make_pair, bert_config) -> N
         first = ours(ids[:, :6], **encoder, use_cache=True)
         rest = ours(ids[:, 6:], **encoder, past_key_values=first.past_key_values, use_cache=True)
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected.logits, **TOLERANCE)
+
+
+def test_bert_attends_to_an_encoder_beside_a_cache_that_has_no_place_for_it(batch, make_pair, bert_config) -> None:
+    ours, _ = make_pair("BertLMHeadModel", bert_config(is_decoder=True, add_cross_attention=True))
+    torch.manual_seed(5)
+    ids, encoder = batch["input_ids"].clamp(min=3), torch.randn(2, 7, 32)
+    cache = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        expected = ours(ids, encoder_hidden_states=encoder, use_cache=False).logits
+        parts = [
+            ours(part, encoder_hidden_states=encoder, past_key_values=cache, use_cache=True).logits
+            for part in (ids[:, :6], ids[:, 6:])
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, **TOLERANCE)
 
 
 def test_cross_attention_must_be_configured(batch, make_pair, bert_config) -> None:

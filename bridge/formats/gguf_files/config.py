@@ -405,4 +405,4 @@ def _head(family: str, config_class: type) -> str:
         named = _CAUSAL_HEADS[family]
         return named if named.startswith("Bert") else config_class.__name__.removesuffix("Config") + named
     head: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    return head.__name__
+    return str(head.__name__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class MsgpackFile(ContextManager):
         return chunks, tuple(shape)
 
     @staticmethod
-    def _listed(node: object) -> list | None:
+    def _listed(node: object) -> list[Any] | None:
         """The values of `{"0": ..., "1": ...}`, how Flax keeps a tuple; None for anything else."""
         if not isinstance(node, dict) or any(str(number) not in node for number in range(len(node))):
             return None
@@ -148,5 +149,5 @@ class FlaxMsgpack:
         return array
 
 
-def _tree(tensors: Sequence[TensorInfo]) -> dict:
+def _tree(tensors: Sequence[TensorInfo]) -> dict[str, Any]:
     return nested({info.name: info for info in tensors})

@@ -63,7 +63,7 @@ def _chunk_frame(count: int, dtype: str) -> bytes:
 
 def _frame(shape: tuple[int, ...], dtype: str, length: int) -> bytes:
     """Everything before an array's elements."""
-    inner = msgpack.Packer().pack_array_header(3) + msgpack.packb(shape) + msgpack.packb(dtype)
+    inner: bytes = msgpack.Packer().pack_array_header(3) + msgpack.packb(shape) + msgpack.packb(dtype)
     inner += _head(0xC4, length)
     total = len(inner) + length
     fixed = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}.get(total)

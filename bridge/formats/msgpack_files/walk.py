@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.core.tensor_info import MAX_RANK
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.dtypes import is_dtype, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Walk:
             raise self._fail("is corrupt: a shape is not a list of sizes", path)
         name = self._head(path)
         dtype = self._text(name, path) if isinstance(name, _Span) and name.kind != "ext" else ""
-        if numpy_dtype(dtype) is None:
+        if not is_dtype(dtype):
             raise self._fail(f"has the unknown dtype {dtype!r}", path)
         data = self._head(path)
         if not isinstance(data, _Span) or data.kind == "ext":

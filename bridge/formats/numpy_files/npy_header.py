@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.core.tensor_info import MAX_RANK, TensorInfo
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.dtypes import is_dtype, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 
 # numpy itself reads no longer header.
@@ -100,7 +100,7 @@ def _element(descr: Any, fail: Any) -> tuple[str, bool]:
         dtype = np.dtype(f"{kind}{size}")
     except TypeError as error:
         raise fail(f"holds {descr!r}, which is no element type") from error
-    if numpy_dtype(dtype.name) is None:
+    if not is_dtype(dtype.name):
         raise fail(f"holds {descr!r}, an element type no checkpoint has")
     native = "<" if sys.byteorder == "little" else ">"
     return dtype.name, order in "<>" and order != native and dtype.itemsize > 1

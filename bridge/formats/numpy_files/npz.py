@@ -119,6 +119,8 @@ class NpzFile(ContextManager):
         at = member.header_offset
         if at < 0 or at + 30 > self._map.size:
             raise self._fail("its header stands outside the file", name)
+        name_length: int
+        extra_length: int
         magic, name_length, extra_length = _LOCAL_HEADER.unpack(self._map.bytes[at : at + 30])
         if magic != _LOCAL_MAGIC:
             raise self._fail("has no header where the table of contents says", name)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.core.mapped import MappedFile
@@ -140,7 +141,7 @@ def _keys(entry: object) -> list[str] | None:
     return keys if keys and all(isinstance(key, str) and key for key in keys) else None
 
 
-def _kind(entry: dict) -> str | None:
+def _kind(entry: dict[str, Any]) -> str | None:
     value = entry.get("value_metadata")
     kind = value.get("value_type") if isinstance(value, dict) else None
     return kind if isinstance(kind, str) else None

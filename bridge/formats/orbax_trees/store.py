@@ -39,7 +39,10 @@ def new_context() -> tensorstore.Context:
     Files are not synced one by one: whoever writes a checkpoint syncs the finished folder.
     """
     limits = {"file_io_concurrency": {"limit": 8}, "data_copy_concurrency": {"limit": 4}, "file_io_sync": False}
-    return load_tensorstore().Context({**limits, "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}})
+    context: tensorstore.Context = load_tensorstore().Context(
+        {**limits, "cache_pool#ocdbt": {"total_bytes_limit": _NODE_CACHE_BYTES}}
+    )
+    return context
 
 
 def store_spec(folder: Path, *, ocdbt: bool) -> dict[str, Any]:

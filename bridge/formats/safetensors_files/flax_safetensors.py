@@ -32,7 +32,7 @@ class _Dotted:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.config = source.config
+        self.config, self.origin = source.config, source.origin
 
     def read(self, name: str) -> np.ndarray:
         return self._source.read(name.replace(".", "/"))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class SafetensorsFile(ContextManager):
     def _fail(self, message: str, tensor: str | None = None) -> CheckpointError:
         return CheckpointError(f"{message}; {_BROKEN}", file=self.files[0], tensor=tensor)
 
-    def _header(self) -> tuple[dict, int]:
+    def _header(self) -> tuple[dict[str, Any], int]:
         size = self._map.size
         length = int.from_bytes(self._map.bytes[:8], "little")
         if size < 8 or length > size - 8:

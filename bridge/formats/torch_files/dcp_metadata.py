@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.core.tensor_info import MAX_RANK
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.dtypes import is_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.sharding import is_plain_name
 from easytorch.bridge.formats.torch_files.inert_pickle import Made, Name, read_pickle
@@ -105,7 +105,7 @@ class _Metadata:
         state = _made(fields["properties"], "TensorProperties").state
         kind = state.get("dtype") if isinstance(state, dict) else state[0]
         dtype = kind.dotted.removeprefix("torch.") if isinstance(kind, Name) else str(kind)
-        if numpy_dtype(dtype) is None:
+        if not is_dtype(dtype):
             raise self._fail(f"is of the dtype {dtype}, which is not known here", name)
         pieces = []
         for chunk in fields["chunks"]:

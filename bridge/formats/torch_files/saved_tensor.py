@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from easytorch.bridge.core.mapped import MappedFile
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.dtypes import is_dtype, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.torch_files.inert_pickle import Made, Name, read_pickle
 
@@ -125,7 +125,7 @@ def _layout(value: Any) -> _Layout:
     numbers = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (-1,)
     if any(type(number) is not int or number < 0 for number in numbers) or len(shape) != len(strides):
         raise ValueError("sizes that are none")
-    if numpy_dtype(dtype) is None:
+    if not is_dtype(dtype):
         raise ValueError(f"elements of type {last}")
     return _Layout(dtype, offset, shape, strides)
 

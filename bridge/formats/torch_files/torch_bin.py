@@ -23,7 +23,7 @@ from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import ReadFile, Unread
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
-from easytorch.bridge.dtypes import numpy_dtype, to_numpy
+from easytorch.bridge.dtypes import is_dtype, numpy_dtype, to_numpy
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.sharding import find, open_files
 from easytorch.bridge.formats.torch_files.pickle_check import check_pickle
@@ -59,7 +59,7 @@ class PickleFile(ContextManager):
             for name, tensor in self._state.items()
         }
 
-    def _load(self, path: Path) -> tuple[dict, tuple[str, ...]]:
+    def _load(self, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
         """The model's tensors by name, and the keys of what a training state holds beside them."""
         import torch
 
@@ -107,7 +107,7 @@ class PickleFile(ContextManager):
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if numpy_dtype(dtype) is None or str(tensor.layout) != "torch.strided":
+        if not is_dtype(dtype) or str(tensor.layout) != "torch.strided":
             raise CheckpointError(f"is {dtype} with layout {tensor.layout}", file=self.files[0], tensor=name)
         return dtype
 
@@ -121,7 +121,7 @@ class PickleFile(ContextManager):
         if not tensor.is_meta:
             return InParts.of(to_numpy(tensor))
         dtype = numpy_dtype(info.dtype)
-        start = _start(tensor) + tensor.storage_offset() * dtype.itemsize
+        start = _start(tensor) + int(tensor.storage_offset()) * dtype.itemsize
         if tensor.is_contiguous() or 0 in info.shape:
             return InParts.of(Unread(self._file, start, info.shape, dtype))
         strides = tuple(stride * dtype.itemsize for stride in tensor.stride())

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class EasydelReader(ContextManager):
         """Nothing: files are opened as they are read."""
 
 
-def _chosen(content: dict, index: Path) -> tuple[str, list, list[str]]:
+def _chosen(content: dict[str, Any], index: Path) -> tuple[str, list[Any], list[str]]:
     """The prefix that is read, its entries, and the prefixes that are left."""
     prefixes = content.get("prefixes") or {}
     if not isinstance(prefixes, dict):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from easytorch.bridge.core.tensor_info import MAX_RANK
-from easytorch.bridge.dtypes import numpy_dtype
+from easytorch.bridge.dtypes import is_dtype
 
 Driver = Literal["zarr", "zarr3"]
 # The file that describes an array, beside its chunks, and tensorstore's driver for it.
@@ -50,7 +50,7 @@ def parse(text: bytes, driver: Driver) -> ZarrArray:
         settings = grid.get("configuration") if isinstance(grid, dict) and grid.get("name") == "regular" else None
         chunks = settings.get("chunk_shape") if isinstance(settings, dict) else None
         dtype = content.get("data_type")
-    if not isinstance(dtype, str) or numpy_dtype(dtype) is None:
+    if not isinstance(dtype, str) or not is_dtype(dtype):
         raise ValueError(f"has an element type that is not known here: {content.get('dtype', dtype)!r}")
     shape, steps = _sizes(content.get("shape"), 0), _sizes(chunks, 1)
     if shape is None or steps is None or len(shape) != len(steps):

@@ -151,3 +151,11 @@ def test_parts_of_one_tensor_are_alike():
         plan_to_torch(infos("both/kernel", shape=(3, 2, 2)), table, tie=False, same=same)
     with pytest.raises(CheckpointError, match=r"b\.weight.*is missing"):
         plan_from_torch(infos("a.weight"), table, tie=False, same=same)
+
+
+@pytest.mark.parametrize("fill", [(), ("head.weight",)], ids=["given", "filled"])
+def test_a_tie_to_a_leaf_that_no_row_makes_is_refused(fill):
+    table = compile_rules((EMBEDDING, ("head.weight", "embedding/embed", "tied_in_torch")))
+    given = infos("embed.weight") if fill else infos("embed.weight", "head.weight")
+    with pytest.raises(CheckpointError, match=r"head\.weight.*'embedding/embed', which no row of the table makes"):
+        plan_from_torch(given, table, tie=True, same=same, fill=fill)
