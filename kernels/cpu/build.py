@@ -28,7 +28,7 @@ import torch
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-w")
-# What the *_simd.cpp sources are compiled for, by the name their tables take; see levels.h.
+# The instruction sets that the *_simd.cpp sources are compiled for, by the suffix of their tables; see levels.h.
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 LEVELS = {
     "generic": (),
@@ -36,7 +36,7 @@ LEVELS = {
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
 }
-# Older libraries than these go when one is built.
+# How many libraries are kept; building one deletes the oldest.
 KEPT = 8
 # Seconds a failure of the compiler is remembered, so that not every process tries: memory or disk may have been short.
 REMEMBERED = 3600
@@ -96,9 +96,9 @@ def built(path: Path) -> bool:
 
 
 def build() -> Path:
-    """The path of the library, compiled now unless it is there; `BuildError` where that fails.
+    """The path of the library, which is compiled unless it is there; `BuildError` where that fails.
 
-    One process compiles, others wait for it. The file is complete or absent: it is written under another name.
+    One process compiles, others wait. The file is written under a temporary name, so it is complete or absent.
     """
     reason = refusal()
     if reason is not None:
@@ -194,7 +194,7 @@ def _knows(*command: str) -> bool:
 
 
 def _flags() -> tuple[str, ...]:
-    """EASYTORCH_CPU_FLAGS adds to them: a sanitizer's, for one (scripts/test_sanitizers.sh)."""
+    """EASYTORCH_CPU_FLAGS adds more, such as a sanitizer's (scripts/test_sanitizers.sh)."""
     return (*FLAGS, *os.environ.get("EASYTORCH_CPU_FLAGS", "").split())
 
 
@@ -215,7 +215,7 @@ def _compiler_key(*tool: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock goes with the process that holds it, however that ends."""
+    """The lock ends with the process that holds it, even if that is killed."""
     import fcntl
 
     with path.open("w") as file:

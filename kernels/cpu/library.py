@@ -1,4 +1,4 @@
-"""The library of C++ operators, loaded at first use, and built then where that was not done before."""
+"""The library of C++ operators, loaded at first use, and built then if it is not there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from easytorch.kernels.cpu import build
 
 logger = logging.getLogger(__name__)
 
-# The instruction sets of levels.h by number; a call gets the best of its CPU that is not above the one it names.
+# The instruction sets of levels.h by number; a call uses the best that the CPU has, up to the level it names.
 LEVELS = tuple(build.LEVELS)
 BEST = len(LEVELS) - 1
 
@@ -35,12 +35,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def missing() -> str | None:
-    """None when the operators are there, else why not. The first call loads the library, and builds it if need be."""
+    """None when the operators are available, else the reason. The first call loads the library, and builds it if
+    needed."""
     return _reason if _asked else _load()
 
 
 def described() -> str:
-    """The state of the library in a line; nothing is built for it."""
+    """The state of the library in one line; builds nothing."""
     if _asked:
         return "ATen runs: " + _reason if _reason is not None else f"loaded from {_loaded}"
     reason = _switched_off() or build.refusal()

@@ -1,1 +1,1 @@
-"""Layer norm: `native.py` defines it; the Triton kernels here are those of RMS norm too."""
+"""Layer norm: `native.py` defines it; its Triton kernels also compute RMS norm."""

@@ -1,4 +1,4 @@
-"""Layer normalization by ATen, which normalizes in float32 and rounds once, as the definition does."""
+"""Layer norm by ATen, which like the definition normalizes in float32 and rounds once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.layer_norm.native import check_tensors
 
-# Rows over which ATen's own sums of 16-bit gradients are good enough: 0.35% off in bfloat16, 0.04% in float16.
+# Up to this many rows ATen's 16-bit sums of gradients are accurate enough: 0.35% off in bfloat16, 0.04% in float16.
 FEW_ROWS = 4
-# Elements up to which a 16-bit call is cheapest in float32 as a whole, and those of a block that is widened at once
-# beyond that: its copies stay in a core's cache.
+# Up to this many elements a 16-bit call is cheapest computed in float32 at once; a larger one is widened in blocks of
+# that size, whose copies stay in a core's cache.
 SMALL = 2**15
 BLOCK = 2**18
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """The definition's result to the last bit or two of x's dtype, in every mixture of dtypes.
+    """The definition's result to within one or two units in the last place of x's dtype, for any mix of dtypes.
 
     On the CPU ATen sums the gradients of a 16-bit call's weight and bias in 16 bits, whatever their own dtype: 0.5% off
     at 4096 rows of float16, 5% of bfloat16 (torch 2.13). Here they are summed in float32.
@@ -31,16 +31,16 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         return torch.layer_norm(x, shape, weight, bias, eps)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight, bias = (None if vector is None else vector.to(wide) for vector in (weight, bias))
-    # a compiler fuses the casts below
+    # torch.compile fuses the casts below
     if same and x.numel() > SMALL and not torch.compiler.is_compiling():
         return _HalfLayerNorm.apply(x, weight, bias, eps)[0]
     return torch.layer_norm(x.to(wide), shape, weight, bias, eps).to(x.dtype)
 
 
 class _HalfLayerNorm(torch.autograd.Function):
-    """x of 16 bits, weight and bias of 32; the gradients by blocks of rows in float32.
+    """x in 16 bits, weight and bias in 32; the gradients are summed in float32, by blocks of rows.
 
-    The backward is made of what ATen differentiates, so there are gradients of every order.
+    The backward is made of differentiable ATen operations, so there are gradients of every order.
     """
 
     generate_vmap_rule = True

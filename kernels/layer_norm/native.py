@@ -12,7 +12,7 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """(..., N), weight and bias (N,) -> (..., N): (x - mean) / sqrt(variance + eps) * weight + bias over the last
-    dimension, the variance that of the population.
+    dimension, with the biased variance.
 
     Computed in float32 (float64 for float64) and rounded once, to x's dtype, whatever the dtype of weight and bias.
     """

@@ -1,4 +1,4 @@
-"""The launches of the norms: which kernel, with which arguments, on how many programs. Imports Triton."""
+"""Launches of the norm kernels: arguments and grid. Imports Triton."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backward_call(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor | None, rstd: torch.Tensor,
     x_grad: torch.Tensor, weight_parts: torch.Tensor | None, bias_parts: torch.Tensor | None, programs: int,
 ) -> Call:  # fmt: skip
-    """Fills x_grad (..., N), and weight_parts and bias_parts (programs, N) float32 where their sums are asked for."""
+    """Fills x_grad (..., N), and weight_parts and bias_parts (programs, N) float32 where they are given."""
     grads, rows, block = rows_of(grad), rows_of(x), _block(x)
     arguments = {
         "grad": grads, "x": rows, "weight": _adjacent(weight), "mean": mean, "rstd": rstd, "x_grad": x_grad,
@@ -41,9 +41,10 @@ def backward_call(
 
 
 def backward_programs(x: torch.Tensor, processors: int) -> int:
-    """Programs of `backward_call`: two a multiprocessor hide each other's loads, and each leaves a row of partial sums.
+    """The grid of `backward_call`: two programs per multiprocessor hide each other's loads, and each writes one row of
+    partial sums.
 
-    One where there are no rows: its partial sums are the zeros of an empty sum.
+    One program where there are no rows, whose partial sums are zeros.
     """
     blocks = -(-(x.numel() // x.shape[-1] if x.shape[-1] else 0) // _block(x).rows)
     return max(1, min(blocks, 2 * processors))

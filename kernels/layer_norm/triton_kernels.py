@@ -1,7 +1,7 @@
 """Normalization over the last dimension in Triton, forward and backward: layer norm and, without a mean, RMS norm.
 
-A program holds whole rows, several where they are short. `mean` is None for RMS norm, which rounds the normalized row
-to x's dtype before the weight (kernels/rms_norm/native.py).
+A program computes whole rows, several where they are short. `mean` is None for RMS norm, which rounds the normalized
+row to x's dtype before the weight (kernels/rms_norm/native.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def norm_backward(
     """Fills x_grad (ROWS, N), contiguous, and row program_id of weight_parts and bias_parts (programs, N) float32.
 
     With y = (x - mean) * rstd and g = grad * weight: x_grad = rstd * (g - mean(g) - y * mean(g * y)). The gradients of
-    weight and bias are summed over the rows of a program, and over programs by the caller: no atomics, the same bits
-    every time.
+    weight and bias are summed over the rows of a program, and over programs by the caller: no atomics, so results are
+    deterministic.
     """
     columns = tl.arange(0, BLOCK_N)[None, :]
     weights = tl.full((1, BLOCK_N), 1.0, tl.float32)

@@ -1,4 +1,4 @@
-"""What the Triton norms take. Loads no Triton."""
+"""The limits of the Triton norms. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_WIDTH = 16384
 
 
 def supports(x: torch.Tensor, *vectors: torch.Tensor | None, dtype: torch.dtype | None = None) -> str | None:
-    """None when the Triton norms carry x (..., N) as `dtype` (None: its own) with these vectors, else why not."""
+    """None when the Triton norms take x (..., N) as `dtype` (None: its own) with these vectors, else the reason."""
     if x.dim() > 0 and x.shape[-1] > MAX_WIDTH:
         return f"a row must fit the registers, at most {MAX_WIDTH} wide, got {x.shape[-1]}"
     for vector in vectors:

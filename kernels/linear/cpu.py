@@ -1,4 +1,4 @@
-"""A linear map of few rows by the C++ operator: the weight is read once, at the speed of memory (cpu*.cpp here)."""
+"""F.linear of few rows by the C++ operator (cpu*.cpp): it reads the weight once, at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    """None when `linear` carries this call, else the reason. Asking may build the library."""
+    """None when `linear` takes this call, else the reason. The first call may build the library."""
     for tensor in (x, weight, bias):
         if tensor is None:
             continue
@@ -41,12 +41,12 @@ def _missing() -> str | None:
     return library.missing()
 
 
-# A constant where a graph is traced: torch.compiler.assume_constant_result, which would import dynamo and Triton.
+# Marked as a constant for tracing, as torch.compiler.assume_constant_result does, which would import dynamo and Triton.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True where `run` may compute the call at once: plain tensors that fit, no gradient, no graph. It may build the
+    """True where `run` may be called right away: plain tensors that fit, no gradient, no tracing. It may build the
     library."""
     return (
         x.dtype is weight.dtype
@@ -92,7 +92,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` without its checks and without gradients: the tensors must be what `native.check_tensors` lets pass."""
+    """`linear` without checks and gradients: the tensors must have passed `native.check_tensors`."""
     if weight.stride(1) != 1 or (bias is not None and bias.stride(0) != 1):
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if 0 in weight.shape:
@@ -101,7 +101,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run_or_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """An exported program may come to run where nothing can be compiled."""
+    """By ATen where the library is missing: an exported program may run on a machine without a compiler."""
     return run(x, weight, bias) if library.missing() is None else F.linear(x, weight, bias)
 
 

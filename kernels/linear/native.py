@@ -1,4 +1,4 @@
-"""The definition of a linear map, in plain torch; the contract of `torch.nn.functional.linear`."""
+"""The definition of `linear` in plain torch, with the contract of `torch.nn.functional.linear`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     alike = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
-    # autocast casts them, all that are floating
+    # autocast will cast every floating tensor
     cast = not alike and x.device.type != "meta" and is_autocast_enabled(x.device.type)
     if not floating(x) or not (alike or cast):
         given = [tensor.dtype for tensor in (x, weight, bias) if tensor is not None]

@@ -1,4 +1,4 @@
-"""A float32 linear map by oneDNN, forward and backward, on plain weights: nothing is repacked and nothing is cached.
+"""float32 `linear` by oneDNN, forward and backward, on plain weights: nothing is repacked or cached.
 
 torch's own F.linear multiplies float32 matrices with MKL, which on AMD's CPUs does not take its fastest path. The way
 into oneDNN is the operator that inductor emits for fused linear layers, `mkldnn::_linear_pointwise`.
@@ -17,7 +17,7 @@ from easytorch.kernels.linear.operator import define
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
-    """None when `linear` carries this call, else the reason."""
+    """None when `linear` takes this call, else the reason."""
     for tensor in (x, weight, bias):
         if tensor is None:
             continue
@@ -33,7 +33,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         return "autocast wants another dtype"
     if transforming():
         return "torch.func's transforms are ATen's"
-    if torch.compiler.is_compiling():  # the rest cannot be asked while a graph is traced
+    if torch.compiler.is_compiling():  # the checks below cannot be traced
         return None
     if torch.jit.is_tracing():
         return "a traced program should need nothing but ATen where it runs"
@@ -57,16 +57,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (reason := supports(x, weight, bias)) is not None:
         raise NotImplementedError(reason)
     if not recording(x, weight, bias) and not torch.compiler.is_compiling():
-        return _run(x, weight, bias)  # past the custom operator, which takes 10 us more
+        return _run(x, weight, bias)  # without the custom operator, which costs 10 us
     rows = _linear(x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias)
     return rows.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() == 0 or weight.numel() == 0:  # oneDNN gives what it finds in memory for K = 0
+    if x.numel() == 0 or weight.numel() == 0:  # for K = 0 oneDNN returns uninitialized memory
         return F.linear(x, weight, bias)
     if bias is not None:
-        bias = bias.contiguous()  # it reads N numbers in a row, whatever the stride says
+        bias = bias.contiguous()  # oneDNN reads N consecutive numbers, whatever the stride
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

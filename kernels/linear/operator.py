@@ -1,4 +1,4 @@
-"""A linear map as a torch operator with gradients, for libraries that torch does not differentiate."""
+"""`linear` as a custom operator with gradients, for libraries that torch cannot differentiate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ Run = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def define(name: str, run: Run, transposed: Callable[[Tensor, Tensor], Tensor] | None = None) -> Run:
-    """The operator `easytorch::<name>`: x (M, K), weight (N, K), bias (N,) -> (M, N), differentiable again and again.
+    """The operator `easytorch::<name>`: x (M, K), weight (N, K), bias (N,) -> (M, N), differentiable any number of
+    times.
 
-    run computes it on a CPU. transposed(a (M, K), b (N, K)) -> a @ b.T computes its gradients; None: it does so itself.
+    run computes it on a CPU. transposed(a (M, K), b (N, K)) -> a @ b.T computes its gradients; None: the operator
+    itself does.
     """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,7 +30,7 @@ def define(name: str, run: Run, transposed: Callable[[Tensor, Tensor], Tensor] |
 
     def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
         x, weight, _ = inputs
-        # the gradient of each needs the other only
+        # the gradient of each needs only the other
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
 
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def define(name: str, run: Run, transposed: Callable[[Tensor, Tensor], Tensor] |
     def _(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Many inputs of one layer are more rows of it; many layers are ATen's batched product."""
+        """vmap: batched inputs become more rows; batched weights use ATen's batched product."""
         x_dim, weight_dim, bias_dim = in_dims
         if weight_dim is None and bias_dim is None and x_dim is not None:
             rows = x.movedim(x_dim, 0)

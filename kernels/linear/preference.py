@@ -1,6 +1,6 @@
-"""Which products are faster elsewhere than by F.linear: few rows by the operator in C++, float32 by oneDNN.
+"""Which products are faster than F.linear: few rows by the C++ operator, float32 by oneDNN.
 
-Time of the operator in C++ over the best of torch's, one thread of a loaded AMD EPYC (Zen 4), torch 2.13. It is chosen
+Time of the C++ operator divided by torch's best, one thread of a loaded AMD EPYC (Zen 4), torch 2.13. It is chosen
 only on CPUs with dot products of bfloat16, where it was measured; on others ATen multiplies one row itself.
 
     M, dtype       (64, 64)   (128, 128)   (256, 256)   (512, 512)   (1024, 1024)   (4096, 1024)
@@ -34,12 +34,12 @@ from pathlib import Path
 
 from torch import Tensor, bfloat16, float16, float32
 
-# vendor -> the numbers a weight must have for oneDNN to be ahead; a vendor that is not listed keeps F.linear
+# vendor -> how many elements a weight must have for oneDNN to be faster; other vendors keep F.linear
 TABLE = {"AuthenticAMD": 2**19}
-# The gradient of the weight of few rows is an outer product, bound by memory: nothing to gain there.
+# For few rows the weight's gradient is an outer product, bound by memory bandwidth: nothing to gain.
 TRAINING_ROWS = 64
 
-# dtype -> the rows up to which the operator in C++ is ahead, and the numbers the weight must have
+# dtype -> (rows up to which the C++ operator is faster, elements the weight must have)
 FEW_ROWS = {bfloat16: (16, 2**14), float16: (16, 2**14), float32: (8, 2**17)}
 
 # Columns from which one row in float16 is ATen's: the operator takes 0.99 to 1.09 of its time there.
@@ -47,26 +47,26 @@ ATEN_COLUMNS = 4096
 
 
 def _cpuinfo() -> str:
-    """What the system tells of its first processor."""
+    """The first processor's entry of /proc/cpuinfo."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         with cpuinfo.open() as file:
-            return file.read(8192)  # the file grows with their number
+            return file.read(8192)  # the file has an entry for every processor
     return platform.processor()
 
 
 def _vendor(cpuinfo: str) -> str:
-    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where the system does not tell."""
+    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where it is unknown."""
     return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in cpuinfo), "")
 
 
-# once, here: inside a traced function the file could not be read
+# read at import: a traced function could not read the file
 VENDOR = _vendor(_cpuinfo())
 BFLOAT16_DOT_PRODUCTS = "avx512_bf16" in _cpuinfo()
 
 
 def prefers_cpu(x: Tensor, weight: Tensor) -> bool:
-    """True where the operator in C++ is ahead of ATen and oneDNN, without gradients."""
+    """True where the C++ operator is faster than ATen and oneDNN, without gradients."""
     limits = FEW_ROWS.get(x.dtype) if BFLOAT16_DOT_PRODUCTS else None
     if limits is None or weight.dim() != 2:
         return False
@@ -78,12 +78,12 @@ def prefers_cpu(x: Tensor, weight: Tensor) -> bool:
 
 
 def smallest_weight() -> float:
-    """The numbers a weight must have for oneDNN to be ahead on this CPU; infinite where it never is."""
+    """How many elements a weight must have for oneDNN to be faster on this CPU; infinity where it never is."""
     return TABLE.get(VENDOR, math.inf)
 
 
 def prefers_onednn(x: Tensor, weight: Tensor, training: bool) -> bool:
-    """True where the table says so. training: the gradients will be computed too."""
+    """True where the table says oneDNN is faster. training: gradients will be computed too."""
     if weight.numel() < smallest_weight():
         return False
     return not training or x.numel() >= TRAINING_ROWS * weight.shape[1]

@@ -12,15 +12,17 @@ from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, project
 
-# From so many numbers of a cache on, bfloat16 is multiplied as it is (`_exact`); smaller caches are as fast in float32.
+# From this cache size (in elements) on, bfloat16 is multiplied without widening (`_exact`); smaller caches are as fast
+# in float32.
 NARROW_PRODUCTS = 1 << 17
 WIDENED_AT_ONCE = 1 << 19
-# Tiles over blocks of the definition, absorbed, float32 and bfloat16: B1 H16 T16 S512 0.98, 0.44; B1 H16 T128 S1024
-# 0.88, 0.46; B4 H16 T2 S4096 1.9, 0.20; B1 H4 T2 S64 1.5, 1.1.
+# Time of the tiles divided by blocks of the absorbed definition, float32 and bfloat16: B1 H16 T16 S512 0.98, 0.44; B1
+# H16 T128 S1024 0.88, 0.46; B4 H16 T2 S4096 1.9, 0.20; B1 H4 T2 S64 1.5, 1.1.
 FLASH_SCORES = 1 << 14  # B T H S in bfloat16
 FLASH_ROWS = 64
 
-_OF_ANY_CALL = frozenset({"causal", "dropout_prob", "seed"})  # they say nothing to one token without dropout
+# without dropout these change nothing for one token
+_OF_ANY_CALL = frozenset({"causal", "dropout_prob", "seed"})
 
 
 def multi_latent_attention(
@@ -51,7 +53,8 @@ def multi_latent_attention(
 
 
 def attention_of(query: torch.Tensor, keys: int) -> Callable[..., torch.Tensor]:
-    """The attention for a query (B, T, H, D) over so many keys: in tiles of the CPU's products where that pays."""
+    """The attention function for a query (B, T, H, D) over `keys` keys: tiled matrix products on the CPU where they are
+    faster."""
     if query.device.type != "cpu" or torch.compiler.is_exporting():
         return blocked.attention
     narrow = query.dtype == torch.bfloat16 and query.shape[:3].numel() * keys >= FLASH_SCORES
@@ -61,7 +64,7 @@ def attention_of(query: torch.Tensor, keys: int) -> Callable[..., torch.Tensor]:
 def _one_token(
     query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, key_rope: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """query (B, 1, H, L) over the whole cache, which is neither copied nor, where large, widened whole."""
+    """query (B, 1, H, L) over the cache, which is not copied, nor widened at once where it is large."""
     dtype, rows, rotated = query.dtype, query.squeeze(1), query_rope.squeeze(1)
     wide = working_dtype(query)
     if dtype == torch.bfloat16 and latent.numel() >= NARROW_PRODUCTS:
@@ -71,10 +74,10 @@ def _one_token(
     if dtype == wide:
         return _products(rows, rotated, latent, key_rope, scale)[:, None]
     rows, rotated = rows.to(wide), rotated.to(wide)
-    # compiled, a loop over the batch would be unrolled
+    # torch.compile would unroll a loop over the batch
     if latent.numel() < WIDENED_AT_ONCE or torch.compiler.is_compiling():
         return _products(rows, rotated, latent.to(wide), key_rope.to(wide), scale).to(dtype)[:, None]
-    outputs = [  # a sequence at a time: what is widened of the cache stays near
+    outputs = [  # one sequence at a time, so that its widened part stays in the cache
         _products(rows[b : b + 1], rotated[b : b + 1], latent[b : b + 1].to(wide), key_rope[b : b + 1].to(wide), scale)
         for b in range(len(rows))
     ]
@@ -84,7 +87,7 @@ def _one_token(
 def _exact(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """query (B, H, N) @ key (B, S, N) of bfloat16 as float32 (B, H, S), without a copy of the keys in float32.
 
-    ATen rounds such a product to bfloat16; a second one adds what that lost, itself rounded: an error of 2**-18.
+    ATen rounds such a product to bfloat16; a second product, less the first, adds what that lost: an error of 2**-18.
     """
     rounded = torch.bmm(query, key.mT)
     lost = torch.baddbmm(rounded, query, key.mT, beta=-1.0)

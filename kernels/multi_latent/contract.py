@@ -48,7 +48,7 @@ def check_widths(
     up_key: torch.Tensor | None,
     up_value: torch.Tensor | None,
 ) -> Sizes:
-    """The widths, equal for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or an error."""
+    """The sizes, the same for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or an error."""
     check_devices(
         "multi_latent", query=query, query_rope=query_rope, latent=latent, key_rope=key_rope, up_key=up_key,
         up_value=up_value,
@@ -95,7 +95,7 @@ def check_tensors(
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
 ) -> Sizes:
-    """The widths of a dense call, or an error that names what does not fit."""
+    """The sizes of a dense call, or an error that names what does not fit."""
     check_devices("multi_latent", query=query, latent=latent)
     if query.dim() != 4 or latent.dim() != 3 or query.shape[0] != latent.shape[0]:
         raise ValueError(
@@ -110,7 +110,7 @@ def default_scale(sizes: Sizes, softmax_scale: float | None) -> float:
 
 
 def absorbs(sizes: Sizes, length: int, keys: int, has_up_key: bool, has_up_value: bool) -> bool:
-    """True where attending to the latents takes fewer multiplications than forming every head's keys and values."""
+    """True where attending to the latents takes fewer multiplications than expanding every head's keys and values."""
     if not (has_up_key and has_up_value):
         return True
     n = sizes

@@ -1,4 +1,4 @@
-"""What the kernel over pages is launched with for DeepSeek-V3: keys of 512 + 64, values of 512. Imports Triton."""
+"""Launches of the paged kernel for DeepSeek-V3: keys of 512 + 64, values of 512. Imports Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easytorch.kernels.ragged_page.triton_calls import Pages, forward_call
 
 
 def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, Call]]:
-    """Decoding over pages of 64 and over a dense cache, split and not; a prompt over pages."""
+    """Decoding over pages of 64 and over a dense cache, with and without split keys; a prompt over pages."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -37,7 +37,7 @@ ALIASES = {"fp8": "fp8_e4m3fn"}
 
 
 def format_of(name: str) -> str:
-    """The format's own name for a name or alias; `ValueError` listing what there is."""
+    """The canonical name for a name or alias; `ValueError` that lists the known ones."""
     found = ALIASES.get(name, name)
     if found not in FORMATS:
         raise ValueError(f"unknown format {name!r}; known: {', '.join([*FORMATS, *ALIASES])}")
@@ -58,7 +58,7 @@ def unpack(data: torch.Tensor, columns: int) -> torch.Tensor:
 def decode(
     data: torch.Tensor, zero: torch.Tensor | None, format: str, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The stored data -> the numbers (N, K) that the scale multiplies. zero: of int4, already (N, K) or (N, 1)."""
+    """The stored data -> the numbers (N, K) that the scale multiplies. zero: int4's, expanded to (N, K) or (N, 1)."""
     if not FORMATS[format].packed:
         return data.to(dtype)
     codes = unpack(data, columns)

@@ -1,4 +1,4 @@
-"""A quantized matmul as torch operators, differentiable any number of times, from two functions that compute."""
+"""A quantized matmul as custom operators, differentiable any number of times, made of two functions."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
 
     def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
-        if eager() and not recording(x, bias, weight.scale):  # past the operator, which takes 40 us more
+        if eager() and not recording(x, bias, weight.scale):  # without the operator, which costs 40 us
             return forward(rows, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
-        # as bytes: torch's tools for operators, opcheck among them, cannot multiply or compare fp8
+        # as bytes: opcheck and other tools cannot multiply or compare fp8
         tensors = (
             weight.data.view(torch.uint8),
             weight.scale.detach(),

@@ -1,7 +1,7 @@
 """The quantized matmul of a TPU in Pallas, forward and gradient of x: the weight is dequantized in vector memory.
 
-A byte of int4 and nf4 holds an even column and the odd one after it. They stay where they are: x comes as two planes,
-its even and its odd columns, and each half of the bytes is multiplied with its own plane.
+A byte of int4 and nf4 holds an even column and the odd one after it. They are not interleaved: x is split into two
+planes, its even and its odd columns, and each half of the bytes is multiplied with its plane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from easytorch.kernels.quantized_matmul.pallas_tuning import LANES, Blocks, bloc
 
 
 def carries(format: str, groups: int, group_size: int) -> bool:
-    """Whether the kernels take such a weight: groups must fill whole lanes of stored bytes, or be filled by them."""
+    """Whether the kernels take such a weight: a group's stored bytes must divide 128 lanes, or be a multiple of
+    them."""
     stored = group_size // 2 if FORMATS[format].packed else group_size
     if groups == 1:
         return True
@@ -142,7 +143,8 @@ def _spread(parameter: Any, unit: int, start: int) -> Array:
     spread = parameter[:, first : first + 1]
     if unit == LANES:
         return spread
-    # units that divide 128 are powers of two; `//` lowers to a sign, for which jax wants to know the TPU it runs on
+    # units that divide 128 are powers of two, so shift; `//` lowers to `sign`, for which jax must know the TPU's
+    # version
     of = lax.broadcasted_iota(jnp.int32, (parameter.shape[0], LANES), 1) >> unit.bit_length() - 1
     spread = jnp.broadcast_to(spread, of.shape)
     for index in range(1, LANES // unit):
@@ -151,7 +153,7 @@ def _spread(parameter: Any, unit: int, start: int) -> Array:
 
 
 def _numbers(format: str, codes: Array, origin: Any) -> Array:
-    """int32 codes -> float32. fp8 by its bits, since not every TPU has the type."""
+    """int32 codes -> float32. fp8 is decoded from its bits, since not every TPU has the type."""
     if format == "int8":
         return codes.astype(jnp.float32)
     if format == "int4":
@@ -160,7 +162,7 @@ def _numbers(format: str, codes: Array, origin: Any) -> Array:
         return _level(codes, 0, 16)
     mantissa, bias = (3, 7) if format == "fp8_e4m3fn" else (2, 15)
     magnitude = codes & 127
-    # moved to where float32 has exponent and mantissa; numbers below the normal ones are multiples of the smallest
+    # shifted to float32's exponent and mantissa; subnormals are multiples of the smallest number
     normal = lax.bitcast_convert_type((magnitude << (23 - mantissa)) + ((127 - bias) << 23), jnp.float32)
     small = magnitude.astype(jnp.float32) * 2.0 ** (1 - bias - mantissa)
     number = jnp.where(magnitude < 1 << mantissa, small, normal)
@@ -172,7 +174,7 @@ def _numbers(format: str, codes: Array, origin: Any) -> Array:
 
 
 def _level(codes: Array, low: int, high: int) -> Array:
-    """NF4_LEVELS[codes] for codes in [low, high), by halves."""
+    """NF4_LEVELS[codes] for codes in [low, high), by bisection."""
     if high - low == 1:
         return jnp.full(codes.shape, NF4_LEVELS[low], jnp.float32)
     middle = (low + high) // 2
@@ -180,7 +182,7 @@ def _level(codes: Array, low: int, high: int) -> Array:
 
 
 def _planes(x: Array, stored: int, packed: bool) -> Array:
-    """x (M, K) -> (planes, M, stored): even and odd columns, or all of them; zeros where K ends early."""
+    """x (M, K) -> (planes, M, stored): even and odd columns, or one plane of all; padded with zeros."""
     width = stored * (2 if packed else 1)
     x = jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
     return jnp.moveaxis(x.reshape(x.shape[0], stored, 2), 2, 0) if packed else x[None]
@@ -191,7 +193,7 @@ def _parameters(
 ) -> tuple[list[Array], int]:
     """Scale and zero as (tiles of columns, units of a tile, N), and the stored columns of a unit, 128 at most.
 
-    N last: the few units of a tile would be filled up to 128 lanes each.
+    N is last: the few units of a tile would be padded to 128 lanes each.
     """
     group = stored if scale.shape[1] == 1 else group_size // (2 if FORMATS[format].packed else 1)
     unit = min(group, LANES)
@@ -210,7 +212,7 @@ def _to_lanes(data: Array) -> Array:
 
 
 def _dot(left: Array, right: Array, right_axis: int) -> Array:
-    """Over the last axis of left, in float32, of which the matrix unit would take 8 bits of a float32 number."""
+    """Contracts the last axis of left in full float32; by default the matrix unit rounds operands to bfloat16."""
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((1,), (right_axis,)), ((), ()))
     return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -66,7 +66,7 @@ def _dispatch(
     pallas: Callable[..., Array], plain: Callable[..., Array], rows: Array, data: Array, scale: Array,
     zero: Array | None, *, format: str, group_size: int, columns: int,
 ) -> Array:  # fmt: skip
-    """`pallas` where it is lowered for a TPU and carries the groups, else `plain`."""
+    """`pallas` where it is lowered for a TPU and takes the groups, else `plain`."""
     default = functools.partial(plain, format=format, group_size=group_size, columns=columns)
     if not pallas_kernels.carries(format, scale.shape[1], group_size):
         return default(rows, data, scale, zero)

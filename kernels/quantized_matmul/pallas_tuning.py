@@ -1,7 +1,7 @@
-"""Block sizes of the Pallas quantized matmul, by rows of x. Nothing is searched for at run time.
+"""Block sizes of the Pallas quantized matmul, by rows of x; there is no autotuning.
 
 Every entry is compiled for v4, v5e, v5p and v6e by the real compiler (tests/tpu/test_compile_matmul.py), which fails
-where a kernel asks for more vector memory than the chip lets one have. No TPU was at hand to time them.
+where a kernel needs more vector memory than the chip has. They were not timed on a TPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ class Blocks(NamedTuple):
     columns: int
 
 
-# (rows of x at most, blocks): few rows want long reads of the weight
+# (rows of x at most, blocks): few rows: long reads of the weight
 _TABLE = ((64, Blocks(64, 512, 1024)), (None, Blocks(256, 256, 512)))
 
 
 def blocks_of(rows: int, outputs: int, stored: int) -> Blocks:
-    """For x of `rows`, a weight of `outputs` rows of `stored` bytes, a multiple of 128, which columns divides."""
+    """For x of `rows`, and a weight of `outputs` rows of `stored` bytes, a multiple of 128; `columns` divides
+    `stored`."""
     found = next(blocks for most, blocks in _TABLE if most is None or rows <= most)
     lanes = stored // LANES
     parts = next(n for n in range(min(found.columns // LANES, lanes), 0, -1) if lanes % n == 0)

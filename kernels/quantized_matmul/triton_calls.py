@@ -1,4 +1,4 @@
-"""The launches of the quantized matmul: which kernel, with which arguments, on how many programs. Imports Triton."""
+"""Launches of the quantized matmul: arguments and grid. Imports Triton."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def forward_call(
     tiles: Tiles, x: torch.Tensor, weight: QuantizedWeight, levels: torch.Tensor, bias: torch.Tensor | None,
     output: torch.Tensor,
 ) -> Call:  # fmt: skip
-    """Fills output (splits, M, N); x has adjacent columns. bias is added in every split."""
+    """Fills output (splits, M, N); x's columns are contiguous. bias is added in every split."""
     splits, rows, outputs = output.shape
     arguments = {
         "x": x, "bias": bias, "output": output, "x_stride": x.stride(0), "M": rows, "SPLITS": splits,
@@ -31,7 +31,7 @@ def forward_call(
 def input_grad_call(
     tiles: Tiles, grad: torch.Tensor, weight: QuantizedWeight, levels: torch.Tensor, output: torch.Tensor
 ) -> Call:
-    """Fills output (M, K); grad (M, N) has adjacent columns."""
+    """Fills output (M, K); grad's (M, N) columns are contiguous."""
     rows, columns = output.shape
     arguments = {
         "grad": grad, "output": output, "grad_stride": grad.stride(0), "M": rows,

@@ -14,7 +14,7 @@ def dequantized(
     data, scale, zero, levels, row_start, column_start, N, K, data_stride, scale_stride, group_size,
     FORMAT: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BLOCK_N, BLOCK_K) of the weight, float32; rows outside are zeros, columns outside anything finite.
+    """A tile (BLOCK_N, BLOCK_K) of the weight, float32; rows outside are zeros, columns outside any finite number.
 
     ONE_GROUP: the columns of a tile share their scale.
     """
@@ -48,7 +48,7 @@ def dequantized(
     elif FORMAT == "fp8_e5m2":
         numbers = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        # as float16, whose exponent has a bias of 15 in place of 7; all ones is NaN there only by this line
+        # as float16, whose exponent bias is 15 instead of 7; the NaN code needs a line of its own
         wide = codes.to(tl.uint16)
         half = ((wide & 128) << 8 | (wide & 127) << 7).to(tl.float16, bitcast=True)
         numbers = tl.where((wide & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
@@ -63,7 +63,7 @@ def quantized_forward(
 ):  # fmt: skip
     """Fills output (SPLITS, M, N), contiguous: each split has the sum over its own blocks of columns.
 
-    Programs next to one another have the same rows of the weight, which they find in the cache.
+    Neighbouring programs share the weight's rows, which stay in the L2 cache.
     """
     row_tiles = tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) % SPLITS

@@ -18,7 +18,7 @@ from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 
 def supports(x: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """None when these kernels carry x as `dtype` (None: its own), else the reason why not."""
+    """None when these kernels take x as `dtype` (None: its own), else the reason."""
     return refusal(x.device, dtype or x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton quantized matmul: a table by architecture and rows; never an autotuner.
+"""Block sizes of the Triton quantized matmul: a table by architecture and rows; there is no autotuning.
 
 Chosen by compiling: the largest tiles whose loops keep everything in registers and load ahead within shared memory.
 """
@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# rows of x up to which a column of tiles is taken
+# rows of x up to which an entry applies
 _ROWS = (16, 64)
 _FORWARD: dict[str, tuple[Tiles, ...]] = {
     "sm_80": (Tiles(16, 32, 128, 4, 4), Tiles(64, 64, 64, 4, 3), Tiles(128, 128, 32, 8, 3)),
@@ -36,14 +36,15 @@ _INPUT_GRAD: dict[str, tuple[Tiles, ...]] = {
     "sm_100": (Tiles(16, 64, 64, 4, 4), Tiles(64, 64, 64, 4, 4), Tiles(128, 64, 128, 8, 3)),
     "gfx942": (Tiles(16, 64, 64, 4, 1), Tiles(64, 64, 64, 4, 1), Tiles(128, 64, 128, 8, 1)),
 }
-# float32 multiplies without tensor cores by default, with operands in registers: smaller tiles, alike everywhere
+# float32 by default does not use tensor cores and keeps operands in registers: smaller tiles, for all architectures
 _FLOAT32 = (Tiles(16, 32, 32, 4, 2), Tiles(32, 32, 32, 4, 2), Tiles(64, 32, 32, 4, 2))
-# the interpreter has no limits; sizes that differ, so that dimensions cannot be exchanged unnoticed
+# for the interpreter: three different sizes, so that exchanged dimensions are noticed
 _INTERPRETER = Tiles(16, 64, 32, 1, 1)
 
 
 def tiles_of(kernel: str, architecture: str, dtype: torch.dtype, rows: int, group_size: int) -> Tiles:
-    """The tiles of `kernel` ("forward", "input_grad") for x of `rows` and `dtype`, in one group where they can be."""
+    """The tiles of `kernel` ("forward", "input_grad") for x of `rows` and `dtype`, each inside one group where
+    possible."""
     if architecture == "interpreter":
         tiles = _INTERPRETER
     else:
@@ -55,9 +56,9 @@ def tiles_of(kernel: str, architecture: str, dtype: torch.dtype, rows: int, grou
 
 
 def splits_of(tiles: Tiles, rows: int, outputs: int, columns: int, processors: int) -> int:
-    """How many programs share the columns of a tile: where there are few tiles, as many as fill the device.
+    """How many programs share the columns of a tile: where there are few tiles, enough to fill the device.
 
-    Two blocks of columns at least are left to each; 8 partial sums of a row at most.
+    Each has at least two blocks of columns, and a row has at most 8 partial sums.
     """
     programs = -(-rows // tiles.block_m) * -(-outputs // tiles.block_n)
     wanted = -(-4 * processors // max(programs, 1))

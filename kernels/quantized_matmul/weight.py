@@ -1,4 +1,4 @@
-"""`QuantizedWeight`, plain tensors and how to read them, and `quantize`, which makes one."""
+"""`QuantizedWeight`, tensors of codes and scales with their format, and `quantize`, which makes one."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class QuantizedWeight:
     def prepacked(self) -> QuantizedWeight:
         """The same weight with a second copy of int4 for ATen's CPU kernel, which serves few rows of bfloat16.
 
-        Itself where that kernel does not take it: another format or device, a group that is not 32, 64, 128 or 256
-        wide or that K or 16 rows do not divide into. The copy is not part of `to_dict` and `to`.
+        Returns itself where that kernel does not take it: another format or device, a group that is not 32, 64, 128 or
+        256 wide or that K or 16 rows do not divide into. The copy is not part of `to_dict` and `to`.
         """
         rows, columns = self.shape
         whole = columns % self.group_size == 0 and self.scale.shape == (rows, columns // self.group_size)
@@ -163,13 +163,13 @@ def _group_size(given: int | str | None, columns: int) -> int:
 
 
 def _in_groups(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """(N, K) -> (N, groups, size), the last group filled up with zeros, which extend no range."""
+    """(N, K) -> (N, groups, size), the last group padded with zeros."""
     rows, columns = numbers.shape
     return torch.nn.functional.pad(numbers, (0, -columns % size)).reshape(rows, -1, size)
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:
-    """A group of zeros has scale 0: its codes are those of 0."""
+    """A group of zeros has scale 0, and the codes of 0."""
     return torch.where(scale == 0.0, 1.0, scale)
 
 
@@ -194,7 +194,7 @@ def _flatten(weight: QuantizedWeight) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def _unflatten(tensors: Any, settings: tuple[Any, ...]) -> QuantizedWeight:
-    # unchecked: a tree may hold anything in place of its tensors
+    # not checked: pytree functions put other objects in place of tensors
     weight = object.__new__(QuantizedWeight)
     for name, value in zip((*_TENSORS, "format", "shape", "group_size"), (*tensors, *settings), strict=True):
         object.__setattr__(weight, name, value)

@@ -36,9 +36,9 @@ Window = int | tuple[int | None, int | None] | None
 
 
 class Sequence(NamedTuple):
-    """One sequence: query rows [first, last), and its last `keys` keys, which begin with those of page `page`.
+    """One sequence: query rows [first, last), and its last `keys` keys, starting with those of page `page`.
 
-    row: of block_tables, its own. pages: how many columns of that row, from `page` on, hold the keys.
+    row: its row of block_tables. pages: how many columns of that row, from `page` on, hold the keys.
     """
 
     row: int
@@ -94,13 +94,13 @@ def resolve_features(
     heads: int, scale: float, *, causal: bool = True, sliding_window: Window = None, softcap: float | None = None,
     sinks: torch.Tensor | None = None, softmax_scale: float | None = None,
 ) -> AttentionCall:  # fmt: skip
-    """The part of `resolve` about the features. scale: where the call gives none."""
+    """`resolve` for the features alone. scale: used where the call gives none."""
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
     if sinks is not None and not floating(sinks):
         raise ValueError(f"ragged_page: sinks must be floating, got {sinks.dtype}")
     check_softcap("ragged_page", softcap)
-    left, right = band_of(causal, sliding_window)  # raises for a window of no width
+    left, right = band_of(causal, sliding_window)  # raises for an empty window
     scale = scale if softmax_scale is None else softmax_scale
     return AttentionCall(sinks=sinks, scale=scale, left=left, right=right, softcap=softcap)
 
@@ -111,7 +111,7 @@ def check_tables(
     query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None,
 ) -> None:
-    """The part of `resolve` about the integer tensors."""
+    """`resolve` for the integer tensors alone: checks them."""
     given = num_seqs if isinstance(num_seqs, torch.Tensor) else None
     check_tensors(
         "ragged_page", context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc,
@@ -143,7 +143,8 @@ def cut_to(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """context_lens, block_tables, query_start_loc, num_seqs: a number becomes views of the tensors, and None."""
+    """context_lens, block_tables, query_start_loc, num_seqs: an int num_seqs is applied by slicing, and becomes
+    None."""
     if num_seqs is None or isinstance(num_seqs, torch.Tensor):
         return context_lens, block_tables, query_start_loc, num_seqs
     return context_lens[:num_seqs], block_tables[:num_seqs], query_start_loc[: num_seqs + 1], None
@@ -162,7 +163,8 @@ def read_sequences(
     """The sequences that own query rows, in order, their numbers checked; `left` is that of the band (`band_of`).
 
     Raises `ValueError` for starts that do not begin at 0, decrease or pass the tokens, a context shorter than its
-    queries or longer than its row of block_tables, and a page in use that is not there. Waits for the tensors' device.
+    queries or longer than its row of block_tables, and a page in use that does not exist. Synchronizes with the
+    tensors' device.
     """
     count = len(context_lens) if num_seqs is None else int(num_seqs)
     if not 0 <= count <= len(context_lens):
@@ -194,7 +196,7 @@ def _check_pages(sequences: list[Sequence], block_tables: torch.Tensor, page_cou
     if not sequences:
         return
     lowest, highest = block_tables.aminmax()
-    if lowest.item() >= 0 and highest.item() < page_count:  # the unused ones too, as in most calls
+    if lowest.item() >= 0 and highest.item() < page_count:  # unused entries too, as in most calls
         return
     device = block_tables.device
     rows, first, pages = (

@@ -1,9 +1,9 @@
-"""Attention over pages by ATen: sequences that decode share calls, the others take one each. See contract.py.
+"""Attention over pages by ATen: decoding sequences share calls, the others take one call each. See contract.py.
 
-Pages are gathered for as many decoding sequences as stay near the caches together. The query heads of one key/value
-head become the rows of one matrix, so each key is read once. Medians on 2 cores (EPYC), 8 sequences of 4096 keys, H 32
-K 8 D 128, pages of 16, against one gather and one call of ATen with `enable_gqa`: 71 / 154 ms in float32, 53 / 320 ms
-in bfloat16.
+Pages are gathered for as many decoding sequences at once as fit the CPU's caches. The query heads of one key/value head
+become the rows of one matrix, so each key is read once. Medians on 2 cores (EPYC), 8 sequences of 4096 keys, H 32 K 8 D
+128, pages of 16, against one gather and one call of ATen with `enable_gqa`: 71 / 154 ms in float32, 53 / 320 ms in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from easytorch.kernels.ragged_page.contract import Sequence, read_sequences, res
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
-GATHERED_BYTES = 1 << 24  # keys and values of the sequences of one call
-# From so many scores of a sequence (heads x queries x keys) on, tiles of batched products are ahead of ATen's fused
+GATHERED_BYTES = 1 << 24  # bytes of keys and values in one call
+# From this many scores of a sequence (heads x queries x keys) on, tiled batched products are faster than ATen's fused
 # kernel: H32 K8 D128, 512 queries after 1536 keys, 119 / 136 ms in float32, 66 / 134 ms in bfloat16.
 FLASH_SCORES = 1 << 20
 
@@ -57,13 +57,13 @@ def over_pages(
     num_seqs: int | torch.Tensor | None,
     call: AttentionCall,
 ) -> torch.Tensor:
-    """`ragged_page_attention` of a call that is resolved."""
+    """`ragged_page_attention` of a resolved call."""
     page_count, page_size = key_pages.shape[:2]
     sequences = read_sequences(
         query.shape[0], page_count, page_size, context_lens, block_tables, query_start_loc, num_seqs, call.left
     )
     outputs: list[torch.Tensor] = []
-    places: list[int] = []  # the rows of the query, in the order of the outputs
+    places: list[int] = []  # rows of the query in the order of the outputs
     key_bytes = sum(pool[0, 0].numel() * pool.element_size() for pool in (key_pages, value_pages))
     for chunk in chunks_of([s for s in sequences if s.last - s.first == 1], page_size * key_bytes):
         rows = [s.first for s in chunk]
@@ -81,7 +81,7 @@ def over_pages(
         places += range(s.first, s.last)
     if not outputs:
         return query.new_zeros(*query.shape[:2], value_pages.shape[3])
-    # autocast gives some of them in its own dtype
+    # autocast returns some of them in its own dtype
     result = (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(query.dtype)
     if places == list(range(len(query))):
         return result
@@ -90,9 +90,9 @@ def over_pages(
 
 
 def _prefill(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, call: AttentionCall) -> Attend:
-    """The attention for a sequence of so many pairs of query and key."""
+    """The attention function for a sequence with this many scores."""
     heads, kv_heads = query.shape[1], key_pages.shape[2]
-    # in float32 folding the heads is what is gained
+    # in float32 the gain is from folding the heads
     gains = query.dtype.itemsize == 2 or heads > kv_heads or not call.plain
     if heads * pairs >= FLASH_SCORES and gains:
         return aten_op.by_operator
@@ -100,7 +100,7 @@ def _prefill(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, call: Att
 
 
 def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    # causal by its own flag, where the window adds nothing: ATen skips tiles for it, and not for a mask
+    # is_causal where the window changes nothing: ATen skips tiles for it, but not for a mask
     band: dict[str, Any] = {"causal": True}
     if (call.left, call.right) != (None, 0):
         band = {"sliding_window": (call.left, call.right)}
@@ -108,7 +108,7 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: At
 
 
 def chunks_of(sequences: list[Sequence], page_bytes: int) -> list[list[Sequence]]:
-    """Sequences of like length together, as many as fit GATHERED_BYTES once padded to the longest; at least one."""
+    """Sequences of similar length together, as many as fit GATHERED_BYTES when padded to the longest; at least one."""
     chunks: list[list[Sequence]] = []
     for sequence in sorted(sequences, key=lambda s: s.pages, reverse=True):
         if not chunks or (len(chunks[-1]) + 1) * chunks[-1][0].pages * page_bytes > GATHERED_BYTES:
@@ -131,7 +131,7 @@ def decode(
     table = torch.tensor([(s.row, s.page, s.pages, s.keys) for s in sequences], device=query.device)
     index, page, pages, length = table.T.unsqueeze(-1)
     longest = max(s.pages for s in sequences)
-    # past its end a sequence repeats its last page, which the mask hides
+    # past its end a sequence's last page is repeated; the mask hides it
     column = page + torch.minimum(torch.arange(longest, device=query.device), pages - 1)
     used = block_tables[index, column].flatten()
     keys, values = (
@@ -143,7 +143,7 @@ def decode(
     if left is not None or (right is not None and right < 0) or any(s.keys < longest * page_size for s in sequences):
         place = torch.arange(longest * page_size, device=query.device)
         seen = place < length
-        # a slot that was never written may hold anything, NaN too
+        # a slot that was never written may hold NaN
         unwritten = (~seen).flatten().nonzero()[:, 0]
         for gathered in (keys, values):
             gathered.flatten(0, 1).index_fill_(0, unwritten, 0.0)

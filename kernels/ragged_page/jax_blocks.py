@@ -1,7 +1,7 @@
-"""How the rows of a ragged batch lie in blocks that each belong to one sequence, in jax; and attention by such blocks.
+"""Blocks of a ragged batch's rows, each of one sequence, in jax; and attention over such blocks.
 
-Array shapes are fixed while lengths are data: sequence b has the blocks from start[b] // rows + b on, so that as many
-as N // rows + B + 1 blocks always do. See contract.py.
+Array shapes are static while lengths are data: the blocks of sequence b start at start[b] // rows + b, so that N //
+rows + B + 1 blocks always suffice. See contract.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from easytorch.kernels.attention.jax_call import AttentionCall
 class Blocks(NamedTuple):
     """int32 of each block: its sequence, its first row among the sequence's `length` queries and `keys` keys.
 
-    token (N,) int32: where each token's row is, block * rows + place; past the last one for a token of no sequence.
+    token (N,) int32: each token's row, block * rows + position; out of range for a token of no sequence.
     """
 
     sequence: Array
@@ -30,22 +30,22 @@ class Blocks(NamedTuple):
 def blocks_of(
     tokens: int, rows: int, context_lens: Array, query_start_loc: Array, num_seqs: Array | None
 ) -> tuple[Blocks, Array]:
-    """The blocks of `rows` tokens, and the token (blocks, rows) in each place of them (any where there is none)."""
+    """The blocks of `rows` tokens, and the token (blocks, rows) at each position (an arbitrary one at padding)."""
     batch = context_lens.shape[0]
     count = jnp.int32(batch) if num_seqs is None else num_seqs.reshape(()).astype(jnp.int32)
     index = jnp.arange(batch + 1, dtype=jnp.int32)
     blocks = tokens // rows + batch + 1
-    # what the tensors say of sequences past the count is not read
+    # entries of sequences past num_seqs are not read
     starts = jnp.where(index <= count, query_start_loc.astype(jnp.int32), tokens)
     first = jnp.where(index <= count, starts // rows + index, blocks)
     block = jnp.arange(blocks, dtype=jnp.int32)
     sequence = jnp.searchsorted(first, block, side="right").astype(jnp.int32) - 1
     owned = sequence < count
-    held = jnp.minimum(sequence, batch - 1)  # a sequence that there is
+    held = jnp.minimum(sequence, batch - 1)  # an existing sequence
     length = jnp.where(owned, starts[held + 1] - starts[held], 0)
     keys = jnp.where(owned, context_lens.astype(jnp.int32)[held], 0)
     row = (block - first[sequence]) * rows
-    keys = jnp.where(row < length, keys, 0)  # a block without rows has nothing to do
+    keys = jnp.where(row < length, keys, 0)  # a block without rows computes nothing
 
     token = jnp.arange(tokens, dtype=jnp.int32)
     of = jnp.searchsorted(starts, token, side="right").astype(jnp.int32) - 1
@@ -59,7 +59,7 @@ def blocks_of(
 
 def page_range(call: AttentionCall, blocks: Blocks, rows: int, page_size: int) -> tuple[Array, Array]:
     """The columns [first, last) of block_tables that a block's rows can see."""
-    own = blocks.keys - blocks.length + blocks.row  # the key at which the first row stands
+    own = blocks.keys - blocks.length + blocks.row  # the key aligned with the first row
     first, last = jnp.zeros_like(own), blocks.keys
     if call.left is not None:
         first = jnp.clip(own - call.left, 0, blocks.keys)
@@ -71,7 +71,7 @@ def page_range(call: AttentionCall, blocks: Blocks, rows: int, page_size: int) -
 
 
 def seen(call: AttentionCall, own: Array, column: Array, keys: Array) -> Array:
-    """Whether the row that stands at key `own` sees `column`, of `keys`."""
+    """Whether the row aligned with key `own` attends to key `column` of `keys`."""
     result = column < keys
     if call.left is not None:
         result &= column >= own - call.left
@@ -86,12 +86,12 @@ def capped(call: AttentionCall, products: Array) -> Array:
 
 
 def merge(m_i: Array, logits: Array) -> tuple[Array, Array, Array]:
-    """The new maximum of each row, what the old sums shrink by, and the weights of `logits`; -inf weighs nothing."""
+    """The new maximum of each row, the factor for the old sums, and the weights of `logits`; -inf has weight 0."""
     m_new = jnp.maximum(m_i, logits.max(axis=-1, keepdims=True))
     finite = jnp.where(m_new == -jnp.inf, 0.0, m_new)
     return m_new, jnp.exp(m_i - finite), jnp.exp(logits - finite)
 
 
 def precision_of(query: Array) -> lax.Precision:
-    """float32 is multiplied in float32 on TPU too, whose default would round it to bfloat16."""
+    """Full float32 products on TPU too, which by default rounds operands to bfloat16."""
     return lax.Precision.HIGHEST if query.dtype == jnp.float32 else lax.Precision.DEFAULT

@@ -1,4 +1,4 @@
-"""Attention over pages in plain jax: a block of one sequence's rows at a time, over the pages that it sees."""
+"""Attention over pages in plain jax: one block of a sequence's rows at a time, over the pages that it attends to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from easytorch.kernels.ragged_page.jax_blocks import (
     seen,
 )
 
-ROWS, KEYS = 16, 128  # tokens of a block, keys of a tile
+ROWS, KEYS = 16, 128  # tokens per block, keys per tile
 
 
 def ragged_page_attention(
@@ -33,7 +33,7 @@ def ragged_page_attention(
     *,
     value_dim: int,
 ) -> Array:
-    """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv); three dimensions of pages are K = 1.
+    """(N, H, D), (P, page_size, K, D), (P, page_size, K, Dv) -> (N, H, Dv); pages of three dimensions have K = 1.
 
     Without value_pages the values are the first `value_dim` columns of the keys. tail_query (N, H, E) and tail_pages
     (P, page_size, K, E), where given, are more of each query and key.
@@ -75,7 +75,7 @@ def ragged_page_attention(
             m_i, alpha, weights = merge(m_i, jnp.where(visible, capped(call, products), -jnp.inf))
             l_i = l_i * alpha + weights.sum(axis=-1, keepdims=True)
             values = keys[..., :value_dim] if value_pages is None else gather(value_pages)
-            # a slot that was never written may hold anything, NaN too
+            # a slot that was never written may hold NaN
             values = jnp.where((column < blocks.keys[i])[:, None, None], values, 0.0)
             output = output * alpha + jnp.einsum("kgrc,ckd->kgrd", weights, values, precision=precision)
             return m_i, l_i, output

@@ -45,7 +45,7 @@ def over_pages(
     call: AttentionCall,
     softmax_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`ragged_page_attention` of a call that is resolved."""
+    """`ragged_page_attention` of a resolved call."""
     page_count, page_size = key_pages.shape[:2]
     sequences = read_sequences(
         query.shape[0], page_count, page_size, context_lens, block_tables, query_start_loc, num_seqs, call.left

@@ -1,7 +1,7 @@
-"""Attention over pages on TPU in Pallas: pages are fetched through the block table, two tiles of keys in turn.
+"""Attention over pages on TPU in Pallas: pages are fetched through the block table, with double buffering.
 
 One program per block of one sequence's tokens, all heads. The queries of the G heads that read one key/value head are
-the rows of one matrix, G first. What a program needs to know of its block is prefetched into scalar memory.
+the rows of one matrix, G first. The description of a program's block is prefetched into scalar memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def ragged_page_attention(
     count, heads, _ = query.shape
     page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]
     group = heads // kv_heads
-    # a power of two: a row's token is its number modulo this
+    # a power of two: a row's token is its index modulo this
     tokens = 1 if count <= context_lens.shape[0] else max(1, 1 << (ROWS // group).bit_length() - 1)
     n = Shape(kv_heads, group, tokens, page_size, max(1, KEYS // page_size), block_tables.shape[1], value_dim)
     blocks, taken = blocks_of(count, tokens, context_lens, query_start_loc, num_seqs)
@@ -142,11 +142,11 @@ def _kernel(
     buffers, semaphores = dict(zip(pools, rest, strict=False)), rest[-1]
     i = pl.program_id(0)
     first, last, keys = first_page[i], last_page[i], key_count[i]
-    steps = lax.div(last - first + (n.pages - 1), jnp.int32(n.pages))  # `//` would ask which TPU this is
+    steps = lax.div(last - first + (n.pages - 1), jnp.int32(n.pages))  # `//` would need the TPU's version
     tile, rows = n.pages * n.page_size, n.group * n.tokens
 
     def transfer(j: Any, slot: Any, act: str) -> None:
-        """Start or wait for the pages of tile j; past its last page a sequence repeats it."""
+        """Starts or awaits the copies of tile j's pages; past its end a sequence's last page is repeated."""
 
         def page_of(p: Any, carry: Any) -> Any:
             page = table[table_start[i] + jnp.minimum(first + j * n.pages + p, last - 1)]
@@ -158,7 +158,7 @@ def _kernel(
         lax.fori_loop(jnp.int32(0), jnp.int32(n.pages), page_of, jnp.int32(0))
 
     m_ref[...] = given["sinks"][...] if "sinks" in given else jnp.full_like(m_ref, -jnp.inf)
-    l_ref[...] = jnp.where(m_ref[...] == -jnp.inf, 0.0, 1.0)  # a sink is a logit already seen
+    l_ref[...] = jnp.where(m_ref[...] == -jnp.inf, 0.0, 1.0)  # a sink counts as a logit already seen
     sum_ref[...] = jnp.zeros_like(sum_ref)
 
     @pl.when(steps > 0)
@@ -190,7 +190,7 @@ def _kernel(
             m_ref[head] = m_i
             l_ref[head] = l_ref[head] * alpha + weights.sum(axis=-1, keepdims=True)
             value = _head(buffers["value"], slot, head) if "value" in buffers else key[:, : n.value_dim]
-            # a slot that was never written may hold anything, NaN too
+            # a slot that was never written may hold NaN
             value = jnp.where(written, value, jnp.zeros_like(value))
             sum_ref[head] = sum_ref[head] * alpha + _dot(weights.astype(value.dtype), value, 0, precision)
         return carry

@@ -1,5 +1,4 @@
-"""Attention over pages in jax for whichever platform it is lowered for: the Pallas kernel on TPU, jax_pages.py
-elsewhere and where the kernel does not take the shapes.
+"""Attention over pages in jax: the Pallas kernel where it is lowered for a TPU and takes the shapes, else jax_pages.py.
 
 The arguments are those of jax_pages.py. torch_xla's device may be a CPU, and a Pallas kernel for TPU has no lowering
 there.

@@ -1,4 +1,4 @@
-"""pallas_or_jax.py inside a torch_xla graph: one node. It waits for nothing and has no backward."""
+"""pallas_or_jax.py inside a torch_xla graph: one node, without synchronization and without a backward."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def attend(
     value: torch.Tensor | None, context_lens: torch.Tensor, block_tables: torch.Tensor, query_start_loc: torch.Tensor,
     num_seqs: int | torch.Tensor | None, call: AttentionCall, *, value_dim: int,
 ) -> torch.Tensor:  # fmt: skip
-    """pallas_or_jax.py on tensors already checked, of the shapes that jax_pages.py takes."""
+    """pallas_or_jax.py on checked tensors, of the shapes that jax_pages.py takes."""
     if isinstance(num_seqs, int):
-        # as data of the graph, not as a shape or constant: another number must not compile another program
+        # as an input of the graph, not a constant: another number must not recompile it
         num_seqs = torch.tensor(num_seqs, dtype=torch.int32).to(query.device)
     tables = [None if x is None else x.to(torch.int32) for x in (context_lens, block_tables, query_start_loc, num_seqs)]
     tensors = (query, tail_query, key, tail_key, value, *tables)

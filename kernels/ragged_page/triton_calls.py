@@ -1,4 +1,4 @@
-"""The launches of the kernels over pages: which kernel, with which arguments, on how many programs. Imports Triton."""
+"""Launches of the paged kernels: arguments and grid. Imports Triton."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LOG2E = math.log2(math.e)
 
 
 class Pages(NamedTuple):
-    """What a batch attends to. key (P, page_size, K, D), tail_key (P, page_size, K, DT) or None: more of each key;
-    value (P, page_size, K, DV), or None where the values are `key`."""
+    """What a batch attends to. key (P, page_size, K, D), tail_key (P, page_size, K, DT) or None: further features of
+    each key; value (P, page_size, K, DV), or None where the values are `key`."""
 
     key: torch.Tensor
     tail_key: torch.Tensor | None
@@ -52,7 +52,7 @@ def forward_call(
     splits = 1 if lse is None else lse.shape[2]
     softcap, scale = call.softcap, call.scale
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip
-    page = pages.key.shape[1] if pages.block_tables.shape[1] > 1 else 0  # 0: one page a sequence, of any size
+    page = pages.key.shape[1] if pages.block_tables.shape[1] > 1 else 0  # 0: one page per sequence, of any size
     tail_dim = 0 if tail_query is None else tail_query.shape[2]
     arguments: dict[str, Any] = {
         "query": query, "tail_query": tail_query, "key": pages.key, "tail_key": pages.tail_key, "value": pages.value,
@@ -70,7 +70,7 @@ def forward_call(
         "BLOCK_DT": power_of_two(tail_dim), "BLOCK_DV": power_of_two(value_dim),
         "PRECISION": "ieee" if exact else "tf32", "SPLITS": splits,
     }  # fmt: skip
-    # each sequence begins a block, and so do the rows after the last one
+    # each sequence starts a new block, and so do the rows after the last one
     blocks = tokens // (tiles.block_m // per_program) + batch + 1
     programs = blocks * splits * kv_heads * -(-group // per_program) if tokens else 0
     return Call(ragged_forward, programs, arguments, tiles.num_warps, tiles.num_stages)
@@ -91,7 +91,7 @@ def _strides(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, Call]]:
-    """Decode and prefill over pages of 16, 32 query heads on 8: split and not, and with every feature."""
+    """Decode and prefill over pages of 16, 32 query heads on 8: with and without split keys, and with every feature."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,8 +1,8 @@
 """Attention over pages in Triton: online softmax over the keys that a block table points to.
 
-A program holds HEADS query heads that read one key/value head, for BLOCK_Q tokens of one sequence, folded into
+A program computes HEADS query heads that share one key/value head, for BLOCK_Q tokens of one sequence, folded into
 BLOCK_M rows. The keys of a sequence may be split among programs (split-K, https://pytorch.org/blog/flash-decoding);
-`merge_splits` then puts their results together.
+`merge_splits` then combines their results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from easytorch.kernels.interop.triton_math import LOG2E
 def _gather(
     pool, places, strides, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, seen, BOUNDARY: tl.constexpr
 ):  # fmt: skip
-    """(BLOCK_N, BLOCK_WIDTH) rows of a pool at `places` = (page, slot), zeros where not `seen` and past WIDTH."""
+    """(BLOCK_N, BLOCK_WIDTH) rows of a pool at `places` = (page, slot); zeros where `seen` is False and past WIDTH."""
     columns = tl.arange(0, BLOCK_WIDTH)[None, :]
     pages, slots = places
     pointers = pool + (pages * strides[0] + slots * strides[1])[:, None] + columns * strides[3]
@@ -44,7 +44,7 @@ def _fold(
     for start in range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         inside = columns < S
-        if PAGE == 0:  # all keys of a sequence lie in one page, of any size
+        if PAGE == 0:  # all keys of a sequence are in one page, of any size
             places = (tl.load(table).to(tl.int64), columns)
         elif BOUNDARY:
             places = (tl.load(table + columns // PAGE, mask=inside, other=0).to(tl.int64), columns % PAGE)
@@ -61,12 +61,12 @@ def _fold(
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         origin = m_new
         if BOUNDARY:
-            # a row that has seen nothing yet has no maximum: -inf - -inf is NaN
+            # a row without keys so far has maximum -inf, and -inf - -inf is NaN
             origin = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores - origin[:, None])
         alpha = tl.exp2(m_i - origin)
         l_i = l_i * alpha + tl.sum(weights, 1)
-        values = keys  # the values may be the first part of the keys
+        values = keys  # the values may be the leading features of the keys
         if value is not None:
             values = _gather(value, places, value_strides, DV, BLOCK_DV, inside, BOUNDARY)
         output = tl.dot(weights.to(values.dtype), values, output * alpha[:, None], input_precision=PRECISION)
@@ -85,12 +85,12 @@ def ragged_forward(
 ):  # fmt: skip
     """Writes output (N, H, DV); with an lse (N, H, SPLITS) float32 both are partial, output (N, H, SPLITS, DV).
 
-    lse is in units of log2, -inf where a split of the keys shows a row nothing (its output is not written then).
+    lse is a base-2 logarithm, -inf where a row attends to no key of a split (whose output is then not written).
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     program = tl.program_id(0)
-    head_block = program % head_blocks  # neighbours read the same keys
+    head_block = program % head_blocks  # neighbouring programs read the same keys
     kv_head = program // head_blocks % (H // GROUP)
     split = program // (head_blocks * (H // GROUP)) % SPLITS
     block = program // (head_blocks * (H // GROUP) * SPLITS)

@@ -1,7 +1,7 @@
 """Attention over pages in Triton, for CUDA (compute capability 8.0 and later) and ROCm; native.py defines it.
 
-Nothing here imports Triton until a kernel is launched, and nothing waits for the device: what the integer tensors hold
-is not checked. With TRITON_INTERPRET=1 set before the first launch the kernels run on CPU tensors.
+Nothing here imports Triton until a kernel is launched, and nothing synchronizes with the device: the values of the
+integer tensors are not checked. With TRITON_INTERPRET=1 set before the first launch the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from easytorch.kernels.ragged_page.triton_tuning import MAX_HEAD_DIM, splits_of,
 
 
 def supports(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """None when the kernels take tensors of this device and dtype and these head_dims, else the reason why not."""
+    """None when the kernels take tensors of this device and dtype and these head_dims, else the reason."""
     for name, width in (("query and key", dim), ("value", value_dim)):
         if not 1 <= width <= MAX_HEAD_DIM:
             return f"the head_dim of {name} must be in 1..{MAX_HEAD_DIM}, got {width}"
@@ -52,8 +52,8 @@ def over_pages(
     value: torch.Tensor | None, tables: tuple[torch.Tensor | None, ...], call: AttentionCall,
     splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """query (N, H, D) and key (P, page_size, K, D), the tails (N, H, DT) and (P, page_size, K, DT) where given being
-    more of each; value None: the values are `key`. splits: of each sequence's keys, None to choose."""
+    """query (N, H, D) and key (P, page_size, K, D), where given, the tails (N, H, DT) and (P, page_size, K, DT) are
+    further features of each; value None: the values are `key`. splits: of each sequence's keys; None chooses."""
     return forward(query, tail_query, key, tail_key, value, *tables, *flatten(call), splits)
 
 
@@ -102,7 +102,7 @@ def _splits(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value_dim: int, block_tables: torch.Tensor,
     call: AttentionCall,
 ) -> int:  # fmt: skip
-    """Split for a batch with few rows: nothing but shapes is known, so every sequence counts as having some."""
+    """Splits the keys for a batch with few rows; only shapes are known, so every sequence is assumed to have rows."""
     tokens, heads, dim = query.shape
     kv_heads, batch = key.shape[2], block_tables.shape[0]
     tiles = tiles_of(architecture, query.dtype, max(dim, value_dim), decode=tokens <= batch)

@@ -1,4 +1,5 @@
-"""Block sizes of the kernels over pages: a table by architecture, width of a head and kind of batch; no autotuner."""
+"""Block sizes of the kernels over pages: a table by architecture, head_dim and kind of batch; there is no
+autotuning."""
 
 from __future__ import annotations
 
@@ -38,17 +39,17 @@ _TABLE: dict[str, dict[str, tuple[Tiles, ...]]] = {
         "gfx942": (Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
     },
 }
-# float32 multiplies without tensor cores by default, with operands in registers: smaller tiles, alike everywhere
+# float32 by default does not use tensor cores and keeps operands in registers: smaller tiles, for all architectures
 _FLOAT32: dict[str, tuple[Tiles, ...]] = {
     "decode": (Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1)),
     "prefill": (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 8, 1)),
 }
-# two different sizes, so that rows and columns cannot be exchanged unnoticed
+# for the interpreter: two different sizes, so that exchanged rows and columns are noticed
 _INTERPRETER = Tiles(16, 32, 1, 1)
 
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
 MAX_SPLITS = 64
-_LEAST_KEYS = 512  # of one split: below, putting the splits together costs more than it hides
+_LEAST_KEYS = 512  # keys per split: with fewer, combining the splits costs more than it hides
 
 
 def tiles_of(architecture: str, dtype: torch.dtype, dim: int, *, decode: bool) -> Tiles:
@@ -61,9 +62,10 @@ def tiles_of(architecture: str, dtype: torch.dtype, dim: int, *, decode: bool) -
 
 
 def splits_of(programs: int, keys: int, processors: int) -> int:
-    """A power of two: into how many parts the keys of a sequence are split, when there is one program per tile of rows.
+    """A power of two: how many parts the keys of a sequence are split into, where there is one program per tile of
+    rows.
 
-    programs: those that have rows; keys: the most a sequence can have. Two programs a processor keep it busy.
+    programs: those that have rows; keys: the most a sequence can have. Two programs keep a multiprocessor busy.
     """
     splits = 1
     while splits < MAX_SPLITS and programs * splits < 2 * processors and keys >= 2 * splits * _LEAST_KEYS:

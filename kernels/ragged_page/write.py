@@ -1,4 +1,4 @@
-"""Writing new keys and values into the pages of a cache, by slot: page * page_size + place in the page."""
+"""Writing new keys and values into the pages of a cache, by slot: page * page_size + offset in the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_pages(
 
     key_pages (P, page_size, K, D) and value_pages (P, page_size, K, Dv) are changed and returned; a slot of -1 is
     skipped. Slots must differ. Raises `ValueError` for shapes and dtypes that do not fit and, on the CPU, for a slot
-    that is not there.
+    out of range.
     """
     return write_page(key_pages, key, slot_mapping), write_page(value_pages, value, slot_mapping)
 
@@ -73,6 +73,7 @@ def _(pages: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> No
 
 
 def _by_triton(pages: torch.Tensor) -> bool:
-    """On a GPU, where selecting the slots to keep would wait for the device; the kernel writes rows without gaps."""
+    """For a GPU, where selecting the valid slots would synchronize with the device; the kernel takes contiguous
+    rows."""
     interpreted_or_gpu = refusal(pages.device, pages.dtype) is None and pages.device.type != "meta"
     return interpreted_or_gpu and pages[:1, :1].is_contiguous()

@@ -1,1 +1,1 @@
-"""What the operations with a recurrent state share: documents in a sequence, products of decays, checks."""
+"""Shared by the operations with a recurrent state: packed documents, products of decays, checks."""

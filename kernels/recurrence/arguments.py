@@ -1,4 +1,4 @@
-"""Checks and conversions of arguments, the same for every operation with a state."""
+"""Argument checks and conversions of all operations with a state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from easytorch.kernels.interop.arguments import check_tensors, floating
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype an operation computes in and keeps its state in: float32, or float64 for float64."""
+    """The dtype of the computation and of the state: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -24,7 +24,7 @@ def check_sequence(operation: str, name: str, x: torch.Tensor, layout: str) -> N
 def check_shapes(operation: str, **expected: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
     """`ValueError` for a tensor whose shape is not the expected one, or that is not floating; None is absent.
 
-    All lie on one device, which the caller has asked `check_tensors` about.
+    The caller has checked by `check_tensors` that all are on one device.
     """
     for name, (tensor, shape) in expected.items():
         if tensor is None:

@@ -1,7 +1,7 @@
-"""Products of decays within a chunk, from their logarithms: exponentials of sums, never quotients of products.
+"""Products of decays within a chunk, as exponentials of sums of their logarithms, never as quotients of products.
 
-A sum over i..j is the difference of two running sums. Those are kept in float64: after a few hundred strong decays a
-float32 running sum is too coarse for the difference of two neighbours.
+A sum over i..j is the difference of two running sums. Those are float64: after a few hundred strong decays the
+difference of two neighbouring float32 sums has no digits left.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-# Logarithms whose exponential is 0 in a dtype: one below counts as it, since minus infinity less itself is NaN.
+# Logarithms whose exponential is 0 in the dtype: smaller ones are clamped to it, as -inf - -inf is NaN.
 _NOTHING = {torch.float32: -110.0, torch.float64: -760.0}
 
 
 class Decay(NamedTuple):
-    """between (..., L, L): from after token j to token i, 0 above the diagonal and 1 on it; before (..., L): from the
-    start of the chunk to token i, its own included; after (..., L): from after token j to the end; whole (...,)."""
+    """between (..., L, L): decay of tokens j+1..i, 0 above the diagonal and 1 on it; before (..., L): of the chunk's
+    start to token i inclusive; after (..., L): of tokens j+1 to the end; whole (...,): of all tokens."""
 
     between: torch.Tensor
     before: torch.Tensor
@@ -25,10 +25,10 @@ class Decay(NamedTuple):
 
 
 def of_chunk(log: torch.Tensor, number: torch.Tensor | None, wide: torch.dtype) -> Decay:
-    """log (..., L): the logarithms of each token's decay, at most 0, -> their products, in the dtype `wide`.
+    """log (..., L), the logarithm of each token's decay, at most 0 -> the products, in the dtype `wide`.
 
-    number (..., L), where there are documents: that of each token, 0 for the one the chunk's first state belongs to; a
-    product across two of them is 0.
+    number (..., L), for packed documents: each token's document, 0 for the one that the chunk's initial state belongs
+    to; a product across two documents is 0.
     """
     total = log.to(torch.float64).clamp(min=_NOTHING[wide]).cumsum(-1)
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
@@ -40,5 +40,5 @@ def of_chunk(log: torch.Tensor, number: torch.Tensor | None, wide: torch.dtype) 
         apart = apart | (number.unsqueeze(-1) != number.unsqueeze(-2))
         after = after.masked_fill(number != number[..., -1:], 0.0)
         before = before.masked_fill(number != 0, 0.0)
-    # masked before the exponential: above the diagonal it would overflow
+    # masked before exp, which would overflow above the diagonal
     return Decay(between.to(wide).masked_fill(apart, float("-inf")).exp(), before, after, before[..., -1])

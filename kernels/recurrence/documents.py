@@ -1,6 +1,6 @@
 """Documents packed into one sequence: a state does not pass from one to the next.
 
-The state an operation starts with belongs to the document of the first token, the one it ends with to that of the last.
+The initial state belongs to the document of the first token, the final state to that of the last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 def first_tokens(segment_ids: torch.Tensor) -> torch.Tensor:
-    """(B, T) ids -> (B, T), True where a token begins a document: its id is not that of the token before it."""
+    """(B, T) ids -> (B, T), True where a token begins a document: its id differs from the previous token's."""
     return F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
 
 
@@ -22,7 +22,7 @@ def numbers(segment_ids: torch.Tensor) -> torch.Tensor:
 
 
 def of_chunks(number: torch.Tensor | None, length: int, chunk: int) -> Iterator[torch.Tensor | None]:
-    """`numbers` (B, T) cut into chunks of tokens, in each counted from the document its first state belongs to."""
+    """`numbers` (B, T) split into chunks, in each counted from the document of the chunk's initial state."""
     for start in range(0, length, chunk):
         if number is None:
             yield None

@@ -35,10 +35,10 @@ def of_chunk(log: jax.Array, number: jax.Array | None, carried: jax.Array | None
 
 @jax.custom_vjp
 def sums_between(log: jax.Array) -> jax.Array:
-    """(..., L) -> (..., L, L): the sum of what comes after token j up to token i, as the difference of running sums.
+    """(..., L) -> (..., L, L): the sum over tokens j+1..i, as a difference of running sums.
 
-    Those are kept in two parts, multiples of 1/256, whose sums are exact, and the rest, which is small: TPUs have no
-    float64. The gradient adds up the pairs around each token, without a difference.
+    Each running sum is kept as a multiple of 1/256, whose sums are exact, plus a small remainder: TPUs have no float64.
+    The gradient adds up the pairs around each token, without differences.
     """
     coarse = jnp.floor(log * 256.0) / 256.0
     exact, rest = jnp.cumsum(coarse, -1), jnp.cumsum(log - coarse, -1)
@@ -50,7 +50,7 @@ def _sums_between_forward(log: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _sums_between_backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
-    """grad is zero above the diagonal, where nobody reads."""
+    """grad is zero above the diagonal, which is masked."""
     below = jnp.flip(jnp.cumsum(jnp.flip(grad, -2), -2), -2)
     return (jnp.tril(below, -1).sum(-1),)
 
@@ -64,7 +64,7 @@ def scan_chunks(
     """`step(state, tensors of a chunk, numbers, carried) -> state, outputs` over chunks of `length` tokens.
 
     tensors (B, T, ...), padded with zeros, number (B, T) with its last; outputs (B, length, ...) -> (B, T, ...), the
-    last state. The gradient keeps one state a chunk and computes the chunks again.
+    last state. The backward keeps one state per chunk and recomputes the chunks.
     """
     tokens = tensors[0].shape[1]
     padding = -tokens % length

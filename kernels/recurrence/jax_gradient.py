@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 def backward_of(function: Callable[..., Any], tensors: int) -> Callable[..., tuple[Any, ...]]:
     """A function of the `tensors` first arguments of `function`, its two outputs and their gradients: one gradient, or
-    None, for each of the tensors. It runs `function` again: what that keeps is for its own `jax.checkpoint` to say."""
+    None, for each of the tensors. It runs `function` again, whose own `jax.checkpoint` decides what is kept."""
 
     def backward(*arguments: Any, **static: Any) -> tuple[Any, ...]:
         inputs, grads = arguments[:tensors], arguments[tensors + 2 :]

@@ -1,4 +1,4 @@
-"""Matrix products of states stay as wide as their operands, under autocast too."""
+"""Matrix products of states in the dtype of their operands, under autocast too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which autocast leaves the operations on x's device alone."""
+    """A context that disables autocast on x's device."""
     device = x.device.type
-    # the meta device has no autocast to ask about
+    # the meta device has no autocast
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

@@ -1,4 +1,4 @@
-"""The gradient of an operator by running a differentiable form of it again."""
+"""The gradient of an operator by recomputing it in a differentiable form."""
 
 from __future__ import annotations
 

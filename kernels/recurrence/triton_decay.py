@@ -10,8 +10,8 @@ import triton.language as tl
 def decays(log, number, carried):
     """log (L,) float32 -> between (L, L), before, after (L,), whole, as `decay.Decay` has them.
 
-    number (L,), or None: each token's document, in order; carried: that of the state before the chunk. A sum is kept
-    in two parts, multiples of 1/256, whose sums are exact, and the rest, which is small: float64 without float64.
+    number (L,), or None: each token's document, in order; carried: that of the state before the chunk. A sum is kept as
+    a multiple of 1/256, whose sums are exact, plus a small remainder, in place of float64.
     """
     log = tl.maximum(log, -128.0)  # exp(-128) is 0 in float32
     coarse = tl.floor(log * 256.0) * 0.00390625

@@ -1,4 +1,4 @@
-"""How the Triton kernels of recurrences multiply. Loads no Triton."""
+"""The precision of matrix products in the recurrences' Triton kernels. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def precision(dtype: torch.dtype) -> str:
-    """The precision of the products for tokens of `dtype`, their operands float32.
+    """The `input_precision` of tl.dot for tokens of `dtype`; the operands are float32.
 
-    Three products of tf32 for float32 tokens, unless `torch.set_float32_matmul_precision` is below "highest"; one for
-    16 bits, whose own rounding is coarser than its: their state is then good to 1e-3, not to float32.
+    tf32x3 for float32 tokens, unless `torch.set_float32_matmul_precision` is below "highest"; tf32 for 16-bit tokens,
+    whose own rounding is coarser: their state is then accurate to 1e-3.
     """
     if torch.version.hip is not None:
         return "ieee"

@@ -8,7 +8,8 @@ from easytorch.kernels.rms_norm.native import check_tensors
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
-    """The definition's result, bit for bit: of 16 bits ATen rounds before the weight only when it is not given it."""
+    """The definition's result, bit for bit: in 16 bits ATen rounds before the weight only if the weight is applied
+    separately."""
     check_tensors(x, weight, eps)
     if weight is None or (weight.dtype == x.dtype and x.dtype.itemsize > 2):
         return torch.rms_norm(x, x.shape[-1:], weight, eps)

@@ -1,6 +1,6 @@
 """Rotary position embedding by ATen with fewer passes over the heads than the definition; see native.py.
 
-Halves: in float32 one product and two multiply-adds in place, 0.2 to 0.8 of the definition's time (2 cores, B1 T2048
+Halves: in float32 one product and two in-place multiply-adds, 0.2 to 0.8 of the definition's time (2 cores, B1 T2048
 H32 KV8 D128 and B4 T512 H16 D64); in 16 bits, where ATen's multiply-add is slow, the definition's steps without the
 negation and two of its copies. Pairs: one complex product.
 """
@@ -16,12 +16,13 @@ from torch import Tensor
 from easytorch.kernels.interop.torch_func import eager
 from easytorch.kernels.rotary import native
 
-# Below this many elements of the query the definition's gradient is faster: each of our two costs 50 us of Python.
+# Below this many elements of the query the definition's gradient is faster: each of our two backward calls costs 50 us
+# of Python.
 FEW_TO_LEARN = 2**16
 
 
 def supports(cos: Tensor, sin: Tensor) -> str | None:
-    """None when this path carries the call, else the reason why not."""
+    """None when this path takes the call, else the reason."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "gradients of the tables are taken by the definition"
     return None
@@ -31,9 +32,10 @@ def rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
     position_ids: Tensor | None = None, offset: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The definition's result up to rounding: fewer steps round. Differentiable by query and key, and again."""
+    """The definition's result up to rounding, with fewer roundings. Differentiable in query and key, any number of
+    times."""
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    if torch.compiler.is_compiling() or (learning and query.numel() < FEW_TO_LEARN):  # a compiler fuses the definition
+    if torch.compiler.is_compiling() or (learning and query.numel() < FEW_TO_LEARN):  # torch.compile fuses it
         return native.rotary(
             query, key, cos, sin, interleaved=interleaved, position_ids=position_ids, offset=offset
         )  # fmt: skip
@@ -53,16 +55,16 @@ def rotary(
 
 
 def _turn_one_token(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """By halves, in the fewest steps: of one token a step takes longer to call than to compute, and is the same for the
-    heads of both. One result in two parts takes half the time of two slices."""
+    """Halves, in the fewest calls: for one token a call costs more than its computation, so query and key heads are
+    computed together. Splitting the result takes half the time of two slices."""
     heads = torch.cat((query, key), 2)
     dim = cos.shape[-1]
     turned, rest = (heads, None) if dim == heads.shape[-1] else heads.split_with_sizes((dim, heads.shape[-1] - dim), -1)
     output = turned * cos
-    # not to be written to, and not one that a mode or a transform has made
+    # not written to, and not made by a torch function mode or a transform
     signs = _kept_signs(dim, sin.dtype) if eager() else _signs(dim, sin.dtype)
     swapped, signed = turned.roll(dim // 2, -1), sin * signs
-    if heads.dtype.itemsize == 2 and cos.dtype == heads.dtype:  # the steps, and so the bits, of many tokens
+    if heads.dtype.itemsize == 2 and cos.dtype == heads.dtype:  # the same steps as for many tokens, so the same bits
         output.add_(swapped.mul_(signed))
     else:
         output.addcmul_(swapped, signed)
@@ -75,7 +77,7 @@ def _turn_one_token(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tup
 
 
 def _signs(dim: int, dtype: torch.dtype) -> Tensor:
-    """(R,), the signs of the sines where the halves of a head are swapped: -1 for the first, 1 for the second."""
+    """(R,), the signs of the sines when the halves of a head are swapped: -1 for the first, 1 for the second."""
     half = torch.ones(dim // 2, dtype=dtype, device="cpu")
     return torch.cat((-half, half))
 
@@ -84,7 +86,7 @@ _kept_signs = functools.lru_cache(maxsize=16)(torch.inference_mode(False)(_signs
 
 
 def _turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
-    """x (B, T, H, D), turns (B or 1, T, 1, R / 2) complex."""
+    """x (B, T, H, D), rotations (B or 1, T, 1, R / 2) complex."""
     dim = 2 * turns.shape[-1]
     wide = torch.float64 if turns.dtype == torch.complex128 else torch.float32
     pairs = torch.view_as_complex(x[..., :dim].to(wide).unflatten(-1, (-1, 2)).contiguous())
@@ -93,7 +95,7 @@ def _turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def _turn_halves(x: Tensor, cos: Tensor, below: Tensor, above: Tensor, signed: Tensor | None) -> Tensor:
-    """x (B, T, H, D), cos (B or 1, T, 1, R), below and above (B or 1, T, 1, R / 2): the halves of the sines."""
+    """x (B, T, H, D), cos (B or 1, T, 1, R), below and above (B or 1, T, 1, R / 2): the two halves of the sines."""
     dim = cos.shape[-1]
     turned, rest = (x, None) if dim == x.shape[-1] else x.split((dim, x.shape[-1] - dim), -1)
     first, second = turned.chunk(2, -1)
@@ -110,7 +112,7 @@ def _turn_halves(x: Tensor, cos: Tensor, below: Tensor, above: Tensor, signed: T
 
 
 def _signed(x: Tensor, cos: Tensor, below: Tensor, above: Tensor) -> Tensor | None:
-    """What the halves, swapped, are multiplied by in 16 bits."""
+    """The signed sines that the swapped halves are multiplied by, in 16 bits."""
     return torch.cat((-below, above), -1) if x.dtype.itemsize == 2 and cos.dtype == x.dtype else None
 
 

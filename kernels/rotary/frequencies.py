@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding: inverse frequencies of every rope type of transformers, and their tables.
+"""The angles of rotary position embedding: inverse frequencies of every rope type of transformers, and cos and sin.
 
 Computed in float32 in the order of transformers' `ROPE_INIT_FUNCTIONS`, whose bits they have. Sources: linear,
 https://arxiv.org/abs/2306.15595; dynamic NTK, https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr; yarn,
@@ -19,7 +19,7 @@ Rope = Mapping[str, Any]
 
 
 class Frequencies(NamedTuple):
-    inverse: Tensor  # (R / 2,) float32: the angle a position adds to each pair
+    inverse: Tensor  # (R / 2,) float32: the angle per position of each pair
     attention_factor: float  # of cos and sin
 
 
@@ -40,13 +40,13 @@ class _Setting(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """How far the context is stretched: from what it was trained at to `max_positions`, unless given."""
+        """The factor that the context is extended by: from the trained length to `max_positions`, unless given."""
         given = self.rope.get("factor")
         return self.max_positions / self.trained if given is None else given
 
     @property
     def trained(self) -> int:
-        """The longest position that was trained: `max_positions` where the config does not say."""
+        """The trained length: `max_positions` where the config has none."""
         return self.rope.get("original_max_position_embeddings") or self.max_positions
 
     def exponents(self, dim: int | None = None, of: int | None = None) -> Tensor:
@@ -65,8 +65,8 @@ def inverse_frequencies(
 ) -> Frequencies:
     """The frequencies of `rope`, a config's `rope_parameters`: {"rope_type": "yarn", "rope_theta": 1e4, ...}.
 
-    seq_len: how many positions are in use, which dynamic and longrope depend on; a tensor stays one, so that the result
-    can be compiled. None means no more than were trained. Raises `ValueError` for an unknown type or a missing key.
+    seq_len: how many positions are in use, which dynamic and longrope depend on; may be a tensor, so that the result
+    can be compiled. None: the trained length. Raises `ValueError` for an unknown type or a missing key.
     """
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
@@ -85,11 +85,11 @@ def cos_sin(
     mrope_section: Sequence[int] | None = None,
     mrope_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """position_ids (..., T) -> cos and sin (..., T, R), the second half of R as the first; the angles are float32.
+    """position_ids (..., T) -> cos and sin (..., T, R), the second half of R repeats the first; the angles are float32.
 
-    mrope_section: how many of the R / 2 pairs turn by each of three positions (time, height, width); position_ids is
-    then (3, ..., T). The sections stand one after another (Qwen2-VL) or take turns, pair i by axis i % 3 as long as the
-    axis has pairs left, and by time after that (Qwen3-VL).
+    mrope_section: how many of the R / 2 pairs rotate by each of three positions (time, height, width); position_ids is
+    then (3, ..., T). The sections follow one another (Qwen2-VL) or are interleaved: pair i takes axis i % 3 while that
+    has pairs left, then time (Qwen3-VL).
     """
     inverse, factor = frequencies
     angles = position_ids[..., None].float() * inverse.to(position_ids.device, torch.float32)
@@ -103,7 +103,7 @@ def cos_sin(
 
 
 def _axes(section: Sequence[int], pairs: int, interleaved: bool, device: torch.device) -> Tensor:
-    """(pairs,): the axis of position each pair turns by."""
+    """(pairs,): the position axis of each pair."""
     if sum(section) != pairs:
         raise ValueError(f"mrope_section {list(section)} must add up to the {pairs} pairs that turn")
     if not interleaved:
@@ -122,7 +122,7 @@ def _linear(s: _Setting) -> Frequencies:
 
 
 def _proportional(s: _Setting) -> Frequencies:
-    """Only the first share of the pairs turns, at the pace it has in the whole head; the others have angle zero."""
+    """Only the first part of the pairs rotates, with the frequencies of the whole head; the others have angle zero."""
     turning = int(s.rope.get("partial_rotary_factor", 1.0) * s.head_dim // 2)
     inverse = 1.0 / s.theta ** s.exponents(2 * turning, of=s.head_dim)
     still = torch.zeros(s.head_dim // 2 - turning, dtype=torch.float32, device=s.device)
@@ -130,7 +130,7 @@ def _proportional(s: _Setting) -> Frequencies:
 
 
 def _dynamic(s: _Setting) -> Frequencies:
-    """The base grows with the length, once that is beyond `max_positions`."""
+    """The base grows with the length beyond `max_positions`."""
     length, longest, factor = s.length, s.max_positions, s.rope["factor"]
     if isinstance(length, Tensor):
         length = length.clamp(min=longest)
@@ -141,11 +141,11 @@ def _dynamic(s: _Setting) -> Frequencies:
 
 
 def _yarn(s: _Setting) -> Frequencies:
-    """High frequencies stay, low ones are stretched by the factor, those between are mixed."""
+    """High frequencies are kept, low ones divided by the factor, those between interpolated."""
     rope, dim, factor, trained = s.rope, s.dim, s.factor, s.trained
 
     def pair_of(rotations: float) -> float:
-        """The pair that turns so often within the trained length."""
+        """The pair that makes this many rotations within the trained length."""
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(s.theta))
 
     low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
@@ -170,7 +170,7 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
 
 
 def _longrope(s: _Setting) -> Frequencies:
-    """Each pair has its own two factors: one for lengths that were trained, one for those beyond."""
+    """Each pair has two factors: one for trained lengths, one for longer ones."""
     trained, given, factor = s.trained, s.rope.get("attention_factor"), s.factor
     short, long = (
         torch.tensor(s.rope[name], dtype=torch.float32, device=s.device) for name in ("short_factor", "long_factor")
@@ -185,7 +185,8 @@ def _longrope(s: _Setting) -> Frequencies:
 
 
 def _llama3(s: _Setting) -> Frequencies:
-    """Wavelengths within the trained length stay, those far beyond it are stretched, those between are mixed."""
+    """Wavelengths within the trained length are kept, those far beyond it multiplied by the factor, those between
+    interpolated."""
     rope, factor, inverse = s.rope, s.rope["factor"], _default(s).inverse
     low, high, trained = rope["low_freq_factor"], rope["high_freq_factor"], s.trained
     wavelength = 2 * math.pi / inverse

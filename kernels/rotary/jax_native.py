@@ -1,4 +1,4 @@
-"""Rotary position embedding in plain jax; see native.py. The Pallas kernel (pallas_kernel.py) is held to it."""
+"""Rotary position embedding in plain jax; see native.py. The Pallas kernel (pallas_kernel.py) is tested against it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rotary position embedding on TPU in Pallas: one pass over the heads as they leave their projection, (B, T, H * D).
 
-There a token's heads fill whole vectors of 128 lanes. Each feature's partner lies a fixed number of lanes away, so the
-heads turn by one or two lane rotations, for both layouts and any part of the features. XLA's own program for
-native.py moves 6 times the bytes of one pass (bfloat16, 32 and 8 heads of 128; docs/kernels/tpu.md).
+There a token's heads fill whole vectors of 128 lanes. Each feature's partner is a fixed number of lanes away, so one or
+two lane rotations suffice, for both layouts and partial rotation. XLA's own program for native.py moves 6 times the
+bytes of one pass (bfloat16, 32 and 8 heads of 128; docs/kernels/tpu.md).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-# Bytes of a block of heads. In and out, twice each for the transfers, and what is computed from it stay below 16 MiB.
+# Bytes of a block of heads: input and output, double-buffered, and the temporaries stay below 16 MiB.
 BLOCK_BYTES = 1 << 20
 TOKENS = (512, 256, 128, 64, 32)
 
 
-DTYPES = (jnp.float32, jnp.bfloat16)  # the kernel compiler loads no float16
+DTYPES = (jnp.float32, jnp.bfloat16)  # Mosaic cannot load float16
 
 
 def lanes_of(x: Array) -> int | None:
-    """Lanes after which both vectors and the heads of x (B, T, H, D) start anew; None where the kernel has no way."""
+    """The lanes after which vectors and heads of x (B, T, H, D) align again; None where the kernel does not support
+    x."""
     if x.size == 0 or x.dtype not in DTYPES:
         return None
     lanes = math.lcm(x.shape[3], LANES)
@@ -64,7 +65,7 @@ def turn(
 
 
 def _tables(cos: Array, sin: Array, dim: int, interleaved: bool, back: bool, lanes: int) -> tuple[Array, Array]:
-    """(B or 1, T, R) -> (B or 1, T, lanes): what a feature and its partner are multiplied by, head after head."""
+    """(B or 1, T, R) -> (B or 1, T, lanes): the factors of a feature and of its partner, repeated for each head."""
     rotated = cos.shape[2]
     half = rotated // 2
     cos, sin = (table if table.dtype in DTYPES else table.astype(jnp.float32) for table in (cos, sin))

@@ -1,4 +1,5 @@
-"""pallas_or_jax.py inside a torch_xla graph, one node for both; the gradient is another, which turns it back."""
+"""pallas_or_jax.py inside a torch_xla graph, one node for query and key; the gradient is another, the inverse
+rotation."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from easytorch.kernels.rotary import native
 
 
 def supports(query: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    """None when `rotary` carries this call, else the reason why not."""
+    """None when `rotary` takes this call, else the reason."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "gradients of the tables are taken by the definition"
     if torch.float64 in (query.dtype, cos.dtype, sin.dtype):
@@ -24,7 +25,7 @@ def rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
     position_ids: Tensor | None = None, offset: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The definition's result, formed in float32 and rounded once. Differentiable once by query and key.
+    """The definition's result, computed in float32 and rounded once. Differentiable once in query and key.
 
     Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
     """
@@ -35,8 +36,8 @@ def rotary(
 
 
 class _Turn(torch.autograd.Function):
-    """Keeps the tables only: nothing of query and key is needed for their gradients, which are turned back. What turns
-    back is this function again, so there are gradients of every order."""
+    """Saves only cos and sin: the gradients of query and key are rotated back by this same function, so there are
+    gradients of every order."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ import torch
 from easytorch.kernels.interop.triton_call import Call, power_of_two
 from easytorch.kernels.rotary.triton_kernels import rotary_turn
 
-# features of the heads that a program has in registers at once: 32 a thread of four warps
+# elements of the heads that a program holds in registers: 32 per thread of four warps
 TILE = 4096
 
 

@@ -1,4 +1,5 @@
-"""The kernel of rotary: one program per token, which turns the heads of its query and key by one row of the tables."""
+"""The kernel of rotary: one program per token, which rotates the heads of its query and key by one row of cos and
+sin."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _turn(first, second, cos, cos_above, sin, sin_above, BACK: tl.constexpr):
-    """The pairs turned, or, with BACK, their gradients turned back."""
+    """The rotated pairs or, with BACK, their gradients rotated back."""
     if BACK:
         return first * cos + second * sin_above, second * cos_above - first * sin
     else:
@@ -21,7 +22,7 @@ def _heads(
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Turns x (HEADS, D), whose heads lie head_stride apart, into output, contiguous."""
+    """Rotates x (HEADS, D), whose heads are head_stride apart, into output, contiguous."""
     for start in range(0, HEADS, BLOCK_H):
         heads = start + tl.arange(0, BLOCK_H)[:, None]
         source, target = x + heads * head_stride, output + heads * D
@@ -56,8 +57,8 @@ def rotary_turn(
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Fills query_output (B, T, H, D) and key_output (B, T, K, D), contiguous. Interleaved, the second halves of the
-    tables are not read: both features of a pair turn by its entry of the first.
+    """Fills query_output (B, T, H, D) and key_output (B, T, K, D), contiguous. If interleaved, the second halves of cos
+    and sin are not read: both features of a pair use its entry of the first.
     """
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T

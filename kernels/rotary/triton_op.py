@@ -14,7 +14,7 @@ from easytorch.kernels.rotary import native
 
 
 def supports(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """None when the kernel carries query and key as `dtype` (None: their own), else the reason why not."""
+    """None when the kernel takes query and key as `dtype` (None: their own), else the reason."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "gradients of the tables are taken by the definition"
     if cos.dtype not in DTYPES or sin.dtype not in DTYPES:
@@ -26,7 +26,7 @@ def rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
     position_ids: torch.Tensor | None = None, offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The definition's result, formed in float32 and rounded once; query and key may be slices of one projection.
+    """The definition's result, computed in float32 and rounded once; query and key may be slices of one projection.
 
     Not differentiable twice. Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
     """
@@ -58,7 +58,7 @@ def _forward(
 def _backward(
     query_grad: torch.Tensor, key_grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients turned back."""
+    """The gradients, rotated back."""
     return _launch(query_grad, key_grad, cos, sin, interleaved, back=True)
 
 

@@ -11,7 +11,7 @@ from easytorch.kernels.recurrence.precision import without_autocast
 from easytorch.kernels.ssm1.native import check_arguments, finish, first_state, time_step
 from easytorch.kernels.ssm1.scan import Scan, scan
 
-# Tokens up to which an operator of its own costs more than it saves.
+# Tokens up to which the custom operator costs more than it saves.
 SHORT = 16
 
 
@@ -48,7 +48,7 @@ def _short(
     step: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     first: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """All tokens at once but for one multiply and add each, in the state's own layout (B, C, N)."""
+    """All tokens at once except for one multiply-add each, in the state's own layout (B, C, N)."""
     if x.shape[1] == 1:
         decay = torch.exp(step.transpose(1, 2) * A)
         state = torch.addcmul((step * x).transpose(1, 2) * B, decay, state)

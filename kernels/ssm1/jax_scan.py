@@ -1,6 +1,6 @@
 """The selective scan in jax, token by token, for TPU: native.py defines it.
 
-An associative scan over a chunk would write every state of it to memory a dozen times; token by token they stay.
+An associative scan would write every state of a chunk to memory a dozen times; token by token they stay in registers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from easytorch.kernels.recurrence import jax_decay
 from easytorch.kernels.recurrence.jax_gradient import backward_of
 
-CHUNK = 64  # tokens for which the gradient forms the states again
+CHUNK = 64  # tokens whose states the backward recomputes at once
 UNROLL = 8
 
 
@@ -21,7 +21,7 @@ def ssm1(
     step: jax.Array, x: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, state: jax.Array,
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """step, x (B, T, C), A (N, C), B, C (B, T, N), state (B, N, C), first (B, T) bool, where the state is forgotten ->
+    """step, x (B, T, C), A (N, C), B, C (B, T, N), state (B, N, C), first (B, T) bool, where the state is reset ->
     outputs (B, T, C), the last state; float32."""
 
     def token(state: jax.Array, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

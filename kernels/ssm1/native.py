@@ -56,7 +56,7 @@ def time_step(dt: torch.Tensor, dt_bias: torch.Tensor | None, dt_softplus: bool,
 
 
 def first_state(x: torch.Tensor, A: torch.Tensor, initial_state: torch.Tensor | None) -> torch.Tensor:
-    """(B, C, N) in the wide dtype."""
+    """initial_state, or zeros (B, C, N), in the wide dtype."""
     if initial_state is not None:
         return initial_state.to(wide_dtype(x))
     return torch.zeros(x.shape[0], *A.shape, dtype=wide_dtype(x), device=x.device)

@@ -1,7 +1,7 @@
 """The recurrence of the selective scan by ATen, with a gradient that keeps only every 64th state.
 
-Blocks of 64 tokens and a few hundred channels, so that the states in between stay in the cache: they are formed, read
-and forgotten, and formed again in the backward pass. Within a block a token costs one multiply and add.
+Blocks of 64 tokens and a few hundred channels, so that the states in between stay in the cache: they are computed, read
+and dropped, and recomputed in the backward pass. Within a block a token costs one multiply and add.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from easytorch.kernels.recurrence.precision import without_autocast
 
 TOKENS = 64
-# Numbers of a block: TOKENS * batch * state size * channels. 2 MiB in float32, of which there are two or three.
+# Elements of a block: TOKENS * batch * state size * channels, 2 MiB in float32; two or three blocks exist at a time.
 BLOCK = 2**19
 
 
@@ -23,8 +23,8 @@ def scan(
     step: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     first: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """step, x (B, T, C), A (1 or B, N, C), B, C (B, T, N), state (B, N, C), first (B, T) bool, where the state is
-    forgotten -> outputs (B, T, C), the last state, and that before every block of tokens (blocks, B, N, C).
+    """step, x (B, T, C), A (1 or B, N, C), B, C (B, T, N), state (B, N, C), first (B, T) bool, where the state is reset
+    -> outputs (B, T, C), the last state, and that before every block of tokens (blocks, B, N, C).
 
     All of one dtype, float32 or float64.
     """
@@ -51,7 +51,7 @@ def _scan_fake(
 
 
 def outputs_like(x: torch.Tensor, A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `scan` fills."""
+    """Empty tensors of the shapes that `scan` returns."""
     shape = (x.shape[0], A.shape[1], x.shape[2])
     return x.new_empty(x.shape), x.new_empty(shape), x.new_empty(-(-x.shape[1] // TOKENS), *shape)
 
@@ -78,7 +78,7 @@ def scan_backward(
                 d_B[:, tokens] += _columns_sum(d_states, part.given[tokens])
                 d_given = (part.B[tokens].unsqueeze(2) @ d_states).squeeze(2)
                 carry = decay[0] * d_states[0]
-                # from here on `decay` holds the gradient of its own logarithm, step * A
+                # from here on `decay` holds the gradient of step * A, its logarithm
                 d_log = decay.mul_(d_states)
                 d_log[0].mul_(before)
                 d_log[1:].mul_(states[:-1])
@@ -114,7 +114,7 @@ scan.register_autograd(autograd, setup_context=setup_context)
 
 
 class Scan(torch.autograd.Function):
-    """`scan` inside the transforms of torch.func, which refuse the gradient an operator registers."""
+    """`scan` for torch.func's transforms, which do not use the gradient registered with an operator."""
 
     generate_vmap_rule = True
     setup_context = staticmethod(setup_context)
@@ -129,7 +129,7 @@ class Scan(torch.autograd.Function):
 
 
 class _ScanGradients(torch.autograd.Function):
-    """`scan_backward`, of which torch.func records a gradient whether or not it is asked for."""
+    """`scan_backward` for torch.func, which always records a gradient of it."""
 
     generate_vmap_rule = True
 
@@ -175,7 +175,7 @@ def _backward_vmap(
 def _fold(
     size: int, in_dims: tuple[int | None, ...], tensors: tuple[torch.Tensor | None, ...], per_sequence: tuple[int, ...]
 ) -> list[torch.Tensor | None]:
-    """The tensors with the mapped dimension folded into the batch; those at `per_sequence` get one row a sequence."""
+    """The tensors with the mapped dimension folded into the batch; those at `per_sequence` get one row per sequence."""
     leading = [None if t is None else _leading(t, dim, size) for t, dim in zip(tensors, in_dims, strict=True)]
     assert leading[0] is not None
     batch = leading[0].shape[1]
@@ -193,7 +193,7 @@ def _leading(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 class _Part(NamedTuple):
     """The channels of one block, the sequence first: step, x, given = step * x (T, B, c), A (1 or B, N, c), B and C
-    (T, B, N), and where states are forgotten (T, B)."""
+    (T, B, N), and where states are reset (T, B)."""
 
     step: torch.Tensor
     x: torch.Tensor
@@ -213,12 +213,12 @@ class _Part(NamedTuple):
         return cls(step, x, step * x, A[..., columns], B.transpose(0, 1), C.transpose(0, 1), forgotten)
 
     def decay(self, tokens: slice) -> torch.Tensor:
-        """exp(step * A) (K, B, N, c), 0 where the state is forgotten."""
+        """exp(step * A) (K, B, N, c), 0 where the state is reset."""
         decay = (self.step[tokens].unsqueeze(2) * self.A).exp_()
         return decay if self.first is None else decay.masked_fill_(self.first[tokens, :, None, None], 0.0)
 
     def states(self, tokens: slice, decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The states after each token (K, B, N, c), `state` that before the first."""
+        """The states after each token (K, B, N, c); `state` is the one before the first."""
         states = self.given[tokens].unsqueeze(2) * self.B[tokens].unsqueeze(3)
         for new, factor in zip(states.unbind(0), decay.unbind(0), strict=True):
             state = torch.addcmul(new, factor, state, out=new)
@@ -227,7 +227,7 @@ class _Part(NamedTuple):
     def state_grads(
         self, tokens: slice, decay: torch.Tensor, upstream: torch.Tensor, carry: torch.Tensor
     ) -> torch.Tensor:
-        """The gradients of `states`, `carry` that of the last one from the tokens after it."""
+        """The gradients of `states`; `carry` is the last one's, from later tokens."""
         grads = upstream.unsqueeze(2) * self.C[tokens].unsqueeze(3)
         grads[-1] += carry
         rows, factors = grads.unbind(0), decay.unbind(0)

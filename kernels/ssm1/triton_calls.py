@@ -10,7 +10,7 @@ from easytorch.kernels.interop.triton_call import Call, power_of_two
 from easytorch.kernels.ssm1.scan import TOKENS
 from easytorch.kernels.ssm1.triton_kernels import ssm1_forward
 
-# One warp a program, one channel a thread: many programs hide the latency of each other's tokens.
+# One warp per program and one channel per thread: many programs hide each other's latency.
 CHANNELS = 32
 
 

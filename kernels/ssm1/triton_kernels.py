@@ -11,8 +11,9 @@ def ssm1_forward(
     step, x, A, B, C, state, first, output, last, kept, T, CHANNELS, N, BATCH, BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One program BLOCK_C channels of a sequence, all contiguous: step, x, output (B, T, CHANNELS), A (N, CHANNELS),
-    B, C (B, T, N), state, last (B, N, CHANNELS), first (B, T) bytes, kept (blocks, B, N, CHANNELS), one in BLOCK."""
+    """One program for BLOCK_C channels of a sequence; all contiguous: step, x, output (B, T, CHANNELS), A (N,
+    CHANNELS), B, C (B, T, N), state, last (B, N, CHANNELS), first (B, T) bytes, kept (blocks, B, N, CHANNELS), one in
+    BLOCK."""
     columns = tl.cdiv(CHANNELS, BLOCK_C)
     b = (tl.program_id(0) // columns).to(tl.int64)
     c = tl.program_id(0) % columns * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -25,7 +26,7 @@ def ssm1_forward(
         row = tl.cast(start // BLOCK, tl.int64) * BATCH + b
         tl.store(kept + row * N * CHANNELS + at, current, mask=in_state)
         for begin in range(start, tl.minimum(start + BLOCK, T), UNROLL):
-            # unrolled: the loads of several tokens are under way at once
+            # unrolled, so that the loads of several tokens overlap
             for offset in tl.static_range(UNROLL):
                 t = begin + offset
                 token = b * T + t

@@ -1,6 +1,6 @@
 """The selective scan in Triton, for CUDA and ROCm; native.py defines it.
 
-The gradient is that of scan.py, by ATen on the same device, from the states the kernel keeps. Nothing here imports
+The gradient is scan.py's, by ATen on the same device, from the states that the kernel saves. Nothing here imports
 Triton until a kernel is launched; with TRITON_INTERPRET=1 set before that it runs on the CPU.
 """
 
@@ -17,7 +17,7 @@ WIDEST = 256
 
 
 def supports(x: torch.Tensor, A: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """None when the kernel carries x, taken as `dtype` (None: its own), else the reason why not."""
+    """None when the kernel takes x as `dtype` (None: its own), else the reason."""
     if A.shape[-1] > WIDEST:
         return f"a state must fit the registers, at most {WIDEST} wide, got {A.shape[-1]}"
     return refusal(x.device, dtype or x.dtype)

@@ -10,7 +10,7 @@ from easytorch.kernels.recurrence.precision import without_autocast
 from easytorch.kernels.ssm1.native import finish
 from easytorch.kernels.ssm2.native import NO_LIMIT, Sizes, check_arguments, first_state, per_head, time_step
 
-# Scores of a chunk, batch * heads * chunk ** 2 of them, up to which a longer chunk costs less than one more.
+# Scores of a chunk, batch * heads * chunk ** 2, up to which one longer chunk is cheaper than two.
 SCORES = 2**17
 
 
@@ -44,7 +44,7 @@ def ssm2(
 
 
 def chunk_length(sizes: Sizes) -> int:
-    """256, 128 or 64 tokens: long chunks where there are few heads, whose cost is that of the calls."""
+    """256, 128 or 64 tokens: long chunks for few heads, where the calls dominate."""
     rows = max(1, sizes.batch * sizes.heads)
     return next((length for length in (256, 128) if rows * length**2 <= SCORES), 64)
 
@@ -69,9 +69,9 @@ def chunks(
     number: torch.Tensor | None, sizes: Sizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, length, heads, width, groups, size = sizes
-    # (B, G, N, heads of a group * P): one product a group serves all its heads
+    # (B, G, N, heads of a group * P): one product per group computes all its heads
     state = state.reshape(batch, groups, heads // groups * width, size).transpose(2, 3)
-    # split, not sliced: the gradient of a slice is as large as what it was cut from
+    # split, not sliced: the gradient of a slice is as large as the whole tensor
     parts, chunk = [], chunk_length(sizes)
     inputs = zip(*(tensor.split(chunk, 1) for tensor in (x, step, log, B, C)), strict=True)
     for own, (tokens, steps, logs, keys, queries) in zip(
@@ -88,7 +88,7 @@ def chunks(
 def _chunk(
     given: torch.Tensor, factors: decay.Decay, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """given (B, L, H, P) = dt * x, B and C (B, G, L, N), state (B, G, N, H / G * P) -> outputs, the state after."""
+    """given (B, L, H, P) = dt * x, B and C (B, G, L, N), state (B, G, N, H / G * P) -> outputs, the next state."""
     batch, length, heads, width = given.shape
     groups = B.shape[1]
     shared = heads // groups

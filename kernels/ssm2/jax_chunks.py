@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from easytorch.kernels.recurrence import jax_decay
 from easytorch.kernels.recurrence.jax_gradient import backward_of
 
-CHUNK = 128  # a side of the matrix unit
+CHUNK = 128  # the size of the matrix unit
 
 
 def ssm2(
     x: jax.Array, step: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, state: jax.Array,
     number: jax.Array | None = None, *, precision: str = "highest",
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """x (B, T, H, P), step (B, T, H), A (H,), B, C (B, T, G, N), state (B, H, P, N), number (B, T) each token's
-    document in order -> outputs (B, T, H, P), the last state, all but x, B, C and number float32. precision: that of
+    """x (B, T, H, P), step (B, T, H), A (H,), B, C (B, T, G, N), state (B, H, P, N), number (B, T), each token's
+    document, ascending -> outputs (B, T, H, P), the last state, all but x, B, C and number float32. precision: that of
     the products, as in jax."""
     batch, _, heads, width = x.shape
     groups, size = B.shape[2:]

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2, a scalar decay a head: https://arxiv.org/abs/2405.21060."""
+"""The scan of Mamba-2, with a scalar decay per head: https://arxiv.org/abs/2405.21060."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_LIMIT = (0.0, float("inf"))
 
 
 class Sizes(NamedTuple):
-    """The letters of the shapes."""
+    """The sizes that the shapes' letters stand for."""
 
     batch: int
     length: int
@@ -75,12 +75,12 @@ def time_step(
 
 
 def per_head(D: torch.Tensor | None) -> torch.Tensor | None:
-    """D as (H, 1) or (H, P)."""
+    """D, reshaped to (H, 1) or (H, P)."""
     return D.unsqueeze(1) if D is not None and D.dim() == 1 else D
 
 
 def first_state(x: torch.Tensor, sizes: Sizes, initial_state: torch.Tensor | None) -> torch.Tensor:
-    """(B, H, P, N) in the wide dtype."""
+    """initial_state, or zeros (B, H, P, N), in the wide dtype."""
     if initial_state is not None:
         return initial_state.to(wide_dtype(x))
     shape = (sizes.batch, sizes.heads, sizes.width, sizes.state)

@@ -11,7 +11,7 @@ from easytorch.kernels.recurrence.triton_precision import precision
 from easytorch.kernels.ssm2.triton_kernels import ssm2_forward
 
 CHUNK = 16
-# A state of 32 channels by 128 and the tiles of a chunk stay in the registers of four warps, with one product of tf32.
+# A 32 x 128 state and the tiles of a chunk fit the registers of four warps, with tf32 products.
 CHANNELS = 32
 
 
@@ -19,7 +19,8 @@ def forward_call(
     x: torch.Tensor, step: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
     number: torch.Tensor | None, output: torch.Tensor, last: torch.Tensor, products: str | None = None,
 ) -> Call:  # fmt: skip
-    """Fills output (B, T, H, P) and last (B, H, P, N). products: their precision, None for this machine's."""
+    """Fills output (B, T, H, P) and last (B, H, P, N). products: the precision of matrix products; None: this machine's
+    default."""
     batch, length, heads, width = x.shape
     groups, size = B.shape[2:]
     block = min(CHANNELS, power_of_two(width))

@@ -14,8 +14,8 @@ def ssm2_forward(
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program BLOCK_P channels of a head. x (B, T, H, P), B, C (B, T, G, N); step (B, T, H), state (B, H, P, N),
-    number (B, T), output and last contiguous."""
+    """One program for BLOCK_P channels of a head. x (B, T, H, P), B, C (B, T, G, N); step (B, T, H), state (B, H, P,
+    N), number (B, T), output and last contiguous."""
     blocks = tl.cdiv(P, BLOCK_P)
     head = tl.program_id(0) // blocks
     b = (head // H).to(tl.int64)

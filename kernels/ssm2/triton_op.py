@@ -1,6 +1,6 @@
 """The scan of Mamba-2 in Triton, for CUDA and ROCm; native.py defines it.
 
-The gradient runs the chunks of aten.py again, on the same device. Nothing here imports Triton until a kernel is
+The gradient recomputes the chunks by aten.py on the same device. Nothing here imports Triton until a kernel is
 launched; with TRITON_INTERPRET=1 set before that it runs on the CPU.
 """
 
@@ -20,7 +20,7 @@ WIDEST = 256
 
 
 def supports(x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
-    """None when the kernel carries x, taken as `dtype` (None: its own), else the reason why not."""
+    """None when the kernel takes x as `dtype` (None: its own), else the reason."""
     if B.shape[-1] > WIDEST:
         return f"a state must fit the registers, at most {WIDEST} wide, got {B.shape[-1]}"
     if B.dtype not in DTYPES or C.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""The backend `numpy`: every operation by its definition, on simulated devices of this process."""
+"""The backend `numpy`: every operation computed by its definition, on devices simulated in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from easytorch.backends.types import Capabilities, DeviceNum
 if TYPE_CHECKING:
     import torch
 
-# Devices are lists in one process and cost nothing; as many as the usual host of accelerators has.
+# A simulated device costs nothing: as many as a typical host has accelerators.
 _DEVICES = 8
 _CAPABILITIES = Capabilities(
     {op_type: accepted_dtypes(op_type) for op_type in (*CONTROL, *FUNCTIONS)}, frozenset(DType)
@@ -36,7 +36,8 @@ _CAPABILITIES = Capabilities(
 
 @dataclass(eq=False, slots=True)
 class NumpyBuffer:
-    """A contiguous array "on" a device; None once it is finalized or donated. shared: the caller has the memory too."""
+    """A contiguous array "on" a device; None once it is finalized or donated. shared: the caller holds the memory
+    too."""
 
     array: np.ndarray | None
     device: DeviceNum
@@ -59,7 +60,7 @@ class NumpyBackend(Backend):
 
     @property
     def description(self) -> str:
-        """A line for people."""
+        """One line for users."""
         return f"NumPy {np.__version__}: the definition of every operation, {self._num_devices} simulated devices"
 
     def num_devices(self) -> int:
@@ -68,7 +69,7 @@ class NumpyBackend(Backend):
         return self._num_devices
 
     def capabilities(self) -> Capabilities:
-        """Every operation of every element type that its rule takes."""
+        """Every operation, for each element type that its shape rule accepts."""
         return _CAPABILITIES
 
     def builder(self, name: str, num_devices: int = 1) -> Builder:
@@ -82,7 +83,7 @@ class NumpyBackend(Backend):
         return NumpyExecutable(self, graph, num_devices)
 
     def finalize(self) -> None:
-        """Everything but `is_finalized` is an error from now on."""
+        """Any later call but `is_finalized` raises."""
         self._finalized = True
 
     def is_finalized(self) -> bool:
@@ -90,7 +91,7 @@ class NumpyBackend(Backend):
         return self._finalized
 
     def buffer_finalize(self, buffer: NumpyBuffer) -> None:
-        """Forgets the array."""
+        """Drops the array."""
         with TAKING:
             self._array(buffer)
             buffer.array = None
@@ -127,7 +128,7 @@ class NumpyBackend(Backend):
         return self._array(buffer).reshape(-1)
 
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> NumpyBuffer:
-        """A buffer over the array's memory if it is contiguous, else of a copy."""
+        """A buffer that shares the array's memory if it is contiguous, else a copy."""
         device, given = self._device(device_num), array_of(array, "BufferFromNumpy")
         make_shape(given.dtype, given.shape)
         return NumpyBuffer(np.ascontiguousarray(given).reshape(given.shape), device)
@@ -137,11 +138,11 @@ class NumpyBackend(Backend):
         return self._array(buffer)
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> NumpyBuffer:
-        """A buffer over the tensor's memory if it is contiguous and the CPU's, else of a copy."""
+        """A buffer that shares the tensor's memory if it is contiguous and on the CPU, else a copy."""
         return self.buffer_from_numpy(torch_views.to_numpy(tensor_of(tensor)), device_num)
 
     def buffer_to_torch(self, buffer: NumpyBuffer) -> torch.Tensor:
-        """A tensor over the array's memory if it may be written, else of a copy."""
+        """A tensor that shares the array's memory if that is writable, else a copy."""
         return torch_views.to_torch(self._array(buffer))
 
     def _check(self) -> None:
@@ -156,7 +157,7 @@ class NumpyBackend(Backend):
         self._check()
         if not isinstance(buffer, NumpyBuffer):
             raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'numpy'; use `buffer_from_numpy`")
-        # Read once: another thread may donate it meanwhile.
+        # Read once: another thread may donate it in between.
         array = buffer.array
         if array is None:
             raise BackendError("the buffer is finalized or was donated to an execution; make a new one")
@@ -192,14 +193,14 @@ class NumpyExecutable(CheckedExecutable):
         count = len(self._names)
         devices = tuple(range(self._num_devices))
         try:
-            # A parameter's values on all devices stand `count` apart.
+            # The values of a parameter on all devices are `count` apart in the list.
             rows = program.run(devices, [taken[number :: count or 1] for number in range(count)])
             return self._outputs(taken, rows)
         except MemoryError as error:
             raise BackendError(f"{self._name!r}: there is no memory to run it: {error}") from None
 
     def _outputs(self, arrays: Sequence[np.ndarray], rows: Sequence[Row]) -> list[NumpyBuffer]:
-        # Outputs may be written by the caller: each owns its memory, shared with no input, constant or other output.
+        # The caller may write to an output: each owns its memory, shared with no input, constant or other output.
         seen = {id(array) for array in arrays}
         outputs = []
         for device in range(self._num_devices):

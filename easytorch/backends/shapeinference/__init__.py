@@ -1,7 +1,7 @@
-"""The shape an operation gives, and whether its operands fit: our own, before anything is compiled.
+"""Shape inference and operand checks of every operation, done here before anything is compiled.
 
 `infer` finds the rule of an operation in the tables of the modules here; a rule is a function of the operands' shapes
-and the attributes, by the names of the builder's arguments.
+and of the attributes, under the names of the builder's arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def infer(
 ) -> tuple[Shape, ...]:
     """The shapes of the outputs; `BackendError` naming the operation and the shapes where they do not fit.
 
-    num_devices: on how many the computation runs, which the shapes of collectives depend on.
+    num_devices: how many the computation runs on, which the shapes of collectives depend on.
     """
     rule = RULES.get(op_type)
     if rule is None:

@@ -79,7 +79,7 @@ def _three_fry(state: Shape, shape: Shape) -> tuple[Shape, Shape]:
 
 
 def halves(shape: Shape) -> tuple[tuple[int, ...], int]:
-    """The sizes of each of the two words that a step of ThreeFry gives, and the axis along which they alternate."""
+    """The shape of each of the two words that a ThreeFry step returns, and the axis along which they alternate."""
     sizes = shape.dimensions or (1,)
     axis = next((axis for axis, size in enumerate(sizes) if size % 2 == 0), sizes.index(max(sizes)))
     return (*sizes[:axis], -(-sizes[axis] // 2), *sizes[axis + 1 :]), axis
@@ -89,13 +89,13 @@ Groups = tuple[tuple[int, ...], ...] | None
 
 
 def _require_groups(groups: Groups, num_devices: int) -> None:
-    """`BackendError` unless every device is in one group."""
+    """`BackendError` unless every device is in exactly one group."""
     if groups is not None and sorted(device for group in groups for device in group) != list(range(num_devices)):
         raise BackendError(f"replica_groups {groups} do not have every one of {num_devices} devices once")
 
 
 def group_size(groups: Groups, num_devices: int) -> int:
-    """How many devices a group has; `BackendError` unless every device is in one group, all of one size."""
+    """How many devices a group has; `BackendError` unless every device is in exactly one group, all of one size."""
     if groups is None:
         return num_devices
     _require_groups(groups, num_devices)

@@ -1,4 +1,4 @@
-"""Operations on elements."""
+"""Elementwise operations."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ RULES: dict[OpType, Rule] = {
     OpType.WHERE: _where,
     OpType.CONVERT_DTYPE: _convert,
     OpType.BITCAST: _bitcast,
-    # A composite, but an operation on elements.
+    # A composite, but elementwise.
     OpType.GELU: takes(FLOATS, "floats")(lambda x, approximate: x),
     OpType.IDENTITY: lambda x: x,
 }

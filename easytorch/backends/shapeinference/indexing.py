@@ -72,7 +72,7 @@ def _scatter(
 
 
 def _batch(indices: Shape, index_vector_axis: int, axes: tuple[int, ...], operand: Shape) -> tuple[int, ...]:
-    """The places that the index vectors of `indices` give, which are for the `axes` of the operand."""
+    """The batch dimensions of `indices`, whose index vectors have an entry for each of the operand's `axes`."""
     require_dtype(indices, _INTEGERS, "indices are integers")
     if not 0 <= index_vector_axis <= indices.rank:
         raise BackendError(f"index_vector_axis {index_vector_axis} is not one of the indices' axes, or the next")

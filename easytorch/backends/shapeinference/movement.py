@@ -1,4 +1,4 @@
-"""Operations that lay out elements anew: shapes, axes, slices, padding."""
+"""Operations that move elements: reshape, transpose, broadcast, slice, pad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions, windows, and normalization over a batch."""
+"""Reductions, windows, and batch normalization."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from easytorch.backends.types import OpType, ReduceOpType
 _INTEGERS = (*SIGNED, *UNSIGNED)
 _NUMBERS = (*_INTEGERS, *FLOATS, *COMPLEX)
 _ORDERED = (*_INTEGERS, *FLOATS, DType.BOOL)
-# By some reduction; `reducible` says by which.
+# The types that some reduction accepts; `reducible` checks the one asked for.
 REDUCIBLE = (*_NUMBERS, DType.BOOL)
-# What a closure over elements may hold; powers of integers are a loop on some backends.
+# What a reduction's closure may contain; integer powers are left out, as they are a loop on some backends.
 _IN_CLOSURES = frozenset(elementwise.RULES) - {OpType.POW, OpType.BITCAST} | {OpType.PARAMETER, OpType.CONSTANT}
 
 
@@ -99,7 +99,7 @@ def _reduce_window(
 
 
 def reducible(x: Shape, reduction_type: ReduceOpType) -> None:
-    """`BackendError` unless elements of `x` can be reduced so."""
+    """`BackendError` unless the reduction takes elements of `x`."""
     if reduction_type is ReduceOpType.UNDEFINED:
         raise BackendError("the reduction is UNDEFINED; choose SUM, PRODUCT, MAX or MIN")
     ordered = reduction_type in (ReduceOpType.MAX, ReduceOpType.MIN)

@@ -1,4 +1,4 @@
-"""What a rule is, and the checks that rules share."""
+"""The type of a rule, and the checks that rules share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = Callable[..., Shape | tuple[Shape, ...]]
 
 
 def takes(allowed: Collection[DType], what: str) -> Callable[[Rule], Rule]:
-    """A rule that is only for a first operand of these element types, and says so to `accepted_dtypes`."""
+    """Limits a rule to first operands of these element types, which `accepted_dtypes` reports."""
 
     def decorate(rule: Rule) -> Rule:
         @functools.wraps(rule)
@@ -30,13 +30,13 @@ def takes(allowed: Collection[DType], what: str) -> Callable[[Rule], Rule]:
 
 
 def require_dtype(shape: Shape, allowed: Collection[DType], what: str) -> None:
-    """`BackendError` unless `shape` is of one of the element types."""
+    """`BackendError` unless `shape` has one of the element types."""
     if shape.dtype not in allowed:
         raise BackendError(f"{shape.dtype} is none of the types it takes: {what}")
 
 
 def require_same_dtype(*shapes: Shape) -> None:
-    """`BackendError` unless all have one element type: nothing is promoted."""
+    """`BackendError` unless all have the same element type: there is no type promotion."""
     if len({shape.dtype for shape in shapes}) > 1:
         raise BackendError("the operands must have one element type; convert them with `convert_dtype`")
 
@@ -48,7 +48,7 @@ def require_axis(shape: Shape, axis: int, what: str = "axis") -> None:
 
 
 def broadcast_shapes(*shapes: Shape) -> tuple[int, ...]:
-    """The dimensions of operands that are scalars, or of one rank with equal axes or axes of size one."""
+    """The broadcast dimensions of operands that are scalars, or have one rank and axes that are equal or 1."""
     ranked = [shape.dimensions for shape in shapes if shape.rank]
     if not ranked:
         return ()

@@ -57,7 +57,7 @@ class XlaBackend(Backend):
         return len(self.devices)
 
     def capabilities(self) -> Capabilities:
-        """What the emitters write."""
+        """Every operation that has an emitter."""
         return CAPABILITIES
 
     def builder(self, name: str, num_devices: int = 1) -> Builder:
@@ -71,7 +71,7 @@ class XlaBackend(Backend):
         return (JitExecutable if self._jit else XlaExecutable)(self, graph, num_devices)
 
     def finalize(self) -> None:
-        """Lets go of the client, which is jax's; buffers free their memory when nothing refers to them."""
+        """Releases the client, which is jax's; buffers free their memory when nothing refers to them."""
         self._finalized = True
 
     def is_finalized(self) -> bool:
@@ -79,7 +79,7 @@ class XlaBackend(Backend):
         return self._finalized
 
     def buffer_finalize(self, buffer: Buffer) -> None:
-        """Frees the memory, unless a numpy or torch array is over it."""
+        """Frees the memory, unless a numpy array or torch tensor shares it."""
         with TAKING:
             self._buffer(buffer).release("finalized")
 
@@ -91,20 +91,20 @@ class XlaBackend(Backend):
         return DeviceNum(self._spec(buffer)[1])
 
     def buffer_to_flat_data(self, buffer: Buffer, flat: np.ndarray) -> None:
-        """Copies the elements out."""
+        """Copies the elements into `flat`."""
         flat_target(flat, self.buffer_shape(buffer))[:] = self.buffer_to_numpy(buffer).reshape(-1)
 
     def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> Buffer:
-        """Copies the elements in."""
+        """A buffer with a copy of `flat`."""
         return self._put(flat_source(flat, shape), device_num, copy=True)
 
     def has_shared_buffers(self) -> bool:
-        """On a CPU."""
+        """True on a CPU."""
         platform: str = self.devices[0].platform
         return platform == "cpu"
 
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[Buffer, np.ndarray]:
-        """A buffer over memory of numpy."""
+        """A buffer of zeros in numpy's memory, and its elements."""
         if not self.has_shared_buffers():
             raise BackendError(f"the memory of {self.devices[0].device_kind} is not shared; use buffer_from_numpy")
         if shape_of(shape, "NewSharedBuffer: shape").dtype.bits < 8:
@@ -115,19 +115,19 @@ class XlaBackend(Backend):
         return buffer, buffer.shared
 
     def buffer_data(self, buffer: Buffer) -> np.ndarray:
-        """The elements over the same memory: writable for shared buffers, read only for others, which may be
-        constants or other people's arrays."""
+        """The elements, sharing the memory: writable for shared buffers, read-only for others, which may be constants
+        or the caller's arrays."""
         found = self._buffer(buffer)
         if not self.has_shared_buffers():
             raise BackendError(f"the memory of {self.devices[0].device_kind} is not shared; use buffer_to_numpy")
         return self.buffer_to_numpy(found).reshape(-1) if found.shared is None else found.shared
 
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> Buffer:
-        """Over the same memory on a CPU if it is contiguous and aligned to 64 bytes; else a copy."""
+        """Shares the memory on a CPU if it is contiguous and aligned to 64 bytes; else a copy."""
         return self._put(array_of(array, "BufferFromNumpy"), device_num)
 
     def buffer_to_numpy(self, buffer: Buffer) -> np.ndarray:
-        """The elements, read only; on a CPU over the same memory."""
+        """The elements, read-only; on a CPU they share the memory."""
         return np.asarray(self._array(buffer))
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> Buffer:
@@ -160,7 +160,7 @@ class XlaBackend(Backend):
         return found
 
     def _array(self, buffer: Buffer) -> Any:
-        # Read once: another thread may donate it meanwhile.
+        # Read once: another thread may donate it in between.
         array = self._buffer(buffer).array
         if array is None:
             raise gone(buffer)

@@ -11,7 +11,7 @@ from easytorch.backends.errors import BackendError
 from easytorch.backends.flat import zeros
 from easytorch.backends.shapes import Shape
 
-# A shape on a device. Equal ones are one object, so that comparing lists of them is comparing pointers.
+# A shape on a device. Equal ones are the same object, so that comparing lists of them compares pointers.
 Spec = tuple[Shape, int]
 _SPECS: dict[Spec, Spec] = {}
 _ALIGNMENT = 64
@@ -24,7 +24,7 @@ def spec(shape: Shape, device_num: int) -> Spec:
 
 
 class XlaBuffer:
-    """`array` is None, and `spec` too, once it is finalized or donated: `gone` says which."""
+    """`array` and `spec` are None once it is finalized or donated: `gone` makes the error."""
 
     __slots__ = ("array", "gone", "shared", "spec")
 
@@ -36,9 +36,9 @@ class XlaBuffer:
         self.gone = ""
 
     def release(self, why: str) -> None:
-        """Takes the array away."""
+        """Drops the array."""
         self.gone = why
-        # The array last: whoever reads it and then finds the specification there has an array that was valid.
+        # The array last: a thread that has read it and still finds the spec has a valid array.
         self.spec = None
         self.shared = None
         self.array = None
@@ -48,7 +48,7 @@ class XlaBuffer:
 
 
 def valid(buffer: Any) -> XlaBuffer:
-    """The buffer; `BackendError` for what is none, or is gone."""
+    """The buffer; `BackendError` for another type, or one that was released."""
     if not isinstance(buffer, XlaBuffer):
         raise BackendError(f"{type(buffer).__name__} is no buffer of the backend 'xla'; make one by buffer_from_numpy")
     if buffer.spec is None:
@@ -62,7 +62,7 @@ def gone(buffer: XlaBuffer) -> BackendError:
 
 
 def aligned_zeros(shape: Shape) -> np.ndarray:
-    """Memory as XLA uses it without a copy: aligned to 64 bytes."""
+    """Zeros aligned to 64 bytes, which XLA uses without a copy."""
     memory = zeros(Shape(DType.UINT8, (shape.nbytes + _ALIGNMENT,)))
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + shape.nbytes].view(shape.dtype.numpy).reshape(shape.dimensions)

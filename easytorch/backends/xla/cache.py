@@ -1,4 +1,4 @@
-"""Compiled programs on disk: the text of a module, the devices and the versions name a file.
+"""Compiled programs on disk: a file is named by a hash of the module's text, the devices and the versions.
 
 $EASYTORCH_XLA_CACHE is the folder (empty: none), by default ~/.cache/easytorch/xla.
 """
@@ -16,14 +16,14 @@ from typing import Any
 from easytorch.backends.xla import pjrt
 
 CACHE_ENV_VAR = "EASYTORCH_XLA_CACHE"
-# The files used longest ago go when there is more than this.
+# The least recently used files are deleted above this size.
 LIMIT_BYTES = 2**30
 _SUFFIX = ".pjrt"
 _DIGEST_BYTES = 32
 
 
 def folder() -> Path | None:
-    """Where programs are kept, None if they are not."""
+    """The cache folder, None where caching is off."""
     chosen = os.environ.get(CACHE_ENV_VAR)
     if chosen is None:
         return Path.home() / ".cache" / "easytorch" / "xla"
@@ -31,7 +31,7 @@ def folder() -> Path | None:
 
 
 def compile_module(text: str, devices: Sequence[Any]) -> Any:
-    """The loaded program of the module, from the folder if it is there; else compiled, and kept."""
+    """The loaded program of the module, from the cache if it is there; else compiled and cached."""
     home = folder()
     if home is None:
         return pjrt.compile_module(text, devices)
@@ -63,7 +63,7 @@ def _load(path: Path, devices: Sequence[Any]) -> Any | None:
     except OSError:
         return None
     digest, program = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    # PJRT ends the process over some damaged programs: it gets only what was written.
+    # PJRT aborts the process on some damaged programs: it is given only files whose checksum fits.
     if hashlib.sha256(program).digest() != digest:
         return None
     try:
@@ -73,7 +73,8 @@ def _load(path: Path, devices: Sequence[Any]) -> Any | None:
 
 
 def _store(path: Path, program: bytes) -> None:
-    """Written beside and renamed, so that nobody reads a part. A folder that cannot be written keeps nothing."""
+    """Written to a temporary file and renamed, so that no process reads a part. A folder that is not writable is
+    skipped."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part")

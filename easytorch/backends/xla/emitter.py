@@ -1,4 +1,5 @@
-"""Writes StableHLO, one operation a line, in MLIR's generic form: the same for every operation and every version."""
+"""Writes StableHLO, one operation a line, in MLIR's generic syntax, which is the same for all operations and
+versions."""
 
 from __future__ import annotations
 
@@ -38,24 +39,24 @@ ELEMENT_TYPES: dict[DType, str] = {
 
 
 class Value(NamedTuple):
-    """A name in the text, and the shape of what it stands for."""
+    """An SSA value: its name in the text, and its shape."""
 
     name: str
     shape: Shape
 
     @property
     def dtype(self) -> DType:
-        """Its element type."""
+        """The element type."""
         return self.shape.dtype
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The sizes of the axes."""
         return self.shape.dimensions
 
     @property
     def rank(self) -> int:
-        """How many axes."""
+        """The number of axes."""
         return len(self.shape.dimensions)
 
 
@@ -72,7 +73,7 @@ def int_array(values: Iterable[int]) -> str:
 
 
 def pairs(values: Sequence[Sequence[int]]) -> str:
-    """An attribute: pairs of integers, as padding and groups of devices are given."""
+    """An attribute: pairs of integers, as padding and replica groups have."""
     rows, columns = len(values), len(values[0]) if values else 2
     if not rows * columns:
         return f"dense<> : tensor<{rows}x{columns}xi64>"
@@ -81,9 +82,9 @@ def pairs(values: Sequence[Sequence[int]]) -> str:
 
 
 class Emitter:
-    """The lines of a module so far. Names are unique in it, so that a region may use what stands around it.
+    """The lines of a module so far. Names are unique in it, so that a region can use the values around it.
 
-    num_devices: on how many the program runs, for the collectives.
+    num_devices: how many the program runs on, for the collectives.
     """
 
     def __init__(self, num_devices: int = 1) -> None:
@@ -93,16 +94,16 @@ class Emitter:
         self._count = 0
 
     def inline(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
-        """The operations of a graph with `arguments` for its parameters; what its outputs are."""
+        """Writes a graph's operations with `arguments` as its parameters; returns its outputs."""
         raise NotImplementedError
 
     def fresh(self) -> str:
-        """A name not used yet."""
+        """A new name."""
         self._count += 1
         return f"%{self._count}"
 
     def op(self, name: str, operands: Sequence[Value], shape: Shape, attributes: str = "", region: str = "") -> Value:
-        """One operation with one result: `name` without its dialect if that is StableHLO's."""
+        """One operation with one result; `name` without the dialect for StableHLO's."""
         self._count += 1
         result = f"%{self._count}"
         self.lines.append(f"{result} = {_call(name, operands, attributes, region)} -> {tensor(shape)}")
@@ -128,7 +129,7 @@ class Emitter:
     def region(
         self, shapes: Sequence[Shape], write: Callable[..., Sequence[Value]], returns: str = "stablehlo.return"
     ) -> str:
-        """A region with arguments of `shapes`; `write` is given them and says what it returns."""
+        """A region with arguments of `shapes`; `write` takes them and returns the region's results."""
         arguments = [Value(self.fresh(), shape) for shape in shapes]
         outside, self.lines = self.lines, []
         results = write(*arguments)
@@ -138,11 +139,11 @@ class Emitter:
         return "\n".join(["{", *([head] if head else []), *inside, f'"{returns}"({names}) : ({types}) -> ()', "}"])
 
     def unary(self, name: str, x: Value) -> Value:
-        """An operation whose result is as its operand."""
+        """An operation whose result has its operand's shape and type."""
         return self.op(name, (x,), x.shape)
 
     def binary(self, name: str, x0: Value, x1: Value) -> Value:
-        """An operation whose operands and result are of one shape."""
+        """An operation whose operands and result have one shape and type."""
         return self.op(name, (x0, x1), x0.shape)
 
     def compare(self, direction: str, x0: Value, x1: Value, kind: str = "") -> Value:
@@ -153,11 +154,11 @@ class Emitter:
         return self.op("compare", (x0, x1), x0.shape.with_dtype(DType.BOOL), attributes)
 
     def select(self, condition: Value, on_true: Value, on_false: Value) -> Value:
-        """Element by element; all of one size."""
+        """Elementwise; all have one shape."""
         return self.op("select", (condition, on_true, on_false), on_true.shape)
 
     def convert(self, x: Value, dtype: DType) -> Value:
-        """XLA's own conversion; nothing if it is of the type already."""
+        """XLA's own conversion; x itself if it has the type already."""
         return x if x.dtype is dtype else self.op("convert", (x,), x.shape.with_dtype(dtype))
 
     def bits(self, x: Value, shape: Shape) -> Value:
@@ -165,11 +166,11 @@ class Emitter:
         return self.op("bitcast_convert", (x,), shape)
 
     def reshape(self, x: Value, *dimensions: int) -> Value:
-        """The elements in the same order."""
+        """x with other dimensions, its elements in the same order."""
         return x if x.dimensions == dimensions else self.op("reshape", (x,), Shape(x.dtype, dimensions))
 
     def broadcast(self, x: Value, dimensions: tuple[int, ...], axes: Sequence[int] | None = None) -> Value:
-        """x under other dimensions; axis i of x becomes `axes[i]`, by default the same, or the scalar is everywhere."""
+        """x broadcast to `dimensions`; axis i of x becomes `axes[i]`, by default i."""
         if x.dimensions == dimensions:
             return x
         axes = range(x.rank) if axes is None else axes
@@ -178,7 +179,7 @@ class Emitter:
         )
 
     def together(self, *values: Value) -> list[Value]:
-        """The operands of an operation on elements, under the dimensions that they have together."""
+        """The operands of an elementwise operation, broadcast to one shape."""
         first = values[0].dimensions
         if all(value.dimensions == first for value in values):
             return list(values)
@@ -191,7 +192,7 @@ class Emitter:
         return self.op("iota", (), shape, f"iota_dimension = {axis} : i64")
 
     def full(self, number: float, shape: Shape) -> Value:
-        """`number` everywhere."""
+        """A tensor filled with `number`."""
         scalar = self.op(
             "constant",
             (),
@@ -205,7 +206,7 @@ class Emitter:
         return self.full(number, x.shape)
 
     def scalar(self, number: float, dtype: DType) -> Value:
-        """`number` without axes."""
+        """`number` as a scalar."""
         return self.full(number, Shape(dtype))
 
     def slice(

@@ -19,7 +19,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 def lower(graph: Graph, platform: str) -> bytes:
-    """The finished graph of a builder for a platform, which need not be on this machine, on one device.
+    """Lowers the finished graph of a builder for one device of a platform, which this machine need not have.
 
     The bytes are a `jax.export.Exported`: `jax.export.deserialize(data).call(*arrays)` runs it there and gives the list
     of outputs. `BackendError` for an unknown platform.
@@ -28,7 +28,7 @@ def lower(graph: Graph, platform: str) -> bytes:
 
 
 def exported(graph: Graph, platform: str) -> export.Exported:
-    """The same before it is serialized."""
+    """`lower` before it is serialized."""
     if platform not in PLATFORMS:
         raise BackendError(f"no platform is called {platform!r}; known: {', '.join(PLATFORMS)}")
     if not graph.outputs:
@@ -38,7 +38,7 @@ def exported(graph: Graph, platform: str) -> export.Exported:
     def frame(*arrays: jax.Array) -> list[jax.Array]:
         return [jax.numpy.zeros(*output) for output in outputs]
 
-    # What a function of such arguments and results is to jax is for jax to say; what it does is our module.
+    # jax describes a function of such arguments and results; its body is replaced by our module.
     with pjrt.x64():
         described = export.export(jax.jit(frame, keep_unused=True), platforms=[platform])(
             *_structs(graph.parameter_shapes)

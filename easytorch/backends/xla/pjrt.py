@@ -24,12 +24,12 @@ try:
 except ImportError as error:
     raise ImportError("the backend 'xla' needs jax: pip install jax", name="jax") from error
 
-# Runs a program on arrays, given and returned device by device.
+# Runs a program; arrays are given and returned device by device.
 Caller = Callable[[list[Any]], list[Any]]
-# A conversion to a narrow float and back rounds, as it is written, instead of being left out.
+# A conversion to a narrow float and back rounds, instead of being optimized away.
 _OPTIONS = [("xla_allow_excess_precision", "False")]
 VERSION: str = version.__version__
-# Reports of PJRT about a program: RuntimeError is its base in every version.
+# The errors of PJRT about a program: RuntimeError is their base in every version.
 RuntimeErrors = (RuntimeError, ValueError)
 
 
@@ -43,7 +43,7 @@ def devices(platform: str) -> list[Any]:
 
 
 def platform_version(device: Any) -> str:
-    """What the client says about itself: a part of what identifies a compiled program."""
+    """The client's version string, a part of the key of a compiled program."""
     return f"{device.client.platform} {device.client.platform_version} {device.device_kind}"
 
 
@@ -73,7 +73,7 @@ def compile_module(text: str, targets: Sequence[Any]) -> Any:
 
 
 def portable_artifact(text: str) -> bytes:
-    """A module as what `jax.export` holds it: bytes that older and newer versions of XLA read."""
+    """A module as `jax.export` stores it: bytes that older and newer versions of XLA read."""
     window = stablehlo.StablehloCompatibilityRequirement.WEEK_4
     version = stablehlo.get_version_from_compatibility_requirement(window)
     return bytes(_jax.mlir.serialize_portable_artifact(text, version, False))
@@ -85,31 +85,31 @@ def serialize(executable: Any, targets: Sequence[Any]) -> bytes:
 
 
 def deserialize(data: bytes, targets: Sequence[Any]) -> Any:
-    """What `serialize` gave, loaded again; `RuntimeErrors` where it is none."""
+    """Loads what `serialize` returned; one of `RuntimeErrors` for anything else."""
     options = _compile_options([device.id for device in targets])
     return targets[0].client.deserialize_executable(data, xla_client.DeviceList(tuple(targets)), options)
 
 
 @functools.cache
 def sharding(device: Any) -> Any:
-    """Of arrays that are on one device."""
+    """The sharding of arrays on one device."""
     return jax.sharding.SingleDeviceSharding(device)
 
 
 def x64() -> AbstractContextManager[None]:
-    """jax does not narrow 64-bit types meanwhile."""
+    """A context in which jax does not narrow 64-bit types."""
     # A public name since jax 0.8.
     context = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # type: ignore[attr-defined]
     found: AbstractContextManager[None] = context(True)
     return found
 
 
-# jax 0.7.1 has no such argument: there the configuration says what becomes of 64-bit types.
+# jax 0.7.1 has no such argument: its configuration decides about 64-bit types.
 _TAKES_X64 = "enable_x64" in (xla_client.batched_device_put.__doc__ or "")
 
 
 def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
-    """An array on the device: on a CPU over the same memory where that is aligned to 64 bytes, unless `copy`."""
+    """An array on the device: on a CPU it shares memory that is aligned to 64 bytes, unless `copy`."""
     semantics = xla_client.HostBufferSemantics
     place: Callable[..., jax.Array] = functools.partial(
         xla_client.batched_device_put,
@@ -127,7 +127,7 @@ def put(array: np.ndarray, device: Any, *, copy: bool = False) -> jax.Array:
 
 
 def from_dlpack(exporter: Any, device: Any) -> jax.Array:
-    """An array over memory of a GPU that another library made."""
+    """An array that shares the GPU memory of another library's array."""
     with x64():
         array: jax.Array = jax.dlpack.from_dlpack(exporter, device=device)
     return array
@@ -136,7 +136,7 @@ def from_dlpack(exporter: Any, device: Any) -> jax.Array:
 def caller(executable: Any, outputs: Sequence[tuple[tuple[int, ...], np.dtype]], device: Any) -> Caller:
     """A function of the arrays of one device that runs the program on them; `outputs`: sizes and types."""
     execute = executable.execute_sharded
-    # Arrays that know what they are: made anew from PJRT's buffers each would cost more than a small program runs.
+    # Shapes and shardings are prepared once: describing each result anew would take longer than a small program runs.
     handlers = [
         xla_client.array_result_handler(
             jax.core.ShapedArray(*output), sharding(device), committed=True, _skip_checks=True
@@ -152,9 +152,10 @@ def caller(executable: Any, outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
 
 
 def call_replicated(executable: Any, arrays: Sequence[Sequence[Any]], mesh: Any) -> list[list[Any]]:
-    """Runs on all devices: `arrays` and results have for each argument those of all devices.
+    """Runs on all devices: `arrays` and the results list for each argument the arrays of all devices.
 
-    mesh: `replica_mesh` of the devices. To PJRT an argument is the buffers it has; that they differ is our affair.
+    mesh: `replica_mesh` of the devices. PJRT takes an argument as one array of several buffers; that the buffers differ
+    is not its concern.
     """
     arguments = [jax.make_array_from_single_device_arrays(shards[0].shape, mesh, list(shards)) for shards in arrays]
     results: list[list[Any]] = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
@@ -162,6 +163,6 @@ def call_replicated(executable: Any, arrays: Sequence[Sequence[Any]], mesh: Any)
 
 
 def replica_mesh(targets: Sequence[Any]) -> Any:
-    """How arguments that are on all of `targets` are described."""
+    """The mesh that describes arguments present on all of `targets`."""
     mesh = jax.sharding.Mesh(np.array(targets), ("replica",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -22,7 +22,7 @@ _specs, _arrays = attrgetter("spec"), attrgetter("array")
 
 
 class XlaExecutable(CheckedExecutable):
-    """A program, and for each set of donated inputs that was asked for one whose outputs take their memory."""
+    """A program, and one more for each set of donated inputs asked for, whose outputs reuse their memory."""
 
     def __init__(self, backend: XlaBackend, graph: Graph, num_devices: int) -> None:
         super().__init__(backend, graph, num_devices)
@@ -31,7 +31,7 @@ class XlaExecutable(CheckedExecutable):
         self._mesh = pjrt.replica_mesh(self._devices) if num_devices > 1 else None
         self._wanted = [spec(shape, device) for device in range(num_devices) for shape in self._input_shapes]
         self._given = [spec(shape, device) for device in range(num_devices) for shape in self._output_shapes]
-        # By the inputs whose memory outputs take. Arrays are given and returned device by device.
+        # Keyed by the inputs whose memory outputs reuse. Arrays are given and returned device by device.
         self._callers: dict[frozenset[int], pjrt.Caller] = {}
         self._plain: pjrt.Caller | None = self._caller(frozenset())
 
@@ -41,7 +41,7 @@ class XlaExecutable(CheckedExecutable):
         if plain is None or donate is not None or self._backend.is_finalized():
             return super().execute(inputs, donate)
         try:
-            # Arrays first: a buffer that is released meanwhile loses its specification before its array.
+            # Arrays first: a buffer released in between loses its spec before its array.
             arrays = list(map(_arrays, inputs))
             fits = list(map(_specs, inputs)) == self._wanted
         except (AttributeError, TypeError):
@@ -58,7 +58,7 @@ class XlaExecutable(CheckedExecutable):
         self._caller(self._everywhere(donate))
 
     def _everywhere(self, donate: Sequence[bool]) -> frozenset[int]:
-        """Memory is taken over where all devices give it."""
+        """An input counts as donated where all devices donate it."""
         count = len(self._names)
         return frozenset(n for n in range(count) if all(donate[n::count])) if any(donate) else frozenset()
 
@@ -94,7 +94,7 @@ class XlaExecutable(CheckedExecutable):
         return self._callers[key]
 
     def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:
-        """aliases: for inputs that are donated, the output that takes the memory."""
+        """aliases: donated input -> the output that reuses its memory."""
         program = cache.compile_module(emit(graph, self._num_devices, aliases), self._devices)
         mesh = self._mesh
         if mesh is None:
@@ -116,7 +116,7 @@ class XlaExecutable(CheckedExecutable):
 
 
 class JitExecutable(XlaExecutable):
-    """The same by `jax.jit`, which for such modules has public classes; on one device."""
+    """The same through `jax.jit` and public classes of jax only; on one device."""
 
     def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:
         from easytorch.backends.xla.export import jit_caller
@@ -129,7 +129,7 @@ class JitExecutable(XlaExecutable):
 
 
 def _aliases(donated: frozenset[int], inputs: Sequence[Shape], outputs: Sequence[Shape]) -> dict[int, int]:
-    """For donated inputs, an output of the same shape each, as far as there are any."""
+    """Donated input -> an output of the same shape, as far as there are any."""
     free = list(range(len(outputs)))
     aliases = {}
     for number in sorted(donated):

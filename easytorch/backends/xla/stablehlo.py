@@ -34,7 +34,7 @@ EMITTERS: Mapping[OpType, Emit] = {
     **collectives.EMITTERS,
     **random.EMITTERS,
 }
-# Not written by an emitter: they are the arguments and the literals of a module.
+# These have no emitter: they are the arguments and literals of a module.
 _GIVEN = (OpType.PARAMETER, OpType.CONSTANT)
 
 CAPABILITIES = Capabilities(
@@ -43,10 +43,10 @@ CAPABILITIES = Capabilities(
 
 
 class GraphEmitter(Emitter):
-    """Writes graphs, those of closures within the others."""
+    """Writes graphs, and those of closures inside them."""
 
     def inline(self, graph: Graph, arguments: Sequence[Value]) -> list[Value]:
-        """The graph's operations with `arguments` for its parameters; what its outputs are."""
+        """Writes the graph's operations with `arguments` as its parameters; returns its outputs."""
         values: dict[tuple[int, int], Value] = {
             (op.node.number, 0): value for op, value in zip(graph.parameters, arguments, strict=True)
         }
@@ -75,7 +75,7 @@ def _key(op: Op) -> tuple[int, int]:
 def emit(graph: Graph, num_devices: int = 1, aliases: Mapping[int, int] | None = None) -> str:
     """The module of a whole computation.
 
-    aliases: for the number of a parameter, that of the output which takes its memory.
+    aliases: number of a parameter -> number of the output that reuses its memory.
     """
     emitter = GraphEmitter(num_devices)
     arguments = [Value(f"%arg{number}", shape) for number, shape in enumerate(graph.parameter_shapes)]
@@ -104,6 +104,6 @@ def _alias(aliases: Mapping[int, int] | None, number: int) -> str:
 
 
 def _identifier(name: str) -> str:
-    """A name that MLIR takes: others are kept from users' own characters."""
+    """A valid MLIR identifier: other characters of a user's name are replaced."""
     plain = "".join(character if character.isascii() and character.isalnum() else "_" for character in name)
     return f"m_{plain}"

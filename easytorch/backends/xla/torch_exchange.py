@@ -1,4 +1,4 @@
-"""torch tensors and jax arrays over the same memory, by DLPack, or on a CPU by numpy."""
+"""torch tensors and jax arrays that share memory, through DLPack, or on a CPU through numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easytorch.backends.errors import BackendError
 from easytorch.backends.shapes import Shape
 from easytorch.backends.xla import pjrt
 
-# numpy has no such types of its own: torch hands it their bits.
+# numpy lacks these types, so torch hands over their bits.
 _BITS = {
     DType.BFLOAT16: torch.int16,
     DType.FLOAT8_E4M3FN: torch.uint8,
@@ -23,7 +23,8 @@ _BITS = {
 
 
 def from_torch(tensor: torch.Tensor, device: Any) -> tuple[Any, Shape]:
-    """A jax array of the tensor's elements, over its memory where it is contiguous and on the device; its shape."""
+    """A jax array of the tensor's elements, sharing its memory where it is contiguous and on the device; and its
+    shape."""
     dtype = _dtype(tensor.dtype)
     shape = Shape(dtype, tuple(tensor.shape))
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -33,7 +34,7 @@ def from_torch(tensor: torch.Tensor, device: Any) -> tuple[Any, Shape]:
 
 
 def to_torch(array: Any, shape: Shape) -> torch.Tensor:
-    """A torch tensor of the array's elements, over its memory where DLPack has the type."""
+    """A torch tensor of the array's elements, sharing its memory where DLPack has the type."""
     dtype = getattr(torch, shape.dtype.value, None)
     if dtype is None or shape.dtype.bits < 8:
         raise BackendError(f"torch does not hold {shape}; use buffer_to_numpy")

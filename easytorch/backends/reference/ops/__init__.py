@@ -1,7 +1,7 @@
 """Every operation in NumPy: the reference that the other backends are tested against.
 
-A function takes the operands as arrays and the attributes by the names of the builder's arguments, and gives an array,
-or a tuple for several outputs. Narrow floats are computed in float32 and rounded once, as XLA does.
+A function takes the operands as arrays and the attributes under the names of the builder's arguments, and returns an
+array, or a tuple for several outputs. Narrow floats are computed in float32 and rounded once, as XLA does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from easytorch.backends.types import OpType
 
 
 def _arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """NumPy gives scalars for arrays without axes; here everything is an array."""
+    """NumPy returns scalars for 0-d arrays; here everything is an array."""
 
     def computed(*operands: np.ndarray, **attributes: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         result = function(*operands, **attributes)

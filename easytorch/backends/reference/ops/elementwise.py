@@ -1,4 +1,4 @@
-"""Operations on elements."""
+"""Elementwise operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _logistic(x: np.ndarray) -> np.ndarray:
 def _expm1(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
         return np.asarray(np.expm1(x))
-    # e^a cos b - 1, of which neither part is taken away from one; b = 0 stays so where e^a is infinite.
+    # e^a cos b - 1 without subtracting nearly equal numbers; b = 0 stays 0 where e^a is infinite.
     real = np.expm1(x.real) * np.cos(x.imag) - 2 * np.sin(x.imag / 2) ** 2
     imaginary = np.where(x.imag == 0, x.imag, np.exp(x.real) * np.sin(x.imag))
     return _complex(np.where(x.imag == 0, np.expm1(x.real), real), imaginary)
@@ -43,7 +43,7 @@ def _log1p(x: np.ndarray) -> np.ndarray:
         return np.asarray(np.log1p(x))
     shifted = 1 + x.real
     large, small = np.maximum(abs(shifted), abs(x.imag)), np.minimum(abs(shifted), abs(x.imag))
-    # log |1 + x| without squares that overflow or vanish.
+    # log |1 + x| without squares that overflow or underflow.
     ratio = np.where(large == 0, 0, small / np.where(large == 0, 1, large))
     far = np.where(np.isinf(x.real) | np.isinf(x.imag), np.inf, np.log(large) + np.log1p(ratio * ratio) / 2)
     near = np.hypot(x.real, x.imag) < 0.5
@@ -60,7 +60,7 @@ def _cbrt(x: np.ndarray) -> np.ndarray:
 def _atan2(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x0):
         return np.asarray(np.arctan2(x0, x1))
-    # Divided by the largest part, whose square is a number then.
+    # Divided by the largest part first, so that the squares neither overflow nor underflow.
     large = np.maximum.reduce([np.abs(part) for x in (x0, x1) for part in (x.real, x.imag)])
     scale = np.where((large > 0) & (large < np.inf), large, 1)
     x0, x1 = (_complex(x.real / scale, x.imag / scale) for x in (x0, x1))
@@ -73,7 +73,8 @@ def _round_nearest_afz(x: np.ndarray) -> np.ndarray:
 
 
 def _reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
-    """On the bits: a half of the last bit that stays is added, less one if that bit is even, and the rest cut off."""
+    """Rounds the bit patterns half to even: add half of the last kept bit, less one if that bit is even, then
+    truncate."""
     info = ml_dtypes.finfo(x.dtype)
     mantissa, exponent = info.nmant, info.bits - 1 - info.nmant
     word = np.dtype(f"u{x.dtype.itemsize}").type
@@ -105,7 +106,7 @@ def _analytic(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 def _sign(x: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(x):
-        # Divided by the larger part first: the modulus of the smallest and the largest numbers is not one of them.
+        # Divided by the larger part first: the modulus of the smallest and largest numbers underflows or overflows.
         large = np.maximum(abs(x.real), abs(x.imag))
         scale = np.where(large == 0, 1, large)
         real, imaginary = x.real / scale, x.imag / scale
@@ -120,7 +121,7 @@ def _divide(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     x0, x1 = np.broadcast_arrays(x0, x1)
     quotient = x0 - _remainder(x0, x1)
     safe = np.where(x1 == 0, 1, x1).astype(x0.dtype)
-    # Exact, so rounding down is rounding towards zero; the least integer by -1 wraps to itself.
+    # The division is exact here, so `//` does not round; the least integer by -1 wraps to itself.
     exact = np.where(safe == -1, -quotient, quotient // safe) if x0.dtype.kind == "i" else quotient // safe
     all_bits = np.array(-1).astype(x0.dtype) if x0.dtype.kind == "i" else np.iinfo(x0.dtype).max
     return np.where(x1 == 0, all_bits, exact).astype(x0.dtype)
@@ -139,18 +140,18 @@ def _power(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
     result = np.asarray(np.power(x0, np.maximum(x1, 0).astype(x1.dtype)))
     if x0.dtype.kind == "u":
         return result
-    # 1 / x**n is an integer for 1 and -1 alone; by zero it is all bits, as division is.
+    # 1 / x**n is an integer only for x = 1 and x = -1; for x = 0 all bits are set, as in a division by zero.
     odd = np.where(x1 % 2 == 0, 1, -1)
     inverse = np.where(x0 == 1, 1, np.where(x0 == -1, odd, np.where(x0 == 0, -1, 0)))
     return np.where(x1 < 0, inverse, result).astype(x0.dtype)
 
 
 def _shifted(shift: Callable[..., np.ndarray], *, by_sign: bool) -> Callable[..., np.ndarray]:
-    """Shifts of the bits, whose highest is the sign also of an unsigned integer."""
+    """Shifts that treat the highest bit as the sign, also of an unsigned integer."""
 
     def shifted(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
         dtype = dtype_of(x0.dtype)
-        # 64 bits hold every type, filled up with its sign or with zeros.
+        # Every type fits into 64 bits, extended by its sign or by zeros.
         word = np.int64 if by_sign else np.uint64
         top = wide(x0).astype(np.int64).astype(np.uint64) << np.uint64(64 - dtype.bits)
         bits = np.asarray(top.view(word) >> word(64 - dtype.bits))
@@ -177,7 +178,7 @@ def _count(x: np.ndarray, *, ones: bool) -> np.ndarray:
 
 
 def _ordinals(x: np.ndarray) -> np.ndarray:
-    """Integers in the total order of floats: their bits, those of negative numbers turned round."""
+    """Integers that sort as IEEE's total order of the floats: their bits, inverted for negative numbers."""
     size = x.dtype.itemsize
     signed = np.ascontiguousarray(x).reshape(-1).view(f"i{size}").astype(np.int64)
     return np.where(signed < 0, ~signed ^ np.int64(-(2 ** (8 * size - 1))), signed).reshape(x.shape)
@@ -244,7 +245,7 @@ def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
 
 
 def _bitcast_nibbles(x: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Four-bit elements stand one to a byte here: they are packed, the lower first, or unpacked."""
+    """A 4-bit element takes a byte here: packs two to a byte, the low half first, or unpacks them."""
     if source.bits == 4:
         pairs = (wide(x).astype(np.int64) & 15).astype(np.uint8).reshape(-1, 2)
         return (pairs[:, 0] | pairs[:, 1] << 4).view(target.numpy).reshape(x.shape[:-1])

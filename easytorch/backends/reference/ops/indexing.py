@@ -15,7 +15,7 @@ def _starts(indices: np.ndarray, index_vector_axis: int, axes: Sequence[int], ra
     """(places, rank): where each slice begins; 0 along the axes that the index vectors do not give."""
     plain = wide(indices)
     if plain.dtype == np.uint64:
-        # Beyond any size, so that what int64 does not hold stays out of range.
+        # Larger than any size, so that an index that int64 cannot hold stays out of range.
         plain = np.minimum(plain, np.uint64(np.iinfo(np.int64).max))
     plain = plain.astype(np.int64)
     if index_vector_axis == indices.ndim:
@@ -28,7 +28,7 @@ def _starts(indices: np.ndarray, index_vector_axis: int, axes: Sequence[int], ra
 
 
 def _places(starts: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """For each axis the indices of the slices' elements, to be broadcast to (places, *sizes)."""
+    """For each axis the indices of the slices' elements, broadcastable to (places, *sizes)."""
     rank = len(sizes)
     return tuple(
         starts[:, axis].reshape(-1, *(1,) * rank) + np.arange(size).reshape(-1, *(1,) * (rank - axis - 1))
@@ -62,7 +62,7 @@ def _gather(
 
 
 def _scatter(function: np.ufunc | None) -> Callable[..., np.ndarray]:
-    """function: what combines an element and an update; None replaces it."""
+    """function: combines an element and its update; None: the update replaces the element."""
 
     def scatter(
         operand: np.ndarray,
@@ -97,7 +97,7 @@ def _scatter(function: np.ufunc | None) -> Callable[..., np.ndarray]:
     def computed(
         operand: np.ndarray, scatter_indices: np.ndarray, updates: np.ndarray, **attributes: Any
     ) -> np.ndarray:
-        # The indices have a type of their own, which is not widened with the others.
+        # The indices keep their type; only the operand and the updates are widened.
         return widened(lambda x, y: scatter(x, scatter_indices, y, **attributes))(operand, updates)
 
     return computed

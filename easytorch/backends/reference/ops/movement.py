@@ -1,4 +1,4 @@
-"""Operations that lay out elements anew."""
+"""Operations that move elements: reshape, broadcast, slice, pad, ..."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _slice(x: np.ndarray, starts: Sequence[int], limits: Sequence[int], strides:
 
 
 def padded(x: np.ndarray, fill_value: np.ndarray, axes_config: Sequence[PadAxis]) -> np.ndarray:
-    """x with `fill_value` around and between its elements; what negative padding crops is never made."""
+    """x with `fill_value` around and between its elements; elements that negative padding crops are never allocated."""
     pads = [*axes_config, *(PadAxis() for _ in range(x.ndim - len(axes_config)))]
     steps = [pad.interior + 1 for pad in pads]
     sizes = [
@@ -41,7 +41,7 @@ def padded(x: np.ndarray, fill_value: np.ndarray, axes_config: Sequence[PadAxis]
     result = np.full(sizes, fill_value, x.dtype)
     taken, places = [], []
     for size, step, pad, full in zip(x.shape, steps, pads, sizes, strict=True):
-        # The first and the last element whose place, pad.start + element * step, is inside.
+        # The first and the last element whose position, pad.start + element * step, is inside.
         first = min(max(-(pad.start // step), 0), size)
         last = min((full - 1 - pad.start) // step, size - 1)
         taken.append(slice(first, max(last + 1, first)))
@@ -53,7 +53,7 @@ def padded(x: np.ndarray, fill_value: np.ndarray, axes_config: Sequence[PadAxis]
 
 
 def _window(dimensions: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Where a slice of `sizes` stands, its start clamped so that all of it is inside."""
+    """The slice of `sizes` with its start clamped so that all of it is inside."""
     firsts = [min(max(int(start), 0), full - size) for full, size, start in zip(dimensions, sizes, starts, strict=True)]
     return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
 

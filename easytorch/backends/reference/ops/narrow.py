@@ -1,4 +1,4 @@
-"""Element types that NumPy computes with in a wider one."""
+"""Element types that are computed in a wider one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wide_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def wide(x: np.ndarray) -> np.ndarray:
-    """x in the type it is computed in."""
+    """x in the type that it is computed in."""
     return x.astype(wide_dtype(x.dtype), copy=False)
 
 
@@ -36,7 +36,7 @@ def wrapped(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def narrowed(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A result of the wide type rounded, or wrapped, to `dtype`; results of other types as they are."""
+    """A result in the wide type, rounded or wrapped to `dtype`; results of other types are returned unchanged."""
     if x.dtype == dtype or x.dtype != wide_dtype(dtype):
         return x
     kind = dtype_of(dtype)
@@ -44,7 +44,7 @@ def narrowed(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def widened(function: Callable[..., T]) -> Callable[..., T]:
-    """`function` of arrays of one type, computed in the wide type and rounded once; bool results stay."""
+    """`function` of arrays of one type, computed in the wide type and rounded once; bool results stay bool."""
 
     def computed(*arrays: np.ndarray, **attributes: Any) -> Any:
         dtype = arrays[0].dtype

@@ -1,4 +1,4 @@
-"""Normalization over a batch (Ioffe and Szegedy 2015), and the composite operations, as their definitions."""
+"""Batch normalization (Ioffe and Szegedy 2015), and the composite operations by their definitions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _attention(
     allowed = mask if mask is not None and mask.dtype == bool else None
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        """A block of queries of one head after the other: the scores of all would be larger than anything given."""
+        """Computed for a block of queries of one head at a time: the scores of all would be larger than any operand."""
         batch, count, length, size = query.shape
         shared, keys = count // key.shape[1], key.shape[2]
         factor = query.dtype.type(size**-0.5 if scale is None else scale)

@@ -53,7 +53,8 @@ def _convolution(
     filter_group_count: int,
     batch_group_count: int,
 ) -> np.ndarray:
-    """Tap by tap of the filter: nothing larger than operands and result is made, whatever the padding."""
+    """Adds up one filter tap at a time: no intermediate is larger than the operands and the result, whatever the
+    padding."""
     count = len(strides)
     # (S.., N, C) and (K.., C, O), both in groups.
     inputs = operand.transpose(*axes.input_spatial, axes.input_batch, axes.input_channel)
@@ -63,7 +64,7 @@ def _convolution(
     batch, features = inputs.shape[count] // batch_group_count, kernel.shape[-1]
     result = np.zeros((*places, batch, features), operand.dtype)
     groups = filter_group_count * batch_group_count
-    # A group takes its part of the input channels or of the batch, and its part of the kernel's outputs.
+    # Each group has its part of the input channels or of the batch, and its part of the filter's output channels.
     cut = count + 1 if filter_group_count > 1 else count
     parts = list(
         zip(
@@ -90,17 +91,17 @@ def _convolution(
 def _taps(
     size: int, taps: int, places: int, stride: int, dilation: int, tap_dilation: int, padding: tuple[int, int]
 ) -> list[tuple[int, slice, slice]]:
-    """For each tap along an axis that meets any element: its number, which elements, and for which places."""
+    """For each filter tap along an axis that reads any element: (tap, slice of the input, slice of the output)."""
     found = []
     for tap in range(taps):
-        # Place p meets element e where p * stride + shift == e * dilation.
+        # Output p reads input e where p * stride + shift == e * dilation.
         shift = tap * tap_dilation - padding[0]
         common = math.gcd(stride, dilation)
         if shift % common:
             continue
         step, steps = dilation // common, stride // common
         first = -(shift // common) * pow(steps, -1, step) % step if step > 1 else 0
-        # From the first place of this remainder whose element is not before the first one.
+        # From the first output of this residue whose input index is not negative.
         least = max(-((shift + first * stride) // (step * stride)), 0)
         begin = first + least * step
         element = (begin * stride + shift) // dilation
@@ -114,7 +115,7 @@ def _taps(
 def _triangular_solve(
     a: np.ndarray, b: np.ndarray, left_side: bool, lower: bool, unit_diagonal: bool, adjoint: bool
 ) -> np.ndarray:
-    """Row by row of x, each from those before it."""
+    """Substitution: each row of x from the rows before it."""
     matrix = a.conj().swapaxes(-1, -2) if adjoint else a
     if not left_side:
         matrix, b = matrix.swapaxes(-1, -2), b.swapaxes(-1, -2)

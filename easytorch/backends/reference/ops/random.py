@@ -19,7 +19,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _WORD = 2**64
-# ThreeFry 2x32: by how many bits a word is turned in each round, and which keys are added after four of them.
+# ThreeFry 2x32: by how many bits a word is rotated in each round, and which keys are added after every four rounds.
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 KEY_SCHEDULE = ((1, 2), (2, 0), (0, 1), (1, 2), (2, 0))
 PARITY = 0x1BD11BDA
@@ -42,8 +42,8 @@ def philox(key: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def _rng_bit_generator(state: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """A block of the counter makes four words. Elements of 64 bits take two, the lower first; narrower ones each the
-    low bits of a word of their own."""
+    """Each counter value gives four words. A 64-bit element takes two, the low one first; a narrower one takes the low
+    bits of one word."""
     key, low, high = (int(word) for word in state)
     bits = shape.dtype.bits
     blocks = -(-shape.size * max(bits // 32, 1) // 4)
@@ -53,7 +53,7 @@ def _rng_bit_generator(state: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.
     if bits == 64:
         words = words[::2] | words[1::2] << _HALF
     words = words[: shape.size]
-    # Four-bit elements are bytes here, whose other bits mean nothing.
+    # 4-bit elements are bytes here, whose high bits are ignored.
     narrow = words.astype(f"u{shape.dtype.size}")
     values = wrapped(narrow, shape.dtype) if bits == 4 else narrow.view(shape.dtype.numpy)
     counter = (low + blocks + (high << 64)) % _WORD**2

@@ -1,4 +1,4 @@
-"""Reductions over axes and over windows, and what scatters back from windows."""
+"""Reductions over axes and over windows, and select-and-scatter."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _bits(function: np.ufunc) -> Callable[..., np.ndarray]:
 
 
 def _arg_min_max(x: np.ndarray, axis: int, output_dtype: DType, is_min: bool) -> np.ndarray:
-    # NumPy takes the first NaN, else the first of the least.
+    # NumPy takes the first NaN, else the first of equal extremes.
     return np.asarray((np.argmin if is_min else np.argmax)(wide(x), axis)).astype(output_dtype.numpy)
 
 
-# How many elements of intermediate results are held at once, where more would be than operands and result have.
+# How many elements of an intermediate result are held at once, where it would be larger than operands and result.
 BLOCK = 2**20
 
 
@@ -88,7 +88,7 @@ def _reduce_window(
 def _reduce_lines(
     x: np.ndarray, function: np.ufunc, start: float, places: int, window: tuple[int, int, int, int], padding: int
 ) -> np.ndarray:
-    """The windows along the first axis, of which only elements that are not padding are looked at."""
+    """Reduces the windows along the first axis; elements that are padding are not read."""
     size, stride, base, dilation = window
     count = x.shape[0]
     if window[1:] == (1, 1, 1) and places == count <= size == padding + 1:
@@ -97,7 +97,7 @@ def _reduce_lines(
     result = np.empty((places, *x.shape[1:]), x.dtype)
     fill = np.full((1, *x.shape[1:]), start, x.dtype)
     ended = np.concatenate([x, fill])
-    # Elements of a window that fall on elements, not between them, stand `step` apart.
+    # The offsets of a window that hit elements, not the dilation between them, are `step` apart.
     step = base // math.gcd(base, dilation)
     most = min(-(-size // step), count)
     rest = math.prod(x.shape[1:])
@@ -121,7 +121,7 @@ def _first_inside(place: np.ndarray, base: int, dilation: int, step: int) -> np.
         return least
     common = math.gcd(base, dilation)
     ahead = (place + least * dilation) // common
-    # Products of two large steps are more than 64 bits hold.
+    # The product of two large steps overflows 64 bits.
     inverse = pow(dilation // common, -1, step)
     return np.asarray(least + (-(ahead.astype(object) * inverse) % step).astype(np.int64))
 
@@ -146,7 +146,8 @@ def _elements(
 
 
 def _select_and_scatter(better: np.ufunc) -> Callable[..., np.ndarray]:
-    """A window's first element is selected, then each that the selected one is not `better` than or equal to."""
+    """Selects an element of each window: the first, then each later one that the selected one is not `better` than or
+    equal to."""
 
     def scatter(
         operand: np.ndarray,
@@ -193,7 +194,7 @@ def _select_and_scatter_by(
     window_strides: tuple[int, ...],
     paddings: tuple[tuple[int, int], ...],
 ) -> np.ndarray:
-    """The closures are of elements, and so of whole arrays too."""
+    """The closures are elementwise, so they apply to whole arrays."""
     values = operand.reshape(-1)
     result = np.full(values.shape, init_value, operand.dtype)
     chosen, found = np.zeros(source.shape, np.int64), np.zeros(source.shape, bool)
@@ -205,7 +206,7 @@ def _select_and_scatter_by(
         found |= inside
     at, given = chosen[found], source[found]
     while at.size:
-        # One for each place at a time.
+        # One update for each position at a time.
         _, first = np.unique(at, return_index=True)
         result[at[first]] = scatter(result[at[first]], given[first])[0]
         at, given = np.delete(at, first), np.delete(given, first)

@@ -1,4 +1,5 @@
-"""Sorting by any comparator: merges of runs, whose elements find their places by bisection, all at once."""
+"""Sorting by any comparator: a vectorized merge sort, where every element finds its position in the other run by
+bisection."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from easytorch.backends.interpreter import BoundClosure
 from easytorch.backends.reference.ops.elementwise import ELEMENTWISE
 from easytorch.backends.types import OpType
 
-# What gives for arrays what it gives for each of their elements; scalars are repeated.
+# Operations that work elementwise on arrays, where scalars broadcast.
 _POINTWISE = frozenset(ELEMENTWISE) - {OpType.BITCAST} | {OpType.PARAMETER, OpType.CONSTANT}
-# (lines, n) indices of the one and the other elements -> whether the one comes before.
+# (lines, n) indices of elements, and of others -> whether each comes before its other.
 Before = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -43,7 +44,7 @@ def merge_order(shape: tuple[int, int], before: Before) -> np.ndarray:
         place = np.arange(count)
         run = place // width
         is_left = run % 2 == 0
-        # Each element looks for its place in the run beside its own.
+        # Each element searches its position in the neighbouring run.
         other = np.where(is_left, run + 1, run - 1) * width
         low = np.broadcast_to(np.minimum(other, count), shape).copy()
         high = np.broadcast_to(np.minimum(other + width, count), shape).copy()
@@ -52,7 +53,7 @@ def merge_order(shape: tuple[int, int], before: Before) -> np.ndarray:
             middle = (low + high) // 2
             open_ = low < high
             candidate = np.take_along_axis(order, np.minimum(middle, count - 1), 1)
-            # Of equal elements those of the left run come first.
+            # Among equal elements, those of the left run come first.
             earlier = np.where(is_left, before(candidate, order), ~before(order, candidate))
             low = np.where(open_ & earlier, middle + 1, low)
             high = np.where(open_ & ~earlier, middle, high)

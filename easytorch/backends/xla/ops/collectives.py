@@ -1,4 +1,4 @@
-"""What devices exchange: by replica, one program for each device."""
+"""Collectives by replica: each device runs the program as one replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Groups = tuple[tuple[int, ...], ...] | None
 
 
 def _groups(e: Emitter, groups: Groups) -> tuple[str, int]:
-    """The attribute, and how many devices are in a group."""
+    """The `replica_groups` attribute, and the size of a group."""
     found = (tuple(range(e.num_devices)),) if groups is None else groups
     longest = max(map(len, found))
     rows = [(*group, *(-1,) * (longest - len(group))) for group in found]

@@ -1,4 +1,4 @@
-"""Closures and sorting. What a closure captures is an operand like others, or is named where it stands."""
+"""Closures and sorting. A captured value becomes an operand, or is named directly where the region allows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _while_loop(e: Emitter, *inputs: Value, cond: Graph, body: Graph) -> tuple[V
         return e.inline(cond, state[: count + tested])
 
     def step(*state: Value) -> Sequence[Value]:
-        # The captures go round the loop unchanged.
+        # Captured values are carried through the loop unchanged.
         return [*e.inline(body, (*state[:count], *state[count + tested :])), *state[count:]]
 
     regions = f"{e.region(shapes, test)}, {e.region(shapes, step)}"
@@ -53,7 +53,7 @@ def _sort(e: Emitter, *inputs: Value, comparator: Graph, axis: int, is_stable: b
     if any(capture.rank for capture in captures) or not _is_pointwise(comparator):
         ranks = _ranks(e, operands, captures, comparator, axis)
         return _sort_by(e, ranks, operands, axis)
-    # A comparator of XLA sees nothing but its operands: the scalars it captures are sorted with them.
+    # An XLA comparator sees only its operands, so captured scalars are sorted along with them.
     everything = [*operands, *(e.broadcast(capture, dimensions, ()) for capture in captures)]
 
     def compare(*scalars: Value) -> Sequence[Value]:
@@ -65,7 +65,7 @@ def _sort(e: Emitter, *inputs: Value, comparator: Graph, axis: int, is_stable: b
 
 
 def _is_pointwise(comparator: Graph) -> bool:
-    """Whether XLA compiles it within a sort: over anything but scalars and operations on them it ends the process."""
+    """Whether XLA can compile it inside a sort: anything but scalars and elementwise operations aborts the process."""
     return all(node.op_type in _POINTWISE and not any(s.rank for s in node.shapes) for node in comparator.nodes)
 
 
@@ -78,7 +78,7 @@ def _sort_by(e: Emitter, ranks: Value, operands: Sequence[Value], axis: int) -> 
 
 
 def _ranks(e: Emitter, operands: Sequence[Value], captures: Sequence[Value], comparator: Graph, axis: int) -> Value:
-    """The place of each element in the stable order along `axis`, by comparing all pairs, one after the other."""
+    """The rank of each element in the stable order along `axis`, found by comparing all pairs, one after the other."""
     dimensions = operands[0].dimensions
     count, total = dimensions[axis], operands[0].shape.size
     lines = total // count
@@ -117,7 +117,7 @@ def _ranks(e: Emitter, operands: Sequence[Value], captures: Sequence[Value], com
     return transpose(e, ranks, tuple(order.index(other) for other in range(len(order))))
 
 
-# Powers of integers are a loop, and bits of narrow or complex numbers are concatenated from pieces.
+# Integer powers are a loop, and bitcasts of narrow or complex numbers concatenate pieces.
 _POINTWISE = {OpType.PARAMETER, OpType.CONSTANT, OpType.CONVERT_DTYPE, *elementwise.EMITTERS} - {OpType.POW}
 
 EMITTERS: dict[OpType, Emit] = {

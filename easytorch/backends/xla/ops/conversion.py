@@ -1,4 +1,4 @@
-"""Conversions of elements, their bits, and constants."""
+"""Type conversions, bitcasts and constants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def bitcast(e: Emitter, x: Value, target_dtype: DType) -> Value:
 
 
 def _bits_together(e: Emitter, x: Value, target: DType) -> Value:
-    """Every eight bools, or four, a byte, the first the lowest bit, and the bytes read as `target`."""
+    """Packs bools eight (or four) to a byte, lowest bit first, and reads the bytes as `target`."""
     count = min(target.bits, 8)
     lead = x.dimensions[:-1]
     groups = e.reshape(e.convert(x, DType.UINT8), *lead, max(target.bits // 8, 1), count)
@@ -95,7 +95,7 @@ def _cast_shape(shape: Shape, target: DType) -> Shape:
 
 
 def _from_parts(e: Emitter, x: Value, target: DType) -> Value:
-    """Of complex numbers: their parts one after the other, which XLA's own bitcast does not take."""
+    """The bitcast of complex numbers, which XLA's own does not take: real and imaginary parts along the last axis."""
     part = x.dtype.real
     parts = [e.reshape(e.op(name, (x,), x.shape.with_dtype(part)), *x.dimensions, 1) for name in ("real", "imag")]
     joined = e.op("concatenate", parts, Shape(part, (*x.dimensions, 2)), f"dimension = {x.rank} : i64")
@@ -110,7 +110,7 @@ def _from_parts(e: Emitter, x: Value, target: DType) -> Value:
 
 
 def _to_complex(e: Emitter, x: Value, target: DType) -> Value:
-    """The bits of x as complex numbers: pairs of floats along the last axis."""
+    """The bits of x read as complex numbers: pairs of floats along the last axis."""
     part = target.real
     count = x.dtype.bits * (x.dimensions[-1] if x.dtype.bits < target.bits else 1) // part.bits
     lead = x.dimensions[:-1] if x.dtype.bits < target.bits else x.dimensions
@@ -127,7 +127,7 @@ def _to_complex(e: Emitter, x: Value, target: DType) -> Value:
 
 
 def _joined(e: Emitter, x: Value) -> Value:
-    """Four-bit integers, the last axis in twos, as bytes: the lower first."""
+    """Packs pairs of 4-bit integers along the last axis into bytes, the low half first."""
     count = x.dimensions[-1] // 2
     twos = e.reshape(low_nibble(e, widen(e, x), DType.UINT4), *x.dimensions[:-1], count, 2)
     shape = (*x.dimensions[:-1], count)
@@ -141,7 +141,7 @@ def _to_byte(e: Emitter, x: Value, target: DType) -> Value:
 
 
 def _split(e: Emitter, x: Value, target: DType) -> Value:
-    """Each element as its four-bit pieces, the lowest first, along a new axis."""
+    """Splits each element into its 4-bit pieces, lowest first, along a new axis."""
     flat = e.bits(x, _cast_shape(x.shape, DType.UINT8))
     data = e.reshape(flat, *flat.dimensions, 1)
     high = e.binary("shift_right_logical", data, e.like(data, 4))
@@ -153,7 +153,7 @@ def _split(e: Emitter, x: Value, target: DType) -> Value:
 
 
 def constant(e: Emitter, value: np.ndarray, shape: Shape) -> Value:
-    """The elements of `value` in the text: once if all are the same, else their bytes."""
+    """A literal: one element if all are equal, else the bytes."""
     array = np.ascontiguousarray(value).reshape(shape.dimensions)
     if shape.size > 1 and _is_uniform(array):
         return e.broadcast(constant(e, array.reshape(-1)[:1].reshape(()), Shape(shape.dtype)), shape.dimensions, ())
@@ -164,7 +164,7 @@ def constant(e: Emitter, value: np.ndarray, shape: Shape) -> Value:
         byte = _raw(e, array.view(np.uint8), shape.with_dtype(DType.UINT8))
         return e.compare("NE", byte, e.like(byte, 0))
     if shape.dtype.is_float and shape.dtype.size == 1:
-        # Some jaxlib end the process over the text of such a constant; its bits are read as it instead.
+        # Some versions of jaxlib abort on the text of such a constant: its bits are written and bitcast.
         byte = _raw(e, array.view(np.uint8), shape.with_dtype(DType.UINT8))
         return e.bits(byte, shape)
     return _raw(e, array, shape)

@@ -1,4 +1,4 @@
-"""Operations on elements."""
+"""Elementwise operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _one(name: str) -> Unary:
 
 
 def _analytic(name: str) -> Unary:
-    """Of bfloat16 and float16 too in float32: some of XLA's own expansions round every step."""
+    """Computes bfloat16 and float16 in float32: some of XLA's own expansions round at every step."""
     return widened(lambda e, x: e.unary(name, x), least=4)
 
 
@@ -29,7 +29,7 @@ def _extreme(name: str, direction: str) -> Binary:
         x0, x1 = e.together(x0, x1)
         if not x0.dtype.is_complex:
             return e.binary(name, x0, x1)
-        # By the real part, then the imaginary one; NaN where either has one.
+        # Ordered by real part, then imaginary part; NaN where either operand has one.
         (r0, r1), (i0, i1) = ([part(e, x) for x in (x0, x1)] for part in (_real, _imag))
         ahead = e.binary("and", e.compare("EQ", r0, r1), e.unary("not", e.compare(direction, i1, i0)))
         first = e.binary("or", e.compare(direction, r0, r1), ahead)
@@ -67,7 +67,7 @@ def _total_order(direction: str) -> Binary:
 
 
 def _ordinals(e: Emitter, x: Value) -> Value:
-    """Integers in the total order of narrow floats, whose NaNs would lose their bits in a wider type."""
+    """Integers that sort as the total order of narrow floats, whose NaNs would lose their bits in a wider type."""
     dtype = DType.INT8 if x.dtype.size == 1 else DType.INT16
     bits = e.bits(x, x.shape.with_dtype(dtype))
     turned = e.binary("xor", bits, e.like(bits, 2 ** (dtype.bits - 1) - 1))
@@ -78,7 +78,7 @@ def _sqrt(e: Emitter, x: Value) -> Value:
     root = e.unary("sqrt", x)
     if not x.dtype.is_complex:
         return root
-    # The imaginary part has the sign of x's, also that of a zero, which XLA overlooks.
+    # The imaginary part takes the sign of x's, also for a signed zero, which XLA ignores.
     imaginary = e.unary("abs", _imag(e, root))
     bits = DType.INT32 if x.dtype is DType.COMPLEX64 else DType.INT64
     signs = e.bits(_imag(e, x), x.shape.with_dtype(bits))
@@ -102,7 +102,7 @@ def _pow(e: Emitter, x0: Value, x1: Value) -> Value:
     power = _integer_power(e, base, magnitude)
     if not signed:
         return power
-    # 1 / x**n is an integer for 1 and -1 alone; by zero it is all bits, as division is.
+    # 1 / x**n is an integer only for x = 1 and x = -1; for x = 0 all bits are set, as in a division by zero.
     minus = e.like(base, -1)
     even = e.compare("EQ", e.binary("and", exponent, one), zero)
     of_minus = e.select(e.compare("EQ", base, minus), e.select(even, one, minus), zero)
@@ -111,7 +111,7 @@ def _pow(e: Emitter, x0: Value, x1: Value) -> Value:
 
 
 def _complex_power(e: Emitter, base: Value, exponent: Value) -> Value:
-    """XLA takes the logarithm of zero, whose powers are zero."""
+    """Zero is handled apart: XLA would take its logarithm."""
     zero = e.like(base, 0)
     part = _real(e, exponent)
     vanishes = e.binary("and", e.compare("EQ", base, zero), e.compare("GT", part, e.like(part, 0)))
@@ -119,7 +119,7 @@ def _complex_power(e: Emitter, base: Value, exponent: Value) -> Value:
 
 
 def _integer_power(e: Emitter, base: Value, exponent: Value) -> Value:
-    """By squaring, modulo the bits: XLA's own looks at the lowest bits of the exponent only."""
+    """By repeated squaring, modulo 2**bits: XLA's own reads only the lowest bits of the exponent."""
     zero, one = e.like(base, 0), e.like(base, 1)
 
     def unfinished(_base: Value, exponent: Value, _power: Value) -> list[Value]:
@@ -139,7 +139,7 @@ def _abs(e: Emitter, x: Value) -> Value:
     size = e.op("abs", (x,), x.shape.with_dtype(x.dtype.real))
     if not x.dtype.is_complex:
         return size
-    # Infinite where a part is, whatever the other is, as in C; XLA gives NaN beside NaN.
+    # Infinite where either part is, as in C; XLA returns NaN if the other part is NaN.
     infinity = e.like(size, math.inf)
     parts = [e.compare("EQ", e.unary("abs", part), infinity) for part in (_real(e, x), _imag(e, x))]
     return e.select(e.binary("or", *parts), infinity, size)
@@ -148,14 +148,14 @@ def _abs(e: Emitter, x: Value) -> Value:
 def _sign(e: Emitter, x: Value) -> Value:
     if not x.dtype.is_complex:
         return e.unary("sign", x)
-    # Divided by the larger part first: the modulus of the smallest and the largest numbers is not one of them.
+    # Divided by the larger part first: the modulus of the smallest and largest numbers underflows or overflows.
     real, imaginary = _real(e, x), _imag(e, x)
     large = e.binary("maximum", e.unary("abs", real), e.unary("abs", imaginary))
     none, one = e.compare("EQ", large, e.like(large, 0)), e.like(large, 1)
     scale = e.select(none, one, large)
     parts = [e.binary("divide", part, scale) for part in (real, imaginary)]
     squares = [e.binary("multiply", part, part) for part in parts]
-    # Times the inverse: XLA would make a division by their product, which overflows, of two in a row.
+    # Multiplied by the inverse: XLA merges two divisions into one by the product, which overflows.
     inverse = e.unary("rsqrt", e.select(none, one, e.binary("add", *squares)))
     found = [
         e.select(none, part, e.binary("multiply", scaled, inverse))
@@ -173,15 +173,15 @@ def _cosine(e: Emitter, x: Value) -> Value:
 
 
 def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
-    """name(a) cosh b + i other(a) sinh b, or - for the cosine: XLA's own loses small imaginary parts."""
+    """name(a) cosh b + i other(a) sinh b (minus for the cosine): XLA's own loses small imaginary parts."""
     a, b = _real(e, x), _imag(e, x)
     half = e.like(b, 0.5)
     size = e.unary("abs", b)
-    # Halves of e^b and e^-b; that of the greater power by a smaller exponent, so as not to overflow too early.
+    # e^b / 2 and e^-b / 2; the larger is computed from a smaller exponent, so as not to overflow too early.
     up = e.unary("exponential", e.binary("subtract", size, e.like(b, math.log(2))))
     down = e.binary("multiply", half, e.unary("exponential", e.unary("negate", size)))
     less = e.unary("exponential_minus_one", size)
-    # (u + u / (u + 1)) / 2 of u = e^b - 1, exact near zero.
+    # sinh b = (u + u / (u + 1)) / 2 with u = e^b - 1, accurate near zero.
     small = e.binary("add", less, e.binary("divide", less, e.binary("add", less, e.like(b, 1))))
     near = e.compare("LT", size, e.like(b, 1))
     sinh = e.select(near, e.binary("multiply", half, small), e.binary("subtract", up, down))
@@ -191,7 +191,7 @@ def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
         sinh = e.unary("negate", sinh)
     zero, turned = e.like(b, 0), e.unary(other, a)
     imaginary = e.binary("multiply", turned, sinh)
-    # 0 * inf where a or b is 0, and in the real part of a sine where a is.
+    # 0 * inf occurs where a or b is 0; in the real part of a sine where a is.
     vanishes = e.binary("or", e.compare("EQ", turned, zero), e.compare("EQ", b, zero))
     first = e.unary(name, a)
     real = e.select(e.compare("EQ", first, zero), first, e.binary("multiply", first, cosh))
@@ -199,7 +199,7 @@ def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
 
 
 def _tan(e: Emitter, x: Value) -> Value:
-    """Of complex numbers -i tanh(i x)."""
+    """For complex numbers -i tanh(i x)."""
     if not x.dtype.is_complex:
         return e.unary("tan", x)
     turned = e.unary("tanh", _complex(e, e.unary("negate", _imag(e, x)), _real(e, x)))
@@ -215,8 +215,8 @@ def _cbrt(e: Emitter, x: Value) -> Value:
 
 
 def _atan2(e: Emitter, x0: Value, x1: Value) -> Value:
-    """Of complex numbers -i log((x1 + i x0) / sqrt(x1^2 + x0^2)), both divided by their largest part: squares of the
-    smallest and the largest numbers are not among them."""
+    """For complex numbers -i log((x1 + i x0) / sqrt(x1^2 + x0^2)), both divided by their largest part first, as squares
+    of the smallest and largest numbers underflow or overflow."""
     x0, x1 = e.together(x0, x1)
     if not x0.dtype.is_complex:
         return e.binary("atan2", x0, x1)
@@ -238,12 +238,12 @@ def _reduce_precision(e: Emitter, x: Value, exponent_bits: int, mantissa_bits: i
     exponent, mantissa = (min(*pair) for pair in zip(sizes[x.dtype], (exponent_bits, mantissa_bits), strict=True))
     attributes = f"exponent_bits = {exponent} : i32, mantissa_bits = {mantissa} : i32"
     found = e.op("reduce_precision", (x,), x.shape, attributes)
-    # Without mantissa bits XLA's NaN are infinite.
+    # With 0 mantissa bits XLA turns NaN into infinity.
     return e.select(e.compare("NE", x, x), x, found)
 
 
 def _log_plus_one(e: Emitter, x: Value) -> Value:
-    """Of complex numbers log |1 + x| without squares that overflow or vanish, as XLA's own has."""
+    """For complex numbers log |1 + x| without squares that overflow or underflow, as in XLA's own."""
     if not x.dtype.is_complex:
         return e.unary("log_plus_one", x)
     real, imaginary = _real(e, x), _imag(e, x)
@@ -309,7 +309,7 @@ def _shift(name: str) -> Binary:
 def _shift_right_arithmetic(e: Emitter, x0: Value, x1: Value) -> Value:
     if x0.dtype is not DType.UINT4:
         return widened(_shift("shift_right_arithmetic"))(e, x0, x1)
-    # The highest of four bits fills up, as that of wider unsigned integers does.
+    # The highest of the four bits is shifted in, as for wider unsigned integers.
     signed = _sign_extended(e, e.convert(widen(e, x0), DType.INT8))
     shifted = e.binary("shift_right_arithmetic", *e.together(signed, e.convert(widen(e, x1), DType.INT8)))
     return narrow(e, e.convert(shifted, DType.UINT8), DType.UINT4)
@@ -329,7 +329,7 @@ def _sign_extended(e: Emitter, x: Value) -> Value:
 
 
 def _nibble(e: Emitter, x: Value) -> Value:
-    """The four bits of int4 or uint4 in a byte whose others are zero."""
+    """The four bits of int4 or uint4 in a byte whose high bits are zero."""
     byte = e.convert(widen(e, x), DType.UINT8)
     return e.binary("and", byte, e.like(byte, 15))
 

@@ -62,7 +62,7 @@ def _scatter(name: str) -> Callable[..., Value]:
     ) -> Value:
         wide, added = widen(e, operand, least=4), widen(e, updates, least=4)
         if not operand.rank:
-            # XLA's own simplification of this case makes a module that it refuses.
+            # XLA's own simplification of this case produces a module that it then rejects.
             if name == "set":
                 return _last(e, operand, updates)
             start = _STARTS[name](operand.dtype)
@@ -85,7 +85,7 @@ def _scatter(name: str) -> Callable[..., Value]:
 
 
 def _last(e: Emitter, operand: Value, updates: Value) -> Value:
-    """The last of the updates of a scalar, or the scalar where there are none."""
+    """The last update of a scalar operand, or the operand where there are none."""
     count = updates.shape.size
     if not count:
         return operand

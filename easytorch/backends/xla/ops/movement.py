@@ -1,4 +1,4 @@
-"""Operations that lay out elements anew."""
+"""Operations that move elements: reshape, broadcast, slice, pad, ..."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easytorch.backends.xla.ops.conversion import convert
 
 def _iota(e: Emitter, shape: Shape, iota_axis: int) -> Value:
     if shape.dtype.size == 1:
-        # Counted in int32 and converted, as a long axis does not fit.
+        # Counted in int32 and then converted: a narrow type cannot count a long axis.
         return convert(e, e.iota(shape.with_dtype(DType.INT32), iota_axis), shape.dtype)
     return e.iota(shape, iota_axis)
 
@@ -37,7 +37,7 @@ def _broadcast_in_dim(e: Emitter, x: Value, output_shape: Shape, broadcast_axes:
 
 
 def concatenate(e: Emitter, *operands: Value, axis: int) -> Value:
-    """One after the other along `axis`."""
+    """The parts one after the other along `axis`."""
     first = operands[0]
     total = sum(operand.dimensions[axis] for operand in operands)
     sizes = (*first.dimensions[:axis], total, *first.dimensions[axis + 1 :])
@@ -74,7 +74,7 @@ def _dynamic_update_slice(e: Emitter, x: Value, update: Value, *start_indices: V
 
 
 def index(e: Emitter, x: Value) -> Value:
-    """Indices in a signed type: XLA clamps and compares them in their own, which a narrow one overflows."""
+    """Indices in a wide signed type: XLA clamps and compares them in their own type, which overflows if narrow."""
     if x.dtype in (DType.INT32, DType.INT64):
         return x
     if x.dtype is DType.UINT64:

@@ -1,4 +1,4 @@
-"""Element types in which XLA does not compute: they are widened, computed with, and rounded once."""
+"""Element types that XLA does not compute in: they are widened, computed and rounded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FOUR_BITS = {DType.INT4: DType.INT8, DType.UINT4: DType.UINT8}
 
 
 def wide_dtype(dtype: DType, least: int = 2) -> DType:
-    """The type to compute in: bytes for four-bit integers, float32 for floats of fewer bytes than `least`."""
+    """The type to compute in: int8 or uint8 for 4-bit integers, float32 for floats of fewer bytes than `least`."""
     if dtype.is_float and dtype.size < least:
         return DType.FLOAT32
     return _FOUR_BITS.get(dtype, dtype)
@@ -42,7 +42,7 @@ def low_nibble(e: Emitter, x: Value, dtype: DType) -> Value:
 
 
 def widened(emit: Callable[..., T], least: int = 2) -> Callable[..., T]:
-    """`emit` of operands of one type, written in the wide type; results of that type are rounded to the first's."""
+    """`emit` with its operands widened; results in the wide type are rounded to the first operand's."""
 
     def written(e: Emitter, *operands: Value, **attributes: Any) -> Any:
         dtype = operands[0].dtype

@@ -1,6 +1,6 @@
-"""Normalization over a batch.
+"""Batch normalization.
 
-Composed: XLA's own expansion takes the variance as the mean of squares less the square of the mean, which cancels.
+Composed of others: XLA's own expansion computes the variance as E[x^2] - E[x]^2, which cancels.
 """
 
 from __future__ import annotations

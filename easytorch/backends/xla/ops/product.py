@@ -11,12 +11,12 @@ from easytorch.backends.xla.ops import Emit
 from easytorch.backends.xla.ops.narrow import narrow, widened
 
 Ints = tuple[int, ...]
-# float32 is multiplied as float32: the default lets TPUs and newer GPUs round the operands to bfloat16 or tf32.
+# Full float32 products: by default TPUs and newer GPUs round the operands to bfloat16 or tf32.
 _HIGHEST = "precision_config = [#stablehlo<precision HIGHEST>, #stablehlo<precision HIGHEST>]"
 
 
 def _sum_dtype(dtype: DType) -> DType:
-    """What products are added up in."""
+    """The type that products are accumulated in."""
     return DType.FLOAT32 if dtype.is_float and dtype.size < 4 else dtype
 
 

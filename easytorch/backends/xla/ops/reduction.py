@@ -19,7 +19,7 @@ from easytorch.backends.xla.ops.narrow import narrow, widen, widened
 Ints = tuple[int, ...]
 
 
-# The operation that puts two elements together, and what it starts from.
+# The operation that combines two elements, and the initial value.
 COMBINERS: dict[ReduceOpType, tuple[str, Callable[[DType], float]]] = {
     ReduceOpType.SUM: ("add", lambda dtype: 0),
     ReduceOpType.PRODUCT: ("multiply", lambda dtype: 1),
@@ -30,7 +30,8 @@ COMBINERS: dict[ReduceOpType, tuple[str, Callable[[DType], float]]] = {
 
 def _reduce(name: str, start: Callable[[DType], float]) -> Callable[..., Value]:
     def emit(e: Emitter, x: Value, axes: Ints) -> Value:
-        # From the end of the narrow type: it may have no infinity, and of nothing the end itself is the result.
+        # Starts from the narrow type's own extreme: it may have no infinity, and an empty reduction returns the
+        # extreme.
         result = e.reduce(name, widen(e, x, least=4), start(x.dtype), axes or tuple(range(x.rank)))
         return narrow(e, result, x.dtype)
 
@@ -58,7 +59,7 @@ def _arg_min_max(e: Emitter, x: Value, axis: int, output_dtype: DType, is_min: b
     scalars = [Shape(x.dtype), Shape(counter)]
     region = e.region([*scalars, *scalars], earlier)
     start = highest(x.dtype) if is_min else lowest(x.dtype)
-    # An index after all others: of elements that are all as the start, the first is still chosen.
+    # Starts with an index after all others, so that among elements equal to the initial value the first is chosen.
     operands = (x, places, e.scalar(start, x.dtype), e.scalar(2**31 - 1, counter))
     kept = (*x.dimensions[:axis], *x.dimensions[axis + 1 :])
     shapes = (Shape(x.dtype, kept), Shape(counter, kept))
@@ -126,8 +127,8 @@ def _select_and_scatter_by(
     window_strides: Ints,
     paddings: tuple[Ints, ...],
 ) -> Value:
-    """Offset by offset of the windows: XLA's own operation selects in an order of its choice, and so the first of
-    several only by a `select` that is true of equals."""
+    """Compares the windows' elements offset by offset: XLA's own operation selects in an unspecified order, which finds
+    the first of several only where `select` is true of equals."""
     if not operand.rank:
         return e.inline(scatter, (init_value, source))[0]
     result = e.broadcast(init_value, (operand.shape.size,), ())
@@ -145,7 +146,7 @@ def _select_and_scatter_by(
 def _selected_places(
     e: Emitter, operand: Value, places: Ints, select: Graph, window: Ints, strides: Ints, paddings: tuple[Ints, ...]
 ) -> Value:
-    """Where in the flat operand the selected element of each window is, beyond its end for windows of padding alone."""
+    """The flat index of each window's selected element, past the end for windows that are all padding."""
     size = operand.shape.size
     counter = DType.INT32 if size < 2**31 else DType.INT64
     config = tuple(PadAxis(*ends) for ends in paddings)
@@ -156,7 +157,7 @@ def _selected_places(
     spans = tuple((count - 1) * stride + 1 for count, stride in zip(places, strides, strict=True))
 
     def at_offset(x: Value, number: Value) -> Value:
-        """The element of each window at the offset that stands `number`-th of them."""
+        """The element of each window at its `number`-th offset."""
         starts: list[Value] = []
         for axis in reversed(range(x.rank)):
             length = e.scalar(window[axis], DType.INT32)
@@ -193,9 +194,9 @@ def _scatter_windows(
     window_strides: Ints,
     paddings: tuple[Ints, ...],
 ) -> Value:
-    """The reverse of a sum over windows: the sources of all windows that an element is in.
+    """The transpose of a windowed sum: adds up the sources of all windows that an element is in.
 
-    They are spread by the strides, and summed over windows that step by one.
+    The sources are dilated by the strides, then summed over windows of stride one.
     """
     if not operand.rank:
         return source
@@ -214,7 +215,7 @@ def _scatter_windows(
 
 
 def _bits(number: int) -> Callable[[DType], float]:
-    """Where the bits start from: none, or all."""
+    """The initial bits: none set, or all."""
     return lambda dtype: 0 if not number else (1 if dtype is DType.BOOL else -1 if dtype in SIGNED else highest(dtype))
 
 
