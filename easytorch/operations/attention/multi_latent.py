@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class MultiLatentAttention(AttentionImpl):
     head, runs `attention`, which selects its own implementation.
     """
 
+    paths: ClassVar = {"gpu": "triton", "tpu": "pallas"}
+    folder = "multi_latent"
     takes_seed = frozenset({"native"})
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
@@ -110,9 +112,9 @@ class MultiLatentAttention(AttentionImpl):
             return self._expanded(sizes, tensors, settled)
         return AttentionOutput(attention_outputs=absorbed.multi_latent_attention(*tensors, **settled))
 
-    @backend("triton")
-    def forward_gpu(
+    def run(
         self,
+        kernel: Callable[..., Tensor],
         query: Tensor,
         query_rope: Tensor,
         latent: Tensor,
@@ -121,35 +123,13 @@ class MultiLatentAttention(AttentionImpl):
         up_value: Optional = None,
         **features: Unpack[AttentionFeatures],
     ) -> AttentionOutput:
-        from easytorch.kernels.multi_latent.triton_absorbed import multi_latent_attention
-
+        """Expanded to `attention`, or absorbed by `kernel`, an accelerator's."""
         tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
-        return self._by_kernel("triton", multi_latent_attention, tensors, self._settled(features))
-
-    @backend("pallas")
-    def forward_tpu(
-        self,
-        query: Tensor,
-        query_rope: Tensor,
-        latent: Tensor,
-        key_rope: Tensor,
-        up_key: Optional = None,
-        up_value: Optional = None,
-        **features: Unpack[AttentionFeatures],
-    ) -> AttentionOutput:
-        from easytorch.kernels.multi_latent.torch_xla_op import multi_latent_attention
-
-        tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
-        return self._by_kernel("pallas", multi_latent_attention, tensors, self._settled(features))
-
-    def _by_kernel(
-        self, backend: str, kernel: Callable[..., Tensor], tensors: tuple[Any, ...], features: AttentionFeatures
-    ) -> AttentionOutput:
-        """Expanded to `attention`, or absorbed by `kernel`."""
+        settled = self._settled(features)
         sizes = check_tensors(*tensors)
-        if self._expands(backend, sizes, tensors, features):
-            return self._expanded(sizes, tensors, features)
-        kept = {name: value for name, value in features.items() if name in _CARRIED}
+        if self._expands("pallas" if query.device.type == "xla" else "triton", sizes, tensors, settled):
+            return self._expanded(sizes, tensors, settled)
+        kept = {name: value for name, value in settled.items() if name in _CARRIED}
         return AttentionOutput(attention_outputs=kernel(*tensors, **kept))
 
     def _expands(self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
@@ -181,9 +161,9 @@ class MultiLatentAttention(AttentionImpl):
         dtype = self.metadata.runtime_dtype or query.dtype
         if backend == "pallas":
             return "XLA attention computes in float32, not float64" if dtype == torch.float64 else missing("jax")
-        from easytorch.kernels.multi_latent import triton_absorbed
+        from easytorch.kernels.multi_latent import triton_op
 
-        return triton_absorbed.supports(query.device, dtype, sizes)
+        return triton_op.supports(query.device, dtype, sizes)
 
     def _expanded(self, sizes: Sizes, tensors: tuple[Any, ...], features: AttentionFeatures) -> AttentionOutput:
         scale = default_scale(sizes, features.get("softmax_scale"))

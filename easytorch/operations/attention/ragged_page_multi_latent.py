@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class RaggedPageMultiLatentAttention(PagedImpl):
     `query_rope` and its keys with zeros: R = 64 to 128, and give `softmax_scale`, whose default would count the
     padding. Of a pair of pools only the second is copied.
     """
+
+    paths: ClassVar = {"gpu": "triton", "tpu": "pallas"}
+    folder = "multi_latent"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -71,10 +74,10 @@ class RaggedPageMultiLatentAttention(PagedImpl):
             return "its kernel has no backward, and a gradient is asked for"
         if backend == "pallas":
             return self.jax_refusal(query.dtype)
-        from easytorch.kernels.multi_latent import triton_absorbed
+        from easytorch.kernels.multi_latent import triton_op
 
         sizes = check_widths(query, query_rope, latent, rope, up_key, up_value)
-        return triton_absorbed.supports(query.device, self.metadata.runtime_dtype or query.dtype, sizes)
+        return triton_op.supports(query.device, self.metadata.runtime_dtype or query.dtype, sizes)
 
     def forward_native(
         self,
@@ -89,29 +92,17 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         up_value: Tensor | None = None,
         **features: Unpack[RaggedPageFeatures],
     ) -> AttentionOutput:
-        run = paged.in_graph if torch.compiler.is_compiling() else paged.definition
-        definition = functools.partial(run, softmax_dtype=self.metadata.runtime_softmax_dtype)
+        kernel = paged.in_graph if torch.compiler.is_compiling() else paged.definition
+        definition = functools.partial(kernel, softmax_dtype=self.metadata.runtime_softmax_dtype)
         tables = (context_lens, block_tables, query_start_loc, num_seqs)
-        return self._run(definition, query, query_rope, latent_pages, *tables, up_key, up_value, **features)
+        return self.run(definition, query, query_rope, latent_pages, *tables, up_key, up_value, **features)
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        run = paged.in_graph if torch.compiler.is_compiling() else paged.by_plans
-        return self._run(run, *args, **kwargs)
+        kernel = paged.in_graph if torch.compiler.is_compiling() else paged.by_plans
+        return self.run(kernel, *args, **kwargs)
 
-    @backend("triton")
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.multi_latent import triton_absorbed
-
-        return self._run(triton_absorbed.ragged_page_multi_latent_attention, *args, **kwargs)
-
-    @backend("pallas")
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        from easytorch.kernels.multi_latent import torch_xla_op
-
-        return self._run(torch_xla_op.ragged_page_multi_latent_attention, *args, **kwargs)
-
-    def _run(
+    def run(
         self,
         kernel: Callable[..., Tensor],
         query: Tensor,

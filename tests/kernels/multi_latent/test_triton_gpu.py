@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from easytorch.kernels.multi_latent import native, paged
-from easytorch.kernels.multi_latent.triton_absorbed import multi_latent_attention, ragged_page_multi_latent_attention
+from easytorch.kernels.multi_latent.triton_op import multi_latent_attention, ragged_page_multi_latent_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -13,7 +13,7 @@ import torch
 from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
-from easytorch.kernels.ragged_page import triton_op
+from easytorch.kernels.ragged_page import triton_op as pages
 from easytorch.kernels.ragged_page.contract import cut_to, resolve_features
 from easytorch.kernels.ragged_page.triton_tuning import MAX_HEAD_DIM
 
@@ -22,7 +22,7 @@ def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str | No
     """None when the kernels take tensors of this device, dtype and these sizes, else the reason."""
     if sizes.rope_dim > MAX_HEAD_DIM:
         return f"the rotated part of a key must be at most {MAX_HEAD_DIM} wide, got {sizes.rope_dim}"
-    return triton_op.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)
+    return pages.supports(device, dtype, sizes.latent_dim, sizes.latent_dim)
 
 
 def multi_latent_attention(
@@ -43,7 +43,7 @@ def multi_latent_attention(
     call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **{"causal": False, **features})
     count = torch.arange(batch + 1, device=query.device, dtype=torch.int32)
     contexts = torch.full((batch,), keys, device=query.device, dtype=torch.int32)
-    output = triton_op.over_pages(
+    output = pages.over_pages(
         absorb(query, up_key).flatten(0, 1), query_rope.flatten(0, 1), latent[:, :, None], key_rope[:, :, None], None,
         (contexts, count[:batch, None], count * length, None), call,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def ragged_page_multi_latent_attention(
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
     sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
     call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
-    output = triton_op.over_pages(
+    output = pages.over_pages(
         absorb(query, up_key),
         query_rope,
         latent[:, :, None],
