@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
 from easytorch.auto.bound import Bound
-from easytorch.auto.plugging import Choice, attention_for, native_class, plug_attention, plug_bridge, settled
+from easytorch.auto.plugging import AttentionChoice, attention_for, native_class, plug_attention, plug_bridge, settled
 from easytorch.auto.report import report_on
 from easytorch.auto.switching import set_attention
 from easytorch.bridge.core.json_files import read_json
@@ -70,7 +70,7 @@ class EasyTorchAuto(_Base):
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
         """A model with new weights, as `transformers.AutoModel.from_config`."""
         if _wants_remote_code(cls, config, kwargs):
-            return _finished(_theirs(cls).from_config(config, **kwargs), Choice(reason=_REMOTE))
+            return _finished(_theirs(cls).from_config(config, **kwargs), AttentionChoice(reason=_REMOTE))
         config, choice = _choose_attention(_model_class(cls, config), config, kwargs)
         build: Callable[..., PreTrainedModel] = super().from_config
         return _finished(build(config, **kwargs), choice)
@@ -154,13 +154,13 @@ def _load_theirs(auto: type, reason: str, path: Any, *model_args: Any, **kwargs:
     """What transformers loads, and the reason in its report."""
     kwargs.pop("strict", None)
     loaded = _theirs(auto).from_pretrained(path, *model_args, **kwargs)
-    _finished(loaded[0] if isinstance(loaded, tuple) else loaded, Choice(reason=reason))
+    _finished(loaded[0] if isinstance(loaded, tuple) else loaded, AttentionChoice(reason=reason))
     return loaded
 
 
 def _choose_attention(
     model_class: ModelClass, config: PreTrainedConfig, kwargs: dict[str, Any]
-) -> tuple[PreTrainedConfig, Choice]:
+) -> tuple[PreTrainedConfig, AttentionChoice]:
     """The config to build from, and the attention the model gets; `kwargs` receives the argument for transformers."""
     asked = kwargs.pop("attn_implementation", None)
     if not issubclass(model_class, NativeModel):
@@ -175,7 +175,7 @@ def _choose_attention(
     return copy.deepcopy(config) if named else config, choice
 
 
-def _finished(model: PreTrainedModel, choice: Choice) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, choice: AttentionChoice) -> PreTrainedModel:
     """The loaded `model` with its chosen attention, and its report."""
     plug_attention(model, choice)
     if not isinstance(model, NativeModel):

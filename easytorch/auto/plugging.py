@@ -37,7 +37,7 @@ def native_class(model_class: ModelClass) -> ModelClass:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionChoice:
     """The attention a model is loaded with. passed: `attn_implementation` for transformers, None for its own choice.
 
     ours: group of modules (`attention_groups`) -> our attention's name, set once loaded. reason: why not all get it.
@@ -50,7 +50,7 @@ class Choice:
 
 def attention_for(
     model_class: ModelClass, config: PreTrainedConfig, asked: str | dict[str, str] | None, wants_weights: bool
-) -> Choice:
+) -> AttentionChoice:
     """The attention to load `model_class` with.
 
     wants_weights: the config is to say output_attentions=True, which transformers takes with "eager" alone.
@@ -58,22 +58,24 @@ def attention_for(
     """
     if issubclass(model_class, NativeModel):
         check_parts(config, asked)
-        return Choice(asked or _of_config(config) or ("eager" if wants_weights else "easytorch"))
+        return AttentionChoice(asked or _of_config(config) or ("eager" if wants_weights else "easytorch"))
     config = built_from(model_class, config)
     _check_names(config, asked)
     if isinstance(asked, dict):
         return _by_part(model_class, config, asked)
     if asked is None and wants_weights:
-        return Choice(reason="output_attentions=True in the config makes transformers take its own eager attention")
+        return AttentionChoice(
+            reason="output_attentions=True in the config makes transformers take its own eager attention"
+        )
     if asked is None and _of_config(config) is None:
         trial = try_attention(model_class, config)
-        return Choice(None, dict.fromkeys(trial.plugged, "easytorch"), trial.reason)
+        return AttentionChoice(None, dict.fromkeys(trial.plugged, "easytorch"), trial.reason)
     if asked not in INTERFACES:
-        return Choice(asked, reason=f"attn_implementation={asked or _of_config(config)!r} was asked for")
+        return AttentionChoice(asked, reason=f"attn_implementation={asked or _of_config(config)!r} was asked for")
     trial = try_attention(model_class, config)
     if trial.reason is not None:
         raise _cannot_be_obeyed(asked, trial.reason)
-    return Choice(None, dict.fromkeys(trial.plugged, asked))
+    return AttentionChoice(None, dict.fromkeys(trial.plugged, asked))
 
 
 def built_from(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -82,7 +84,7 @@ def built_from(model_class: ModelClass, config: PreTrainedConfig) -> PreTrainedC
     return config.get_text_config() if text is not None and model_class.config_class == text else config
 
 
-def plug_attention(model: PreTrainedModel, choice: Choice) -> None:
+def plug_attention(model: PreTrainedModel, choice: AttentionChoice) -> None:
     """Give the loaded `model`, and no other of its class, the attention that was chosen for it."""
     if not choice.ours:
         return
@@ -103,12 +105,12 @@ def settled(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str | None]:
     return plain_config(config), None if asked == "easytorch" else asked
 
 
-def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str, str]) -> Choice:
+def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str, str]) -> AttentionChoice:
     """A dict names the attention of the model ("") and of the configs inside it: ours for some, theirs for others."""
     theirs = {key: name for key, name in asked.items() if name not in INTERFACES}
     wanted = {key: name for key, name in asked.items() if name in INTERFACES}
     if not wanted:
-        return Choice(asked, reason=f"attn_implementation={asked!r} was asked for")
+        return AttentionChoice(asked, reason=f"attn_implementation={asked!r} was asked for")
     trial = try_attention(model_class, config)
     keys = trial.keys
     ours = {group: wanted[keys[group]] for group in trial.plugged if keys.get(group) in wanted}
@@ -116,7 +118,7 @@ def _by_part(model_class: ModelClass, config: PreTrainedConfig, asked: dict[str,
         refused = [reason for group, reason in trial.refusals.items() if keys.get(group, "") == key]
         if refused:
             raise _cannot_be_obeyed(name, "; ".join(refused))
-    return Choice(theirs or None, ours, f"attn_implementation={asked!r} was asked for" if theirs else None)
+    return AttentionChoice(theirs or None, ours, f"attn_implementation={asked!r} was asked for" if theirs else None)
 
 
 def _check_names(config: PreTrainedConfig, asked: str | dict[str, Any] | None) -> None:

@@ -41,7 +41,7 @@ class BoundClosure:
     """A closure with its captures: what the function of an operation like SORT gets for its graph."""
 
     graph: Graph
-    program: Program
+    program: Interpreter
     captures: tuple[Value, ...]
     device: int
 
@@ -51,7 +51,7 @@ class BoundClosure:
         return tuple(row[0] for row in rows)
 
 
-class Program:
+class Interpreter:
     """A graph in the order it runs: without nodes that nothing needs, values forgotten after their last use.
 
     functions: for each kind of operation but those of `CONTROL` a function of the operands, as positional arguments,
@@ -109,8 +109,8 @@ class Program:
     def _slot(self, op: Op) -> int:
         return self._slots.setdefault(op, len(self._slots))
 
-    def _closure(self, graph: Graph) -> Program:
-        return Program(graph, self._functions, self._constant, self._num_devices)
+    def _closure(self, graph: Graph) -> Interpreter:
+        return Interpreter(graph, self._functions, self._constant, self._num_devices)
 
     def _runner(self, node: Node) -> Run:
         attributes = node.attributes

@@ -55,7 +55,7 @@ def split_blocks(tokens: int, block_size: int, eval_fraction: float) -> tuple[in
     return count - held_out, held_out
 
 
-class Blocks:
+class TokenBlocks:
     """A token stream as blocks of `block_size`; the last `eval_fraction` of them are held out.
 
     The file is memory-mapped, so a process holds only the batches it asks for. Tokens after the last whole block are

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from easytorch.bridge.errors import CheckpointError
 from easytorch.training.checkpoint import checkpoint_path, load_state, save_checkpoint
 from easytorch.training.config import TrainingConfig
-from easytorch.training.data import Blocks, step_indices
+from easytorch.training.data import TokenBlocks, step_indices
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
@@ -32,7 +32,7 @@ from easytorch.training.prepare import (
     write_tokens,
 )
 from easytorch.training.processes import Processes, find_device, joined
-from easytorch.training.report import Report
+from easytorch.training.report import ProgressReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ class _Run:
         config: TrainingConfig,
         processes: Processes,
         tokenizer: PreTrainedTokenizerBase,
-        blocks: Blocks,
+        blocks: TokenBlocks,
         model: PreTrainedModel,
         optimizer: torch.optim.AdamW,
         step: int,
@@ -131,7 +131,7 @@ class _Run:
         self.share, self.micro = config.share(processes.world)
         self.optimizer, self.step, self.checkpoint = optimizer, step, checkpoint
         self.parallel = in_parallel(model, blocks, processes) if processes.world > 1 else model
-        self.report: Report | None = None
+        self.report: ProgressReport | None = None
         self.skipped = self.skipped_in_a_row = 0
 
     def run(self) -> TrainingResult:
@@ -141,7 +141,7 @@ class _Run:
             stack.enter_context(self.processes.one_failure(stop))
             if self.processes.first:
                 self.report = stack.enter_context(
-                    Report(Path(config.output), self.step, config.steps, config.log_every)
+                    ProgressReport(Path(config.output), self.step, config.steps, config.log_every)
                 )
                 self._introduce()
             while self.step < config.steps and not interrupted:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from easytorch.training.data import Blocks
+from easytorch.training.data import TokenBlocks
 from easytorch.training.processes import Processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def in_parallel(model: PreTrainedModel, blocks: Blocks, processes: Processes) -> DistributedDataParallel:
+def in_parallel(model: PreTrainedModel, blocks: TokenBlocks, processes: Processes) -> DistributedDataParallel:
     """The model, of which not every parameter need have a gradient: the loss may not depend on it, and an expert may
     see no token. Without `find_unused_parameters` the second step fails then; where every parameter has one, that costs
     a walk over the graph at each step, and a warning of torch's."""

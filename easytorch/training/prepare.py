@@ -13,7 +13,7 @@ import easytorch
 from easytorch.training import architecture, memory
 from easytorch.training.checkpoint import latest_checkpoint, load_state
 from easytorch.training.config import TrainingConfig, flag
-from easytorch.training.data import Blocks, read_texts, split_blocks, tokenize
+from easytorch.training.data import TokenBlocks, read_texts, split_blocks, tokenize
 from easytorch.training.disk import named_os_errors
 from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.processes import find_device
@@ -103,12 +103,12 @@ def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Blocks]:
+def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, TokenBlocks]:
     """What `write_tokens` has made, in every process."""
     from transformers import AutoTokenizer
 
     folder = Path(config.output) / "data"
-    blocks = Blocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
+    blocks = TokenBlocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
     return AutoTokenizer.from_pretrained(folder), blocks
 
 
@@ -132,7 +132,7 @@ def make_model(
     return cast("PreTrainedModel", model.to(device))
 
 
-def check_model(model: PreTrainedModel, blocks: Blocks, config: TrainingConfig) -> None:
+def check_model(model: PreTrainedModel, blocks: TokenBlocks, config: TrainingConfig) -> None:
     """Run the model once, on a few tokens: `ValueError` for a text or sizes that it cannot take."""
     architecture.check_positions(model.config, config.block_size)
     rows, largest = len(cast("torch.Tensor", model.get_input_embeddings().weight)), blocks.largest_token()

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from easytorch.training.metrics import MetricsFile
 
 
-class Report:
+class ProgressReport:
     """A progress bar on a terminal, occasional lines elsewhere, and `metrics.jsonl`."""
 
     def __init__(self, output: Path, first_step: int, steps: int, log_every: int) -> None:
@@ -34,7 +34,7 @@ class Report:
         )
         self._task = self._bar.add_task("training", total=steps, completed=first_step, figures="")
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> ProgressReport:
         self._bar.start()
         return self
 

@@ -8,12 +8,12 @@ from jax import Array
 from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.jax_flash_tiles import pad
 from easytorch.kernels.attention.pallas_flash_tiles import Grid
-from easytorch.kernels.attention.pallas_tuning import Blocks
+from easytorch.kernels.attention.pallas_tuning import BlockSizes
 
 LANES = 128
 
 
-def grid_of(query: Array, key: Array, blocks: Blocks) -> Grid:
+def grid_of(query: Array, key: Array, blocks: BlockSizes) -> Grid:
     """Sizes of the call; a tile is never longer than the padded sequence, and its sides are whole vector registers."""
     batch, length, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]

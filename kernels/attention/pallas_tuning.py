@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Queries and keys of a tile; both multiples of 128, the lanes of a vector register."""
 
     rows: int
@@ -17,17 +17,17 @@ class Blocks(NamedTuple):
 
 
 # (widest head_dim, blocks of the forward, blocks of the backward), for 16 and for 32 bits per element
-_TABLE: dict[int, tuple[tuple[int, Blocks, Blocks], ...]] = {
-    16: ((128, Blocks(512, 512), Blocks(512, 512)), (256, Blocks(512, 512), Blocks(256, 512))),
-    32: ((128, Blocks(512, 512), Blocks(256, 512)), (256, Blocks(256, 512), Blocks(256, 256))),
+_TABLE: dict[int, tuple[tuple[int, BlockSizes, BlockSizes], ...]] = {
+    16: ((128, BlockSizes(512, 512), BlockSizes(512, 512)), (256, BlockSizes(512, 512), BlockSizes(256, 512))),
+    32: ((128, BlockSizes(512, 512), BlockSizes(256, 512)), (256, BlockSizes(256, 512), BlockSizes(256, 256))),
 }
-_WIDER = Blocks(128, 256)
+_WIDER = BlockSizes(128, 256)
 
 
-def forward_blocks(head_dim: int, bits: int) -> Blocks:
+def forward_blocks(head_dim: int, bits: int) -> BlockSizes:
     """head_dim: the larger of the query's and the value's; bits: of an element."""
     return next((forward for widest, forward, _ in _TABLE[bits] if head_dim <= widest), _WIDER)
 
 
-def backward_blocks(head_dim: int, bits: int) -> Blocks:
+def backward_blocks(head_dim: int, bits: int) -> BlockSizes:
     return next((backward for widest, _, backward in _TABLE[bits] if head_dim <= widest), _WIDER)

@@ -12,17 +12,17 @@ from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.pallas_flash_tiles import Grid, numbers_of, scores
 
 
-class Step(NamedTuple):
+class TileStep(NamedTuple):
     """The tile of the other side, and what of it is seen (pallas_map.py)."""
 
     tile: Any
     state: Any
 
 
-def step_of(tiles: Any, batch: Any, step: Any) -> Step:
+def step_of(tiles: Any, batch: Any, step: Any) -> TileStep:
     """tiles: `Walk.tiles` in scalar memory."""
     packed = tiles[batch if tiles.shape[0] > 1 else 0, step]
-    return Step(lax.shift_right_logical(packed, 2), packed & 3)
+    return TileStep(lax.shift_right_logical(packed, 2), packed & 3)
 
 
 def interval_spec(n: Grid, interval: Array, place: Any) -> Any:

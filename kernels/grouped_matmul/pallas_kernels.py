@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easytorch.kernels.grouped_matmul.pallas_tuning import LANES, Blocks, forward_blocks, weight_grad_blocks
+from easytorch.kernels.grouped_matmul.pallas_tuning import LANES, BlockSizes, forward_blocks, weight_grad_blocks
 
 
 class Visits(NamedTuple):
@@ -83,7 +83,7 @@ def grouped_matmul(x: Array, weight: Array, group_sizes: Array, *, transposed: b
 
 
 def _forward_kernel(
-    blocks: Blocks, experts: int, transposed: bool, groups: Any, tiles: Any, edges: Any, x: Any, weight: Any,
+    blocks: BlockSizes, experts: int, transposed: bool, groups: Any, tiles: Any, edges: Any, x: Any, weight: Any,
     output: Any, total: Any,
 ) -> None:  # fmt: skip
     step, k = pl.program_id(1), pl.program_id(2)
@@ -134,7 +134,7 @@ def grouped_weight_grad(left: Array, right: Array, group_sizes: Array, *, interp
 
 
 def _weight_grad_kernel(
-    blocks: Blocks, groups: Any, tiles: Any, edges: Any, left: Any, right: Any, output: Any, total: Any
+    blocks: BlockSizes, groups: Any, tiles: Any, edges: Any, left: Any, right: Any, output: Any, total: Any
 ) -> None:
     step = pl.program_id(2)
     group = groups[step]

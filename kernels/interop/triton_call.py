@@ -1,6 +1,6 @@
 """One launch of a Triton kernel as plain data: launched on a GPU, or compiled ahead of time for one that is not here.
 
-Block sizes that depend on nothing but the width of a row are chosen here too. Imports no Triton.
+BlockShape sizes that depend on nothing but the width of a row are chosen here too. Imports no Triton.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call(NamedTuple):
             self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
-class Block(NamedTuple):
+class BlockShape(NamedTuple):
     """Rows by columns of a tile, both powers of two, and the warps that hold it."""
 
     rows: int
@@ -40,14 +40,14 @@ class Block(NamedTuple):
     num_warps: int
 
 
-def block_of(width: int, *, elements: int, widest: int) -> Block:
+def block_of(width: int, *, elements: int, widest: int) -> BlockShape:
     """A tile of about `elements` for rows of `width`: several short rows, one long one, or `widest` columns of it.
 
     16 elements per thread of 32: a load of 16 bytes per thread for 16 bits, twice over, and room for what is computed.
     """
     columns = min(widest, power_of_two(width))
     rows = max(1, elements // columns)
-    return Block(rows, columns, min(16, max(1, rows * columns // 512)))
+    return BlockShape(rows, columns, min(16, max(1, rows * columns // 512)))
 
 
 def power_of_two(size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from easytorch.kernels.interop.triton_call import Block, Call, block_of, power_of_two, rows_of
+from easytorch.kernels.interop.triton_call import BlockShape, Call, block_of, power_of_two, rows_of
 from easytorch.kernels.layer_norm.triton_kernels import norm_backward, norm_forward
 from easytorch.kernels.layer_norm.triton_limits import MAX_WIDTH
 
@@ -62,7 +62,7 @@ def typical_calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"layer_norm_backward_{width}", backward_call(x, x, weight, row, row, x, parts, parts, 264)
 
 
-def _block(x: torch.Tensor) -> Block:
+def _block(x: torch.Tensor) -> BlockShape:
     return block_of(x.shape[-1], elements=2048, widest=power_of_two(MAX_WIDTH))
 
 

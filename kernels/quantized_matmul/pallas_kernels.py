@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS
-from easytorch.kernels.quantized_matmul.pallas_tuning import LANES, Blocks, blocks_of
+from easytorch.kernels.quantized_matmul.pallas_tuning import LANES, BlockSizes, blocks_of
 
 
 def carries(format: str, groups: int, group_size: int) -> bool:
@@ -189,7 +189,7 @@ def _planes(x: Array, stored: int, packed: bool) -> Array:
 
 
 def _parameters(
-    scale: Array, zero: Array | None, blocks: Blocks, stored: int, format: str, group_size: int
+    scale: Array, zero: Array | None, blocks: BlockSizes, stored: int, format: str, group_size: int
 ) -> tuple[list[Array], int]:
     """Scale and zero as (tiles of columns, units of a tile, N), and the stored columns of a unit, 128 at most.
 

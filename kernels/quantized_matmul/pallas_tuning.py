@@ -11,7 +11,7 @@ from typing import NamedTuple
 LANES = 128
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """rows of x, rows of the weight, and columns of stored bytes of it; the last two are multiples of 128."""
 
     rows: int
@@ -20,13 +20,15 @@ class Blocks(NamedTuple):
 
 
 # (rows of x at most, blocks): few rows: long reads of the weight
-_TABLE = ((64, Blocks(64, 512, 1024)), (None, Blocks(256, 256, 512)))
+_TABLE = ((64, BlockSizes(64, 512, 1024)), (None, BlockSizes(256, 256, 512)))
 
 
-def blocks_of(rows: int, outputs: int, stored: int) -> Blocks:
+def blocks_of(rows: int, outputs: int, stored: int) -> BlockSizes:
     """For x of `rows`, and a weight of `outputs` rows of `stored` bytes, a multiple of 128; `columns` divides
     `stored`."""
     found = next(blocks for most, blocks in _TABLE if most is None or rows <= most)
     lanes = stored // LANES
     parts = next(n for n in range(min(found.columns // LANES, lanes), 0, -1) if lanes % n == 0)
-    return Blocks(min(found.rows, -(-rows // 16) * 16), min(found.outputs, -(-outputs // LANES) * LANES), parts * LANES)
+    return BlockSizes(
+        min(found.rows, -(-rows // 16) * 16), min(found.outputs, -(-outputs // LANES) * LANES), parts * LANES
+    )

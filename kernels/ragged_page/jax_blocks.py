@@ -14,7 +14,7 @@ from jax import Array, lax
 from easytorch.kernels.attention.jax_call import AttentionCall
 
 
-class Blocks(NamedTuple):
+class SequenceBlocks(NamedTuple):
     """int32 of each block: its sequence, its first row among the sequence's `length` queries and `keys` keys.
 
     token (N,) int32: each token's row, block * rows + position; out of range for a token of no sequence.
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 def blocks_of(
     tokens: int, rows: int, context_lens: Array, query_start_loc: Array, num_seqs: Array | None
-) -> tuple[Blocks, Array]:
+) -> tuple[SequenceBlocks, Array]:
     """The blocks of `rows` tokens, and the token (blocks, rows) at each position (an arbitrary one at padding)."""
     batch = context_lens.shape[0]
     count = jnp.int32(batch) if num_seqs is None else num_seqs.reshape(()).astype(jnp.int32)
@@ -54,10 +54,10 @@ def blocks_of(
     place = (first[of] + local // rows) * rows + local % rows
     place = jnp.where(of < count, place, blocks * rows)
     taken = jnp.clip(starts[sequence][:, None] + row[:, None] + jnp.arange(rows, dtype=jnp.int32), 0, tokens - 1)
-    return Blocks(held, row, length, keys, place), taken
+    return SequenceBlocks(held, row, length, keys, place), taken
 
 
-def page_range(call: AttentionCall, blocks: Blocks, rows: int, page_size: int) -> tuple[Array, Array]:
+def page_range(call: AttentionCall, blocks: SequenceBlocks, rows: int, page_size: int) -> tuple[Array, Array]:
     """The columns [first, last) of block_tables that a block's rows can see."""
     own = blocks.keys - blocks.length + blocks.row  # the key aligned with the first row
     first, last = jnp.zeros_like(own), blocks.keys

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from easytorch.training.data import Blocks, read_texts, step_indices, tokenize
+from easytorch.training.data import TokenBlocks, read_texts, step_indices, tokenize
 from easytorch.training.tokenizer import END_OF_TEXT, train_tokenizer
 
 TEXTS = ["Hello  world,\n\tthis is a text. " * 20, "Ünïcödé and 日本語 too: 🙂."]
@@ -35,7 +35,7 @@ def test_a_saved_tokenizer_is_the_same_one(tmp_path):
 def test_documents_are_packed_with_an_end_after_each(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 300)
     np.save(tmp_path / "tokens.npy", tokenize(TEXTS, tokenizer))
-    blocks = Blocks(tmp_path / "tokens.npy", 8, 0.0)
+    blocks = TokenBlocks(tmp_path / "tokens.npy", 8, 0.0)
     stream = [*tokenizer(TEXTS[0])["input_ids"], tokenizer.eos_token_id, *tokenizer(TEXTS[1])["input_ids"]]
     got = blocks.batch(np.arange(blocks.train_count))
     assert got.dtype == torch.int64 and got.shape == (blocks.train_count, 8)
@@ -44,7 +44,7 @@ def test_documents_are_packed_with_an_end_after_each(tmp_path):
 
 def test_held_out_blocks_are_the_last_ones(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(105, dtype=np.int32))
-    blocks = Blocks(tmp_path / "tokens.npy", 10, 0.2)
+    blocks = TokenBlocks(tmp_path / "tokens.npy", 10, 0.2)
     assert (blocks.train_count, blocks.eval_count) == (8, 2)
     assert blocks.batch([8, 9])[:, 0].tolist() == [80, 90]
 
@@ -52,7 +52,7 @@ def test_held_out_blocks_are_the_last_ones(tmp_path):
 def test_too_little_text_is_refused(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(15, dtype=np.int32))
     with pytest.raises(ValueError, match=r"15 tokens, which is 1 blocks of 10, 1 of them held out"):
-        Blocks(tmp_path / "tokens.npy", 10, 0.2)
+        TokenBlocks(tmp_path / "tokens.npy", 10, 0.2)
 
 
 def test_every_epoch_sees_every_block_once_in_an_order_of_its_own():

@@ -15,7 +15,7 @@ import transformers
 import easytorch
 from easytorch.training import latest_checkpoint, train
 from easytorch.training.metrics import read_metrics
-from easytorch.training.report import Report
+from easytorch.training.report import ProgressReport
 
 
 def losses(config):
@@ -76,8 +76,8 @@ def test_resume_gives_what_an_uninterrupted_run_gives(settings, monkeypatch):
         if step == 7:
             raise RuntimeError("power cut")
 
-    original = Report.step
-    monkeypatch.setattr(Report, "step", fail_at_seven)
+    original = ProgressReport.step
+    monkeypatch.setattr(ProgressReport, "step", fail_at_seven)
     with pytest.raises(RuntimeError, match="power cut"):
         train(broken)
     monkeypatch.undo()
@@ -97,8 +97,8 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(settings, monkey
         if step == 3:
             os.kill(os.getpid(), name)
 
-    original, before = Report.step, signal.getsignal(name)
-    monkeypatch.setattr(Report, "step", signal_at_three)
+    original, before = ProgressReport.step, signal.getsignal(name)
+    monkeypatch.setattr(ProgressReport, "step", signal_at_three)
     result = train(settings())
     assert (result.steps, result.interrupted) == (3, True)
     assert result.checkpoint.name == "checkpoint-3"

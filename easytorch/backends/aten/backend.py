@@ -33,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError("the backend 'torch' needs torch: pip install torch") from error
 
-from easytorch.backends.aten.lockstep import LockstepProgram
+from easytorch.backends.aten.lockstep import LockstepInterpreter
 from easytorch.backends.aten.lowering import Target, lower
 from easytorch.backends.aten.ops.table import OPERATIONS
 from easytorch.backends.aten.outputs import ownership
@@ -257,7 +257,7 @@ class TorchExecutable(CheckedExecutable):
         self._ownership = ownership(graph)
         self._graph: Graph | None = graph
         self._functions: dict[frozenset[int], Any] = {}
-        self._lockstep = LockstepProgram(graph, backend.torch_device, num_devices) if num_devices > 1 else None
+        self._lockstep = LockstepInterpreter(graph, backend.torch_device, num_devices) if num_devices > 1 else None
         if self._lockstep is None:
             self._function(frozenset())
         self._views = [

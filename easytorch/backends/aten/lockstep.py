@@ -10,22 +10,22 @@ from torch import Tensor
 from easytorch.backends.aten.lowering import Target, bind, constant_on
 from easytorch.backends.aten.ops.collectives import COLLECTIVE
 from easytorch.backends.graph import Graph, Node
-from easytorch.backends.interpreter import Devices, Program, Row, Run, collective
+from easytorch.backends.interpreter import Devices, Interpreter, Row, Run, collective
 from easytorch.backends.shapeinference.control import COLLECTIVES
 from easytorch.backends.types import OpType
 
 _CLOSURES = frozenset({OpType.CALL, OpType.COND, OpType.WHILE_LOOP})
 
 
-class LockstepProgram(Program):
+class LockstepInterpreter(Interpreter):
     """A graph on `num_devices` simulated devices, all of them on one of torch's, and never compiled."""
 
     def __init__(self, graph: Graph, device: torch.device, num_devices: int) -> None:
         self._target = Target(device)
         super().__init__(graph, {}, lambda array: constant_on(device, array), num_devices)
 
-    def _closure(self, graph: Graph) -> Program:
-        return LockstepProgram(graph, self._target.device, self._num_devices)
+    def _closure(self, graph: Graph) -> Interpreter:
+        return LockstepInterpreter(graph, self._target.device, self._num_devices)
 
     def _runner(self, node: Node) -> Run:
         if node.op_type in _CLOSURES:

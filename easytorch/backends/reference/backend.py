@@ -17,7 +17,7 @@ from easytorch.backends.executable import TAKING, CheckedExecutable
 from easytorch.backends.flat import device_count, device_number, flat_source, flat_target, tensor_of, zeros
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Backend
-from easytorch.backends.interpreter import CONTROL, Program, Row
+from easytorch.backends.interpreter import CONTROL, Interpreter, Row
 from easytorch.backends.reference.ops import FUNCTIONS
 from easytorch.backends.registry import register
 from easytorch.backends.shapeinference import accepted_dtypes
@@ -169,7 +169,7 @@ class NumpyExecutable(CheckedExecutable):
 
     def __init__(self, backend: NumpyBackend, graph: Graph, num_devices: int) -> None:
         super().__init__(backend, graph, num_devices)
-        self._program: Program | None = Program(graph, FUNCTIONS, lambda array: array, num_devices)
+        self._program: Interpreter | None = Interpreter(graph, FUNCTIONS, lambda array: array, num_devices)
 
     def finalize(self) -> None:
         """Frees the program and its constants."""

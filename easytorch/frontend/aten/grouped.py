@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RowBlocks:
     """The layout of S rows, sorted by group, in `count` blocks of `size` rows. All are int32."""
 
     size: int
@@ -35,7 +35,7 @@ class Blocks:
     held: Op  # (S,) bool: whether the row is of any group
 
 
-def _blocks(ctx: Context, ends: Op, rows: int) -> Blocks:
+def _blocks(ctx: Context, ends: Op, rows: int) -> RowBlocks:
     """`ends` (E,) are the rows at which the groups end."""
     b, groups = ctx.builder, ends.shape.dimensions[0]
     kind = DType.INT32
@@ -72,7 +72,7 @@ def _blocks(ctx: Context, ends: Op, rows: int) -> Blocks:
     held = b.less_than(found, number(groups))
     found = b.min(found, top)
     place = b.add(_times(ctx, take(ctx, first, 0, found), size), b.sub(number_of_row, take(ctx, starts, 0, found)))
-    return Blocks(size, count, group, row, used, place, held)
+    return RowBlocks(size, count, group, row, used, place, held)
 
 
 def _times(ctx: Context, x: Op, factor: int) -> Op:
@@ -84,7 +84,7 @@ def _masked(ctx: Context, mask: Op, x: Op) -> Op:
     return ctx.builder.where(spread, x, ctx.scalar(0, x.shape.dtype))
 
 
-def _in_blocks(ctx: Context, blocks: Blocks, x: Op) -> Op:
+def _in_blocks(ctx: Context, blocks: RowBlocks, x: Op) -> Op:
     """(S, D) -> (count, size, D), zero where a block has no row."""
     inside = ctx.builder.clamp(
         ctx.scalar(0, DType.INT32), blocks.row, ctx.scalar(x.shape.dimensions[0] - 1, DType.INT32)
@@ -92,7 +92,7 @@ def _in_blocks(ctx: Context, blocks: Blocks, x: Op) -> Op:
     return _masked(ctx, blocks.used, take(ctx, x, 0, inside))
 
 
-def _in_rows(ctx: Context, blocks: Blocks, x: Op) -> Op:
+def _in_rows(ctx: Context, blocks: RowBlocks, x: Op) -> Op:
     """(count, size, D) -> (S, D), zero for rows of no group."""
     flat = ctx.reshape(x, (blocks.count * blocks.size, x.shape.dimensions[2]))
     return _masked(ctx, blocks.held, take(ctx, flat, 0, blocks.place))

@@ -14,7 +14,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'easy
 from easytorch.kernels.attention import pallas_flash  # noqa: E402
 from easytorch.kernels.attention.call import AttentionCall, map_tensors  # noqa: E402
 from easytorch.kernels.attention.contract import resolve  # noqa: E402
-from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
+from easytorch.kernels.attention.pallas_tuning import BlockSizes  # noqa: E402
 from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
 
 pytestmark = pytest.mark.jax_cpu
@@ -69,7 +69,7 @@ def definition(tensors: dict[str, torch.Tensor], features: dict[str, Any], grad:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for blocks in ("forward_blocks", "backward_blocks"):
-        monkeypatch.setattr(pallas_flash, blocks, lambda *_: Blocks(128, 128))
+        monkeypatch.setattr(pallas_flash, blocks, lambda *_: BlockSizes(128, 128))
     (b, t, s, h, k, d, dv), features = CASES[name]
     features = dict(features)
     tensors = {"query": randn(b, t, h, d), "key": randn(b, s, k, d, seed=1), "value": randn(b, s, k, dv, seed=2)}

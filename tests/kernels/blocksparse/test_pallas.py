@@ -16,7 +16,7 @@ import jax.numpy as jnp  # noqa: E402
 from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionCall, map_tensors  # noqa: E402
 from easytorch.kernels.attention.contract import resolve, window_of  # noqa: E402
 from easytorch.kernels.attention.pallas_flash_inputs import grid_of  # noqa: E402
-from easytorch.kernels.attention.pallas_tuning import Blocks  # noqa: E402
+from easytorch.kernels.attention.pallas_tuning import BlockSizes  # noqa: E402
 from easytorch.kernels.blocksparse import native, pallas_attention, pallas_or_jax  # noqa: E402
 from easytorch.kernels.blocksparse.pallas_map import Rule, walks  # noqa: E402
 from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
@@ -55,8 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, not square, other ones in the backward."""
-    monkeypatch.setattr(pallas_attention, "forward_blocks", lambda *_: Blocks(128, 256))
-    monkeypatch.setattr(pallas_attention, "backward_blocks", lambda *_: Blocks(256, 128))
+    monkeypatch.setattr(pallas_attention, "forward_blocks", lambda *_: BlockSizes(128, 256))
+    monkeypatch.setattr(pallas_attention, "backward_blocks", lambda *_: BlockSizes(256, 128))
 
 
 def heads(length: int) -> dict[str, torch.Tensor]:
@@ -122,7 +122,7 @@ def test_half_precision() -> None:
 
 def _walk(features: dict[str, Any], by_columns: bool, length: int = 1024) -> tuple[Any, np.ndarray]:
     query, key = jnp.zeros((1, length, 1, 8)), jnp.zeros((1, 1024, 1, 8))
-    n, rule = grid_of(query, key, Blocks(128, 128)), rule_of(features)
+    n, rule = grid_of(query, key, BlockSizes(128, 128)), rule_of(features)
     begin, end = pallas_attention.intervals_of(n, rule, None)
     matrix = features.get("mask")
     given = [to_jax(x) for x in (matrix, features.get("query_segment_ids"), features.get("key_segment_ids"))]
