@@ -37,7 +37,7 @@ class Gemma2Attention(GroupedAttention):
 
 
 class Gemma2DecoderLayer(DecoderLayer):
-    attention_class: ClassVar[type[GroupedAttention]] = Gemma2Attention
+    attention_class: ClassVar[type[nn.Module]] = Gemma2Attention
     mlp_class = Gemma2MLP
     norm_class = ZeroCenteredRMSNorm
     norms = (

@@ -53,8 +53,8 @@ class Glm4MoeTopkRouter(GroupedSigmoidRouter):
 
 class Glm4MoeMoE(SparseMoe):
     order = ("experts", "gate")
-    router_class = Glm4MoeTopkRouter
-    experts_class = Glm4MoeExperts
+    router_class: ClassVar[type[Any]] = Glm4MoeTopkRouter
+    experts_class: ClassVar[type[Any]] = Glm4MoeExperts
     mlp_class: ClassVar[type[nn.Module]] = Glm4MoeMLP
 
     def __init__(self, config: Any) -> None:
@@ -68,7 +68,7 @@ class Glm4MoeMoE(SparseMoe):
 class Glm4MoeDecoderLayer(DecoderLayer):
     """The first `first_k_dense_replace` layers have no experts."""
 
-    attention_class = Glm4MoeAttention
+    attention_class: ClassVar[type[nn.Module]] = Glm4MoeAttention
 
     def new_mlp(self, config: Any, layer_idx: int) -> nn.Module:
         dense = layer_idx < config.first_k_dense_replace

@@ -31,7 +31,7 @@ class Olmo2Attention(GroupedAttention):
 class Olmo2DecoderLayer(DecoderLayer):
     """x + norm(attention(x)), then x + norm(mlp(x))."""
 
-    attention_class: ClassVar[type[GroupedAttention]] = Olmo2Attention
+    attention_class: ClassVar[type[nn.Module]] = Olmo2Attention
     mlp_class = MistralMLP
     norm_class: ClassVar[type[nn.Module]] = Float32RMSNorm
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")

@@ -62,7 +62,7 @@ class Qwen2MoeSparseMoeBlock(SparseMoe):
 class Qwen2MoeDecoderLayer(DecoderLayer):
     """With experts in every `decoder_sparse_step`-th layer, but for those that `mlp_only_layers` names."""
 
-    attention_class: ClassVar[type[GroupedAttention]] = Qwen2MoeAttention
+    attention_class: ClassVar[type[nn.Module]] = Qwen2MoeAttention
     moe_class: ClassVar[type[SparseMoe]] = Qwen2MoeSparseMoeBlock
 
     def new_mlp(self, config: Any, layer_idx: int) -> nn.Module:
