@@ -30,12 +30,17 @@ def read_rules(path: str | PathLike[str]) -> Rules:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file; give a Python file that sets RULES to a table")
+    ended = None
     try:
         found = runpy.run_path(str(file)).get("RULES")
     except SyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno}: is no Python ({error.msg}); correct it") from error
-    except (Exception, SystemExit) as error:  # the boundary to a program of the user's
+    except SystemExit as error:
+        ended = f"{_place(file, error)}: {_said(error)}; correct the table"
+    except Exception as error:  # the boundary to a program of the user's
         raise ValueError(f"{_place(file, error)}: {_said(error)}; correct the table") from error
+    if ended is not None:  # raised out here: behind the error, the file's exit would count as a signal's
+        raise ValueError(ended)
     if not isinstance(found, tuple | list) or not found:
         raise ValueError(
             f"{file}: does not set RULES to a table: rows of (torch's name, the leaf's path, the layout), as in "

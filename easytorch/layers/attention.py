@@ -1,7 +1,8 @@
-"""Attention as transformers calls it: the functions in its `AttentionInterface`, each a way into our operation.
+"""Attention as transformers calls it: functions for its `AttentionInterface`, each of which calls our operation.
 
-Names: "easytorch" chooses by itself; "vanilla" and "flash" are obeyed or refused. Native models route "sdpa" and
-"eager" here too (`interface_of`); transformers' own classes keep theirs: importing EasyTorch changes no other model.
+Names: "easytorch" selects automatically; "vanilla" and "flash" are forced: obeyed or refused. Native models route
+"sdpa" and "eager" here too (`interface_of`); transformers' own classes keep theirs: importing EasyTorch changes no
+other model.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-# transformers reads every name with "flash" in it as flash-attn and then packs inputs and drops masks, so its own
-# classes get ours under another one.
+# transformers treats every name with "flash" in it as flash-attn, and then packs inputs and drops masks, so its own
+# classes get ours under another name.
 FLASH_FOR_TRANSFORMERS = "easytorch_tiled"
 
 # attn_implementation -> what OperationMetadata.backend forces; None leaves the choice to the operation.
 INTERFACES = {"easytorch": None, "vanilla": "vanilla", "flash": "flash", FLASH_FOR_TRANSFORMERS: "flash"}
-# The same for classes that know transformers' eager attention alone, whose mask is added to the scores and says it all.
+# The same for classes that have eager attention alone, whose mask is added to the scores and covers everything.
 EAGER_INTERFACES = {f"{name}_eager_mask": backend for name, backend in INTERFACES.items() if name != "flash"}
 OURS = frozenset({*INTERFACES, *EAGER_INTERFACES})
-# transformers' own attention of a class -> ours in its place, by the name that is asked for.
+# A class's own attention in transformers -> ours in its place, by the requested name.
 OF_STOCK = {
     "sdpa": {"easytorch": "easytorch", "vanilla": "vanilla", "flash": FLASH_FOR_TRANSFORMERS},
     "eager": {
@@ -48,7 +49,7 @@ NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
 
 _OPERATIONS = {backend: Attention(OperationMetadata(backend=backend)) for backend in NATIVE_INTERFACES.values()}
 
-# What else reaches the attention through transformers' **kwargs. These do not change what is attended; positions and
+# Other keywords that reach the attention through transformers' **kwargs. These do not change the result: positions and
 # packing are already in the mask.
 _HARMLESS = frozenset(
     {
@@ -70,9 +71,9 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-# What continuous batching tells its cache, and nothing else.
+# Read by the cache of continuous batching alone.
 _OF_PAGES = ("block_table", "cu_seq_lens_k", "logits_indices", "logits_processor_args", "read_index", "write_index")
-# These do, in ways the contract has no word for.
+# These do change the result, in ways that the contract does not cover.
 _REFUSED = {
     "indices": "sparse attention by token indices",
     "block_indices": "sparse attention by block indices",
@@ -80,7 +81,7 @@ _REFUSED = {
     "head_mask": "a head mask",
 }
 
-# Called with the module at every attention; how easytorch.auto learns which layers really come here.
+# Called with the module at every attention: how easytorch.auto learns which layers use ours.
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 
 
@@ -107,25 +108,25 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """query (B, H, T, D), key (B, K, S, D), value (B, K, S, Dv) -> output (B, T, H, Dv), weights (B, H, T, S) or None.
 
-    attention_mask: boolean (True attends) or added to the scores, broadcastable to (B, H, T, S); it says everything
-    about who sees whom, the window included. None: everyone, or the past when the module is causal, within the window.
-    cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length.
-    Raises `UnsupportedOperationError` for what the chosen implementation does not carry.
+    attention_mask: boolean (True attends) or added to the scores, broadcastable to (B, H, T, S); it decides alone what
+    each query attends to, the window included. None: all keys, or the past ones if the module is causal, within the
+    window. cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length. Raises
+    `UnsupportedOperationError` for what the chosen implementation does not carry.
     """
     for observe in OBSERVERS:
         observe(module)
     if cache is not None:
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = _paged(module, cache, key, value, attention_mask, kwargs)
-        cu_seq_lens_q = cu_seq_lens_k = None  # the mask says who sees whom
+        cu_seq_lens_q = cu_seq_lens_k = None  # the mask decides what is attended to
     _check_others(kwargs)
     length, keys = query.shape[2], key.shape[2]
     causal = attention_mask is None and _is_causal(module, is_causal)
     if causal and length > 1 and keys > length:
-        # transformers skips the mask here only for the first tokens of a preallocated cache: the rest of it is empty
+        # transformers omits the mask here only for the first tokens of a preallocated cache, whose rest is empty
         key, value, keys = key[:, :, :length], value[:, :, :length], length
         position_bias = None if position_bias is None else position_bias[..., :length]
-    # only what the call has: every argument is handed on five times, at each layer of each token
+    # only the arguments that are set: each is passed on five times, at each layer for each token
     features: dict[str, Any] = {"causal": causal}
     if cu_seq_lens_q is not None:
         starts = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -134,7 +135,7 @@ def attend(
     mask, bias = (None, None) if attention_mask is None else _split_mask(attention_mask)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-        if mask is not None:  # transformers adds both: a row that sees nothing then has the mean of all values
+        if mask is not None:  # transformers adds both: a fully masked row then gets the mean of all values
             bias = torch.where(mask, bias, torch.finfo(bias.dtype).min)
             mask = None
     if output_attentions or (output_attentions is None and wants_attentions(getattr(module, "config", None))):
@@ -154,7 +155,8 @@ def attend(
     if dropout and module.training:
         features["dropout_prob"] = dropout
     operation = _OPERATIONS[backend]
-    if length == 1 and len(features) == (1 if scaling is None else 2):  # nothing else: of one query causal says nothing
+    # nothing else: causal has no effect on one query
+    if length == 1 and len(features) == (1 if scaling is None else 2):
         attended = operation.one_token(query, key, value, scaling)
         if attended is not None:
             return attended, None
@@ -170,7 +172,7 @@ def _paged(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of continuous batching: those of the call are stored in pages, those of its rows read."""
+    """The keys and values of continuous batching: stores the call's in pages and reads those of its rows."""
     if not isinstance(cache, PagedAttentionCache) or mask is None:
         raise UnsupportedOperationError(
             f"EasyTorch's attention takes cache={type(cache).__name__} from generate_batch alone, which passes a "
@@ -194,9 +196,9 @@ def attend_by_mask(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attend` where the mask alone says who sees whom, as transformers' eager attention has it."""
+    """`attend` where the mask alone decides what is attended to, as in transformers' eager attention."""
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if backend is None and learning:  # ATen's fused kernel has other gradients of rows that are masked throughout
+    if backend is None and learning:  # ATen's fused kernel has other gradients for fully masked rows
         backend = "vanilla"
     return attend(module, query, key, value, attention_mask, backend=backend, is_causal=False, **kwargs)
 
@@ -210,9 +212,9 @@ _FUNCTIONS: dict[str, AttentionFunction] = {
 def attention_mask(
     *, attention_mask: torch.Tensor | None = None, q_offset: Any = 0, device: Any = "cpu", **kwargs: Any
 ) -> torch.Tensor | None:
-    """Boolean (B, 1, T, S), or None where causality alone says it (transformers' `sdpa_mask`).
+    """Boolean (B, 1, T, S), or None where is_causal suffices (transformers' `sdpa_mask`).
 
-    On XLA the values of a padding mask are never read: that would run the graph so far and compile one more program.
+    On XLA the values of a padding mask are not read: that would cut the graph and compile one more program.
     """
     if torch.device(device).type == "xla" and (attention_mask is not None or isinstance(q_offset, torch.Tensor)):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -245,8 +247,8 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     causal = getattr(module, "is_causal", _UNSAID)
     if causal is not _UNSAID:
         return causal
-    # transformers takes a module that does not say for causal, yet its own classes that do not say are all
-    # bidirectional (AlignText, ClapText, MarkupLM, Splinter) or always pass a mask
+    # transformers treats a module without `is_causal` as causal, yet its own classes without it are bidirectional
+    # (AlignText, ClapText, MarkupLM, Splinter) or always pass a mask
     return not type(module).__module__.startswith("transformers.")
 
 
@@ -273,7 +275,7 @@ def segment_ids(starts: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 
 
 def _backend_with_weights(backend: str | None) -> str:
-    """ "vanilla", the one implementation that forms the weights, unless another one was forced."""
+    """ "vanilla", the only implementation that returns weights, unless another one was forced."""
     forced = backend or forced_by_environment("attention")
     if forced is not None and forced.partition(":")[0] not in ("vanilla", "native"):
         raise UnsupportedOperationError(
@@ -284,7 +286,7 @@ def _backend_with_weights(backend: str | None) -> str:
 
 
 def _check_others(kwargs: dict[str, Any]) -> None:
-    """Refuse what would change the result; name, once, what is not known to leave it alone."""
+    """Refuses keywords that would change the result; warns once about unknown ones."""
     for name, value in kwargs.items():
         if value is None or name in _HARMLESS:
             continue

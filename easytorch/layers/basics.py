@@ -1,4 +1,4 @@
-"""The small steps every model takes: check its inputs, find its activation, keep the positions that are wanted."""
+"""Small steps of every model: input checks, activations, the positions whose logits are wanted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The decoder that Llama and its descendants share: attention and a feed-forward network, with norms around them.
 
 A family names its parts in class attributes (`attention_class`, `mlp_class`, `norms`, `layer_class`, ...) and overrides
-a method where it differs; what differs then stands in its own file. Module, parameter and argument names are
-transformers'. Legend: B batch, T tokens, D hidden size.
+a method where it differs, in its own file. Module, parameter and argument names are transformers'. Legend: B batch, T
+tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from easytorch.layers.rotary import RotaryEmbedding, RotaryTables
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
 else:
-    _Base = object  # the family's `PreTrainedModel` stands behind the backbone in the bases
+    _Base = object  # the family's `PreTrainedModel` comes after it among the bases
 
 
 class DecoderLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, D) -> (B, T, D).
 
-    norms: the names of its norms. They, and the last norm of the model, are `norm_class` with the eps that the config
-    has under `norm_eps`.
+    norms: the names of its norms. They, and the final norm of the model, are `norm_class` with the config's `norm_eps`
+    as eps.
     """
 
     attention_class: ClassVar[type[nn.Module]]
@@ -53,7 +53,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.add_modules(config, layer_idx)
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
-        """The parts, in the order of transformers: optimizer states follow it."""
+        """The submodules, in transformers' order, which optimizer states depend on."""
         self.self_attn = self.attention_class(config, layer_idx)
         setattr(self, self.mlp_name, self.new_mlp(config, layer_idx))
         for name in self.norms:
@@ -76,14 +76,14 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class DecoderBackbone(_Base):
-    """Embedding, layers and the last norm. Mixed in before the family's `PreTrainedModel`.
+    """Embedding, layers and the final norm; a mixin for the family's `PreTrainedModel`.
 
     A family overrides the step where it differs: `add_modules`, `embedding`, `make_masks`, `default_positions`,
     `enter` (scales, positions that are added, dropout) and `leave`.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
-    rotary_class: ClassVar[type[RotaryTables] | None] = RotaryEmbedding  # None: the attention knows of no positions
+    rotary_class: ClassVar[type[RotaryTables] | None] = RotaryEmbedding  # None: no rotary positions
     layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = "norm"
     output_class: ClassVar[type[Any]] = BaseModelOutputWithPast
@@ -99,7 +99,7 @@ class DecoderBackbone(_Base):
         self.post_init()
 
     def add_modules(self, config: Any) -> None:
-        """The embedding, the layers and the last norm, in the order of transformers: optimizer states follow it."""
+        """The embedding, the layers and the final norm, in transformers' order, which optimizer states depend on."""
         setattr(self, self._input_embed_layer, self.embedding(config))
         layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
         setattr(self, self.layers_name, layers)
@@ -107,7 +107,7 @@ class DecoderBackbone(_Base):
 
     @classmethod
     def types_of_layers(cls, config: Any) -> list[str]:
-        """One name of layers/masks.py for each layer: what the attention of the family says."""
+        """The type of each layer (layers/masks.py), from the family's attention class."""
         return cls.layer_class.attention_class.types_of_layers(config)  # type: ignore[attr-defined]
 
     @staticmethod
@@ -116,7 +116,7 @@ class DecoderBackbone(_Base):
         return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 
     def cache(self, past_key_values: Cache | None) -> Cache:
-        """What the keys and values are kept in: the given one, or a new one."""
+        """The cache of keys and values: the given one, or a new one."""
         return DynamicCache(config=self.config) if past_key_values is None else past_key_values
 
     def make_masks(
@@ -140,16 +140,16 @@ class DecoderBackbone(_Base):
     def default_positions(
         self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
     ) -> torch.Tensor:
-        """position_ids (B or 1, T) where the caller gives none: the tokens follow those in the cache."""
+        """position_ids (B or 1, T) where none are given: the tokens come after those in the cache."""
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """(B, T, D): what the first layer gets of the embeddings, given or looked up."""
+        """(B, T, D): the first layer's input, made from the embeddings."""
         return inputs_embeds
 
     def leave(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, D): what the model returns of the last layer."""
+        """(B, T, D): the model's output, made from the last layer's."""
         return getattr(self, self.norm_name)(hidden_states)
 
     @merge_with_config_defaults
@@ -166,9 +166,9 @@ class DecoderBackbone(_Base):
     ) -> BaseModelOutputWithPast:
         """input_ids (B, T) or inputs_embeds (B, T, D) -> last_hidden_state (B, T, D), and the cache when `use_cache`.
 
-        attention_mask: (B, past + T), 1 for tokens and 0 for padding; (B, 1, T, S) of any pattern; or one for each type
-        of layer, ready made. position_ids (B, T) that start again within a row mean packed sequences, which do not see
-        each other.
+        attention_mask: (B, past + T), 1 for tokens and 0 for padding; (B, 1, T, S) of any pattern; or a dict of
+        finished masks by layer type. position_ids (B, T) that restart within a row mean packed sequences, which do not
+        attend to each other.
         """
         check_one_input(input_ids, inputs_embeds)
         if inputs_embeds is None:
@@ -182,7 +182,7 @@ class DecoderBackbone(_Base):
         positions: Mapping[str, Any] = {}
         if self.rotary_emb is not None:
             positions = self.rotary_emb.by_layer_type(hidden_states, position_ids, self.layer_types)
-        # generate(assistant_early_exit=n) drafts with the first n layers by lowering the config's number for a while
+        # generate(assistant_early_exit=n) drafts with the first n layers by lowering num_hidden_layers temporarily
         layers = itertools.islice(getattr(self, self.layers_name), self.config.num_hidden_layers)
         for layer, layer_type in zip(layers, self.layer_types, strict=False):
             hidden_states = layer(

@@ -1,4 +1,4 @@
-"""Token embeddings that are more than a table."""
+"""Token embeddings with a scale."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 class ScaledEmbedding(nn.Embedding):
-    """weight[ids] * scale: (B, T) -> (B, T, D). The scale is rounded to the dtype of the weight, as Gemma trains it."""
+    """weight[ids] * scale: (B, T) -> (B, T, D). The scale is rounded to the weight's dtype, as in Gemma's training."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx)
         self.scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        # a number and no buffer: nothing is to be filled after a load on the meta device
+        # a number, not a buffer, so that nothing has to be filled after loading on the meta device
         return super().forward(input) * _rounded(self.scale, self.weight.dtype)
 
     def extra_repr(self) -> str:

@@ -116,9 +116,12 @@ class CrossAttention(MultiHeadAttention):
     def key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(cache, EncoderDecoderCache):
+            cache = None  # it has no place for the encoder's keys and values
         if cache is not None and cache.is_updated.get(self.layer_idx):
-            stored = cache.cross_attention_cache.layers[self.layer_idx]
+            stored: Any = cache.cross_attention_cache.layers[self.layer_idx]
             return stored.keys, stored.values
+        assert encoder_hidden_states is not None, "a layer attends to the encoder only where its states are given"
         _, key_name, value_name = self.projections
         key, value = self.heads(key_name, encoder_hidden_states), self.heads(value_name, encoder_hidden_states)
         if cache is not None:

@@ -1,4 +1,5 @@
-"""The experts of a mixture, stacked in one parameter each, through the `grouped_matmul` operation."""
+"""The experts of a mixture of experts, stacked in one parameter per projection, through the `grouped_matmul`
+operation."""
 
 from __future__ import annotations
 
@@ -15,18 +16,17 @@ from easytorch.operations import OperationRegistry
 
 grouped_matmul = OperationRegistry.create("grouped_matmul")
 
-# The values of `config._experts_implementation` that run ours; "grouped_mm" is what a class of transformers leaves in
-# a config where none was asked for.
+# The values of `config._experts_implementation` that run ours; "grouped_mm" is transformers' default in a config.
 NATIVE_INTERFACES = (None, "easytorch", "eager", "grouped_mm")
 
 
 def apply_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """hidden_states (N, D), top_k_index and top_k_weights (N, k) -> (N, D): the weighted sum of k experts a token.
+    """hidden_states (N, D), top_k_index and top_k_weights (N, k) -> (N, D): the weighted sum of k experts per token.
 
     module: one of `Experts`, or of transformers' classes that take an `experts_implementation`. An index of
-    `module.num_experts` or more is an expert of another device, which adds nothing here.
+    `module.num_experts` or more is an expert on another device and adds nothing here.
     """
     order, sizes = sort_by_expert(top_k_index, module.num_experts)
     name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -55,7 +55,7 @@ class Experts(nn.Module):
     has_bias: ClassVar[bool] = False
     has_post_expert_norm: ClassVar[bool] = False
     is_transposed: ClassVar[bool] = False  # weights are (E, in, out)
-    is_concatenated: ClassVar[bool] = True  # the gate stands before the up projection, not between its columns
+    is_concatenated: ClassVar[bool] = True  # the gate's rows come before the up projection's, not interleaved
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Experts(nn.Module):
         """hidden_size, act: of the config unless given."""
         super().__init__()
         self.config = config
-        self.num_experts = num_experts  # of this device: expert parallelism lowers it
+        self.num_experts = num_experts  # on this device: expert parallelism lowers it
         self._is_expert_parallel = False
         self.hidden_dim = config.hidden_size if hidden_size is None else hidden_size
         self.intermediate_dim = intermediate_size

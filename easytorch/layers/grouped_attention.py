@@ -21,12 +21,12 @@ class GroupedAttention(nn.Module):
 
     A family overrides the step where it differs: `make_projections` and `project` (projections that are stored as one),
     `rotate` (norms before or after the rotation, layers without it, scales by position), `features` (sinks),
-    `project_output` (gates, dropout). `types_of_layers` says, once for the layers and for the model, which of
-    layers/masks.py each layer has. Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
+    `project_output` (gates, dropout). `types_of_layers` gives each layer's type (layers/masks.py), to the layers and to
+    the model. Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
     """
 
     is_causal = True
-    interleaved: ClassVar[bool] = False  # pairs that rotate together stand side by side, not half a head apart
+    interleaved: ClassVar[bool] = False  # pairs that rotate together are adjacent, not half a head apart
     output_name: ClassVar[str] = "o_proj"
     types_of_layers = staticmethod(all_full)
 
@@ -54,9 +54,9 @@ class GroupedAttention(nn.Module):
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.scaling = self.head_dim**-0.5 if scaling is None else scaling
         self.attention_dropout = getattr(config, "attention_dropout", 0.0)
-        self.use_rope = True  # False for layers that know no positions
+        self.use_rope = True  # False for layers without rotary positions
         self.sliding_window = window_of(config, self.layer_type)
-        # only what the layer has: an attention function that a user registered need not know the others
+        # only the features the layer has: a user's attention function need not accept the others
         given = {"sliding_window": self.sliding_window, "softcap": softcap}
         self._features = {name: value for name, value in given.items() if value is not None}
         bias = config.attention_bias if bias is None else bias
@@ -72,7 +72,7 @@ class GroupedAttention(nn.Module):
         setattr(self, self.output_name, nn.Linear(width, hidden, bias=out_bias))
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(B, T, D) -> query (B, T, H, head_dim), key, value (B, T, K, head_dim); more goes on to `project_output`."""
+        """(B, T, D) -> query (B, T, H, head_dim), key, value (B, T, K, head_dim); any more go to `project_output`."""
         batch, length, _ = hidden_states.shape
         query = linear(self.q_proj, hidden_states).view(batch, length, -1, self.head_dim)
         key = linear(self.k_proj, hidden_states).view(batch, length, -1, self.head_dim)
@@ -85,7 +85,8 @@ class GroupedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         position_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """query (B, T, H, head_dim) and key (B, T, K, head_dim) turned by their positions, where the layer has any.
+        """query (B, T, H, head_dim) and key (B, T, K, head_dim) rotated by their positions, where the layer has rotary
+        positions.
 
         position_embeddings: cos and sin (B or 1, T, R). position_ids (B or 1, T): what they were made of.
         """
@@ -94,11 +95,11 @@ class GroupedAttention(nn.Module):
         return rotary(query, key, *position_embeddings, interleaved=self.interleaved)
 
     def features(self) -> Mapping[str, Any]:
-        """What the attention function is given beyond the tensors, the scale and the dropout."""
+        """Keywords of the attention function besides the tensors, the scale and the dropout."""
         return self._features
 
     def project_output(self, attended: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        """attended (B, T, H * head_dim), and what else `project` returned -> (B, T, D)."""
+        """attended (B, T, H * head_dim), and whatever else `project` returned -> (B, T, D)."""
         return linear(getattr(self, self.output_name), attended)
 
     def forward(
@@ -111,7 +112,7 @@ class GroupedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, T, D), position_embeddings cos and sin (B, T, R) -> (B, T, D) and weights or None.
 
-        past_key_values: the keys and values of this layer are added to it, and all that it holds are attended to.
+        past_key_values: this layer's keys and values are appended to it, and all of its contents are attended to.
         """
         batch, length, _ = hidden_states.shape
         query, key, value, *rest = self.project(hidden_states)

@@ -27,13 +27,13 @@ from easytorch.layers.linear import linear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
 else:
-    _Base = object  # the family's `PreTrainedModel` stands behind the head in the bases
+    _Base = object  # the family's `PreTrainedModel` comes after it among the bases
 
 logger = logging.getLogger(__name__)
 
 
 def width_of(config: PreTrainedConfig) -> int:
-    """What a backbone returns a token: the hidden size, unless the embeddings have one of their own (OPT)."""
+    """The width of a backbone's output: hidden_size, or word_embed_proj_dim (OPT)."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
@@ -44,7 +44,7 @@ def labels_of(config: PreTrainedConfig) -> int:
 
 
 class CausalLMHead(_Base):
-    """Logits of the next token, at every position that is asked for. `GenerationMixin` stands behind it."""
+    """Logits of the next token, at every requested position. `GenerationMixin` comes after it among the bases."""
 
     backbone_class: ClassVar[type[nn.Module]]
     lm_head_bias: ClassVar[bool] = False
@@ -62,11 +62,11 @@ class CausalLMHead(_Base):
         self.post_init()
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits (B, T, vocabulary), as the head's matrix gives them, on their way to the loss and the caller."""
+        """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""
         return logits
 
     def make_output(self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor, attention_mask: Any) -> Any:
-        """What the caller gets of `outputs`, the backbone's, with the loss and the logits."""
+        """The model's output, from the backbone's `outputs`, the loss and the logits."""
         more = {name: outputs[name] for name in ("cross_attentions", "router_logits") if name in outputs}
         return self.output_class(
             loss=loss,
@@ -92,7 +92,7 @@ class CausalLMHead(_Base):
     ) -> ModelOutput:
         """As the backbone's, and logits (B, T, vocabulary) of the positions `logits_to_keep` names.
 
-        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
+        labels (B, T): the input tokens, -100 where ignored; shifted by one here.
         """
         outputs = self.base_model(
             input_ids=input_ids,
@@ -198,7 +198,7 @@ class TokenClassificationHead(_Base):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput:
-        """input_ids (B, T) -> logits (B, T, num_labels). labels (B, T), -100 where no loss is taken."""
+        """input_ids (B, T) -> logits (B, T, num_labels). labels (B, T), -100 where ignored."""
         outputs = self.base_model(
             input_ids,
             attention_mask=attention_mask,

@@ -1,4 +1,4 @@
-"""The attention of DeepSeek: what is cached of a token is a latent and one rotated key, which all heads share."""
+"""DeepSeek's attention, which caches one latent and one rotated key per token, shared by all heads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = config.num_attention_heads
-        self.num_key_value_groups = 1  # what registered attentions repeat keys by: each head has its own
+        self.num_key_value_groups = 1  # read by registered attentions to repeat keys: each head has its own
         self.attention_dropout = config.attention_dropout
         self.q_lora_rank, self.kv_lora_rank = config.q_lora_rank, config.kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """query (B, T, H, R) and key (B, T, 1, R) turned by their positions."""
+        """query (B, T, H, R) and key (B, T, 1, R) rotated by their positions."""
         return rotary(query, key, *position_embeddings)
 
     def expand(self, latent: torch.Tensor, key_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
         batch, _, keys, _ = latent.shape
         heads = linear(self.kv_b_proj, latent).view(batch, keys, -1, self.qk_nope_head_dim + self.v_head_dim)
         key, value = heads.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        # autocast narrows a product and not what it is joined with
+        # autocast casts the product, but not what it is concatenated with
         return torch.cat([key, key_rope.to(key.dtype).expand(-1, key.shape[1], -1, -1)], dim=-1), value
 
     def forward(
@@ -129,7 +129,7 @@ class LatentAttention(nn.Module):
         return linear(self.o_proj, output.reshape(batch, length, -1)), weights
 
     def _absorbs(self, query: torch.Tensor, latent: torch.Tensor, attention_mask: Any, kwargs: dict[str, Any]) -> bool:
-        """True where attending to the latents is allowed, says the same, and takes fewer multiplications.
+        """True where attending to the latents is possible, gives the same result, and takes fewer multiplications.
 
         Not in an exported program, which should not depend on the lengths it was traced with.
         """
@@ -146,7 +146,7 @@ class LatentAttention(nn.Module):
         if torch.compiler.is_exporting() or any(kwargs.get(name) is not None for name in _OF_EXPANDED):
             return False
         if attention_mask is None:
-            masked = query.shape[1] == 1  # one query sees every key
+            masked = query.shape[1] == 1  # one query attends to every key
         else:
             masked = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
         return masked and absorbs(self.sizes, query.shape[1], latent.shape[2], True, True)

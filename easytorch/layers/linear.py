@@ -18,8 +18,8 @@ from easytorch.operations.dispatch.environment import checking, forced_by_enviro
 
 _OPERATION = OperationRegistry.create("linear")
 
-# The least numbers of a float32 weight, whatever the table of `linear` says: others round otherwise than MKL, and the
-# layers of MiniLM then lie 1.3e-5 from transformers', where less than 1e-5 is promised. Small models gain little.
+# The smallest float32 weight, in elements, whatever the table of `linear` says: other libraries round differently from
+# MKL, and MiniLM's layers would differ by 1.3e-5 from transformers', where less than 1e-5 is promised.
 SMALLEST_WEIGHT = 2**20
 
 _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
@@ -28,11 +28,11 @@ _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
 def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`layer(x)`: x (..., K) -> (..., N).
 
-    On a CPU few rows go to the operator in C++ where it is ahead. The operation computes it for a float32 `nn.Linear`
-    whose size profits by the table, or where EASYTORCH_OPS or EASYTORCH_CHECK asks; of other calls of a plain
-    `nn.Linear` the product is made without `nn.Module.__call__`. A layer that something stands in for or listens to
-    (PEFT, quantization, FSDP, accelerate, hooks, parametrizations) is called as it is, and so is one in a graph that is
-    traced, for its name there.
+    On a CPU few rows go to the C++ operator where it is faster. The `linear` operation computes a float32 `nn.Linear`
+    that is large enough by its table, or any if EASYTORCH_OPS or EASYTORCH_CHECK is set; other calls of a plain
+    `nn.Linear` skip `nn.Module.__call__`. A layer that something stands in for or listens to (PEFT, quantization, FSDP,
+    accelerate, hooks, parametrizations) is called as it is, and so is one in a graph that is traced, for its name
+    there.
     """
     if type(layer) is not nn.Linear or _watched(layer):
         return layer(x)
@@ -41,14 +41,14 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     plain = untouched()
     if plain and weight is not None and "bias" in parameters and _few_rows(x, weight, parameters["bias"]):
         return cpu.run(x, weight, parameters["bias"])
-    # the dtype first: it answers for nearly every layer of a model in half precision
+    # the dtype first: it decides for nearly every layer of a model in half precision
     if (x.dtype == torch.float32 or not plain) and (_profits(layer, x) or _asked()):
         return _OPERATION(x, layer.weight, layer.bias)
-    if weight is None or "bias" not in parameters:  # FSDP, for one, puts them elsewhere
+    if weight is None or "bias" not in parameters:  # FSDP, for one, stores them elsewhere
         return layer(x)
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return layer(x)
-    # a call of the module takes 2 us more, of 7: it looks the weights up as attributes, which they are not
+    # calling the module takes 2 of 7 us more: its attribute lookups of the weights are slow
     return F.linear(x, weight, parameters["bias"])
 
 
@@ -58,7 +58,7 @@ def plain_weight(layer: nn.Module) -> torch.Tensor | None:
 
 
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """True where the operator in C++ is to compute the product."""
+    """True where the C++ operator should compute the product."""
     large = x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT
     return large and prefers_cpu(x, weight) and cpu.takes(x, weight, bias)
 
@@ -81,11 +81,11 @@ def _watched(layer: nn.Linear) -> bool:
         or layer._backward_pre_hooks
         or "forward" in layer.__dict__
         or layer._compiled_call_impl is not None
-        # not `_has_any_global_hook()`: a call for each product of each layer of each token
+        # not `_has_any_global_hook()`: one more call per product of each layer and token
         or hooks._global_forward_hooks
         or hooks._global_forward_pre_hooks
         or hooks._global_backward_hooks
         or hooks._global_backward_pre_hooks
         or nn.Linear.forward is not _FORWARD
-        or nn.Module.__call__ is not _CALL  # torch.fx traces by one of its own
+        or nn.Module.__call__ is not _CALL  # torch.fx replaces it to trace
     )

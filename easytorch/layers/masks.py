@@ -23,12 +23,12 @@ MASKS_OF = {
     CHUNKED: create_chunked_causal_mask,
 }
 
-# A tensor, None where causality alone says it, or what a registered attention takes for a mask (flex attention).
+# A tensor, None where is_causal suffices, or what a registered attention takes as its mask (flex attention).
 Masks = Mapping[str, Any]
 
 
 def all_full(config: PreTrainedConfig) -> list[str]:
-    """Every layer attends to everything before it."""
+    """Every layer attends to all earlier tokens."""
     return [FULL] * config.num_hidden_layers
 
 
@@ -45,7 +45,7 @@ def types_of_config(config: PreTrainedConfig) -> list[str]:
 def check_layer_types(
     config: PreTrainedConfig, layer_types: Collection[str], masks_of: Mapping[str, Any] = MASKS_OF
 ) -> None:
-    """`ValueError` for a type of layer that has no mask here, or a list of another length than the layers."""
+    """`ValueError` for an unknown layer type, or a list whose length is not the number of layers."""
     unknown = sorted({str(layer_type) for layer_type in layer_types} - set(masks_of))
     if unknown:
         raise ValueError(
@@ -62,7 +62,7 @@ def check_layer_types(
 
 
 def window_of(config: PreTrainedConfig, layer_type: str) -> int | None:
-    """How many keys a query of such a layer sees, itself included; None for all before it."""
+    """The window of such a layer: how many keys a query attends to, its own included; None: all earlier ones."""
     return config.sliding_window if layer_type == SLIDING else None
 
 
@@ -76,11 +76,11 @@ def masks_by_layer_type(
     also_seen: Mapping[str, Callable[..., Any]] | None = None,
     masks_of: Mapping[str, Callable[..., Any]] = MASKS_OF,
 ) -> Masks:
-    """One mask for each type of layer the model has, made once a forward, for dynamic and static caches alike.
+    """One mask for each layer type of the model, made once per forward, for dynamic and static caches.
 
     inputs_embeds (B, T, D). attention_mask: (B, past + T), 1 for tokens and 0 for padding; (B, 1, T, S) of any pattern,
-    which every layer then uses; or masks by layer type, ready made. position_ids (B, T) as the caller gave them: only
-    those can pack sequences, and of others the mask would read the values on the device. also_seen: by layer type, a
+    which every layer then uses; or finished masks by layer type. position_ids (B, T) only if the caller gave them: only
+    those can pack sequences, and the mask reads their values on the device. also_seen: by layer type, a
     function (batch, head, query, key) of what is attended to beside the past (transformers' `or_mask_function`).
     masks_of: what makes the mask of each type.
     """

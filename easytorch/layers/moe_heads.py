@@ -20,7 +20,7 @@ class MoeCausalLMHead(CausalLMHead):
 
 
 class BalancedCausalLMHead(MoeCausalLMHead):
-    """The same with the load balancing loss of the routers, which `config.router_aux_loss_coef` of joins the loss."""
+    """`MoeCausalLMHead` that adds `config.router_aux_loss_coef` times the routers' load balancing loss to the loss."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class Float32RMSNorm(RMSNorm):
-    """The same, rounded to the input's dtype after the product with the weight and not before (OLMo, Helium)."""
+    """RMSNorm, rounded to the input's dtype after the product with the weight instead of before it (OLMo, Helium)."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float()

@@ -1,4 +1,4 @@
-"""Rotary positions: the table of angles a model shares, and its application through the `rotary` operation."""
+"""Rotary positions: a model's cos and sin, and their application through the `rotary` operation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from easytorch.operations import OperationRegistry
 
 rotary = OperationRegistry.create("rotary")
 
-# Their frequencies are those of the largest position of a call.
+# Rope types whose frequencies depend on the largest position of a call.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 class RotaryTables(nn.Module):
     """cos and sin of a model's positions, for each type of its layers."""
 
-    table_dtype: ClassVar[torch.dtype | None] = None  # of cos and sin; None: that of the hidden states
+    table_dtype: ClassVar[torch.dtype | None] = None  # dtype of cos and sin; None: that of the hidden states
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class RotaryTables(nn.Module):
 class RotaryEmbedding(RotaryTables):
     """cos and sin of every position, for each rope type of transformers (linear, dynamic, yarn, longrope, llama3, ...).
 
-    The frequencies that depend on the length (dynamic, longrope) are those of the largest position of the call. The
-    buffer names are those transformers' initialization after a meta-device load looks for.
+    Frequencies that depend on the length (dynamic, longrope) use the largest position of the call. The buffers have the
+    names that transformers initializes after loading on the meta device.
     """
 
-    partial: ClassVar[bool] = False  # the share of a head that the rope parameters name turns, else all of it
+    partial: ClassVar[bool] = False  # rotates only `partial_rotary_factor` of a head if True, else all of it
     mrope_section: ClassVar[Sequence[int] | None] = None  # where the rope parameters have none
     mrope_interleaved: ClassVar[bool] = False
 
@@ -57,7 +57,8 @@ class RotaryEmbedding(RotaryTables):
 
     @classmethod
     def frequencies(cls, config: PreTrainedConfig, rope: dict[str, Any], **how: Any) -> Frequencies:
-        """Those of `rope`, `config.rope_parameters` or a part of it; how: the length and the device."""
+        """The inverse frequencies of `rope`, `config.rope_parameters` or a part of it; how: the length and the
+        device."""
         return _frequencies(config, rope if cls.partial else _of_whole_heads(config, rope), **how)
 
     @classmethod
@@ -85,19 +86,19 @@ class RotaryEmbedding(RotaryTables):
 
 
 class PartialRotaryEmbedding(RotaryEmbedding):
-    """`RotaryEmbedding` of the share of a head that `partial_rotary_factor` names."""
+    """`RotaryEmbedding` of the part of a head that `partial_rotary_factor` gives."""
 
     partial = True
 
 
 class Float32RotaryEmbedding(RotaryEmbedding):
-    """`RotaryEmbedding` whose tables stay float32: queries and keys are turned in that."""
+    """`RotaryEmbedding` with float32 cos and sin, so that queries and keys are rotated in float32."""
 
     table_dtype = torch.float32
 
 
 class LayerTypeRotaryEmbedding(RotaryTables):
-    """The same where `config.rope_parameters` has an entry for each type of layer: buffers `<type>_inv_freq`."""
+    """`RotaryEmbedding` where `config.rope_parameters` has an entry for each layer type: buffers `<type>_inv_freq`."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -136,7 +137,7 @@ class LayerTypeRotaryEmbedding(RotaryTables):
 
 
 def _of_whole_heads(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope` for a family that rotates whole heads: transformers' default type passes over the factor there."""
+    """`rope` for a family that rotates whole heads: transformers' default type ignores partial_rotary_factor there."""
     factor, kind = rope.get("partial_rotary_factor", 1.0), rope.get("rope_type", "default")
     if factor == 1.0 or kind == "proportional":  # whose tables are of whole heads
         return rope

@@ -1,4 +1,4 @@
-"""The feed-forward network of a mixture: a router, the experts it chooses, and those that every token has."""
+"""The feed-forward network of a mixture of experts: a router and the experts it chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SparseMoe(nn.Module):
 
     router_class: ClassVar[type[Any]]  # of a config
     experts_class: ClassVar[type[Any]]
-    order: ClassVar[tuple[str, str]] = ("gate", "experts")  # transformers': optimizer states follow it
+    order: ClassVar[tuple[str, str]] = ("gate", "experts")  # transformers' order, which optimizer states depend on
 
     gate: nn.Module
     experts: nn.Module
@@ -30,7 +30,7 @@ class SparseMoe(nn.Module):
         self.router_name = next(name for name in self.order if name != "experts")
 
     def route(self, hidden_states: torch.Tensor) -> Routed:
-        """(N, D) -> what the router returns."""
+        """Calls the router: (N, D) -> its logits, weights and indices."""
         return getattr(self, self.router_name)(hidden_states)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -40,5 +40,5 @@ class SparseMoe(nn.Module):
 
 
 def jitter(hidden_states: torch.Tensor, noise: float) -> torch.Tensor:
-    """hidden_states times factors of 1 - noise to 1 + noise: what some routers are trained with (arXiv:2101.03961)."""
+    """hidden_states times factors of 1 - noise to 1 + noise: used to train some routers (arXiv:2101.03961)."""
     return hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)

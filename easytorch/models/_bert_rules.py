@@ -1,4 +1,4 @@
-"""BERT's weight table. It stands apart from the modules so that converting a checkpoint imports no torch."""
+"""BERT's weight table. Separate from the modules, so that converting a checkpoint does not import torch."""
 
 from __future__ import annotations
 
