@@ -51,7 +51,9 @@ def read_rules(path: str | PathLike[str]) -> Rules:
         compile_rules(rules)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    return tuple((*names, _guarded(how, file) if isinstance(how, Transform) else how) for *names, how in rules)
+    return tuple(
+        (torch, flax, _guarded(how, file) if isinstance(how, Transform) else how) for torch, flax, how in rules
+    )
 
 
 def _guarded(transform: Transform, file: Path) -> Transform:

@@ -95,7 +95,7 @@ class TiedWordHead(nn.Module):
 class ClassificationHead(nn.Module):
     """out(dropout(act(dense(dropout(x of the first token))))): (B, T, D) -> (B, labels)."""
 
-    act: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = staticmethod(torch.tanh)
+    act = staticmethod(torch.tanh)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class EncoderHead(_Base):
         if "forward" in own or not ("backbone_class" in own or "arguments" in own):
             return  # a forward of its own, or one that is in order already
         if list(inspect.signature(cls.forward).parameters)[1:-1] != list(cls.arguments):
-            cls.forward = in_order(cls.forward, cls.arguments)  # type: ignore[method-assign]
+            cls.forward = in_order(cls.forward, cls.arguments)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

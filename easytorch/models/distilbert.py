@@ -114,21 +114,23 @@ class DistilBertPreTrainedModel(NativeModel):
         if isinstance(module, Embeddings):
             table = module.position_embeddings.weight
             if self.config.sinusoidal_pos_embds:
-                init.copy_(table, create_sinusoidal_embeddings(*table.shape, torch.empty_like(table)))
+                init.copy_(table, create_sinusoidal_embeddings(table.shape[0], table.shape[1], torch.empty_like(table)))
             init.copy_(module.position_ids, torch.arange(module.position_ids.shape[-1])[None])
 
     def get_position_embeddings(self) -> nn.Embedding:
-        return self.base_model.embeddings.position_embeddings
+        embeddings: Embeddings = self.base_model.embeddings
+        return embeddings.position_embeddings
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Positions up to `new_num_position_embeddings`: the first of the old ones, and as many more as that asks."""
-        embeddings, config = self.base_model.embeddings, self.config
+        embeddings: Embeddings = self.base_model.embeddings
+        config = self.config
         old = embeddings.position_embeddings
         kept = min(old.num_embeddings, new_num_position_embeddings)
         new = nn.Embedding(new_num_position_embeddings, config.dim).to(old.weight.device, old.weight.dtype)
         with torch.no_grad():
             if config.sinusoidal_pos_embds:
-                create_sinusoidal_embeddings(*new.weight.shape, new.weight)
+                create_sinusoidal_embeddings(new_num_position_embeddings, config.dim, new.weight)
             else:
                 new.weight.normal_(std=config.initializer_range)
                 new.weight[:kept] = old.weight[:kept]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ class RobertaModel(BertBackbone, RobertaPreTrainedModel):
 class RobertaWords(_Base):
     """A RoBERTa whose `lm_head` is tied to its embedding. Mixed in before the head."""
 
-    backbone_class = RobertaModel
+    backbone_class: ClassVar[type[Any]] = RobertaModel
     _tied_weights_keys = {  # noqa: RUF012
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",

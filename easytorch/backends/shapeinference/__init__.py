@@ -40,7 +40,7 @@ def infer(
     """
     rule = RULES.get(op_type)
     if rule is None:
-        raise BackendError(f"{op_type.go_name} is no operation whose shape is inferred")
+        raise BackendError(f"{op_type.go_name} has no shape rule")
     try:
         found = rule(*shapes, **attributes, **({"num_devices": num_devices} if op_type in control.COLLECTIVES else {}))
     except BackendError as error:

@@ -23,11 +23,13 @@ def _call(*inputs: Shape, function: Graph) -> tuple[Shape, ...]:
 def _while(*inputs: Shape, cond: Graph, body: Graph) -> tuple[Shape, ...]:
     state = inputs[: len(inputs) - len(cond.captures) - len(body.captures)]
     if not state:
-        raise BackendError("a loop needs a state")
+        raise BackendError("a loop needs at least one state operand")
     if cond.output_shapes != _TRUTH:
-        raise BackendError(f"the condition gives {_listed(cond.output_shapes)}; it must give one bool scalar")
+        raise BackendError(f"the condition returns {_listed(cond.output_shapes)}; it must return one bool scalar")
     if body.output_shapes != state:
-        raise BackendError(f"the body gives {_listed(body.output_shapes)} for the state {_listed(state)}")
+        raise BackendError(
+            f"the body returns {_listed(body.output_shapes)}; it must return the shapes of the state, {_listed(state)}"
+        )
     return state
 
 
@@ -37,23 +39,25 @@ def _cond(pred: Shape, *captures: Shape, true_branch: Graph, false_branch: Graph
         raise BackendError("the condition must be a bool scalar")
     one, other = true_branch.output_shapes, false_branch.output_shapes
     if one != other:
-        raise BackendError(f"the branches give {_listed(one)} and {_listed(other)}; they must give the same")
+        raise BackendError(f"the branches return {_listed(one)} and {_listed(other)}; they must return the same shapes")
     return one
 
 
 def _sort(*inputs: Shape, comparator: Graph, axis: int, is_stable: bool) -> tuple[Shape, ...]:
     operands = inputs[: len(inputs) - len(comparator.captures)]
     if not operands or len({shape.dimensions for shape in operands}) > 1:
-        raise BackendError("what is sorted together must have the same dimensions")
+        raise BackendError("operands that are sorted together must have the same dimensions")
     require_axis(operands[0], axis)
     if comparator.output_shapes != _TRUTH:
-        raise BackendError(f"the comparator gives {_listed(comparator.output_shapes)}; it must give one bool scalar")
+        raise BackendError(
+            f"the comparator returns {_listed(comparator.output_shapes)}; it must return one bool scalar"
+        )
     return operands
 
 
 def _takes(graph: Graph, inputs: Sequence[Shape]) -> None:
     if tuple(inputs) != graph.parameter_shapes:
-        raise BackendError(f"the closure takes {_listed(graph.parameter_shapes)}")
+        raise BackendError(f"the closure takes {_listed(graph.parameter_shapes)}, and is given {_listed(inputs)}")
 
 
 def _listed(shapes: Sequence[Shape]) -> str:
@@ -91,7 +95,7 @@ Groups = tuple[tuple[int, ...], ...] | None
 def _require_groups(groups: Groups, num_devices: int) -> None:
     """`BackendError` unless every device is in exactly one group."""
     if groups is not None and sorted(device for group in groups for device in group) != list(range(num_devices)):
-        raise BackendError(f"replica_groups {groups} do not have every one of {num_devices} devices once")
+        raise BackendError(f"replica_groups {groups} must contain each of the {num_devices} devices exactly once")
 
 
 def group_size(groups: Groups, num_devices: int) -> int:
@@ -100,7 +104,7 @@ def group_size(groups: Groups, num_devices: int) -> int:
         return num_devices
     _require_groups(groups, num_devices)
     if len({len(group) for group in groups}) > 1:
-        raise BackendError(f"replica_groups {groups} are not of one size")
+        raise BackendError(f"replica_groups {groups} must all have the same size")
     return len(groups[0])
 
 
@@ -141,13 +145,13 @@ def _collective_permute(x: Shape, source_target_pairs: tuple[tuple[int, ...], ..
                 f"source_target_pairs {source_target_pairs} must be pairs in which no device {name} twice"
             )
         if any(not 0 <= device < num_devices for device in devices):
-            raise BackendError(f"source_target_pairs {source_target_pairs} name other than {num_devices} devices")
+            raise BackendError(f"source_target_pairs {source_target_pairs} name devices outside 0..{num_devices - 1}")
     return x
 
 
 def _parts(x: Shape, axis: int, count: int) -> int:
     if x.dimensions[axis] % count:
-        raise BackendError(f"axis {axis} of {x} cannot be cut into {count} parts")
+        raise BackendError(f"axis {axis} of {x} cannot be split into {count} equal parts")
     return x.dimensions[axis] // count
 
 

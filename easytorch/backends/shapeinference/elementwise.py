@@ -68,7 +68,7 @@ def _complex(x0: Shape, x1: Shape) -> Shape:
 def _clamp(min: Shape, x: Shape, max: Shape) -> Shape:
     require_same_dtype(min, x, max)
     if any(bound.rank and bound.dimensions != x.dimensions for bound in (min, max)):
-        raise BackendError("the bounds must be scalars or have the shape of what they bound")
+        raise BackendError("min and max must be scalars or have the shape of x")
     return x
 
 

@@ -67,7 +67,7 @@ def _scatter(
             raise BackendError(f"axis {axis} of the updates is larger than the operand's, {full}")
     given = tuple(size for axis, size in enumerate(updates.dimensions) if axis not in update_window_axes)
     if given != batch:
-        raise BackendError(f"the updates are for {given} places, the indices give {batch}")
+        raise BackendError(f"the updates have the batch dimensions {given}, the indices {batch}")
     return operand
 
 

@@ -42,21 +42,25 @@ def _broadcast(x: Shape, prefix_dims: tuple[int, ...]) -> Shape:
 
 def _broadcast_in_dim(x: Shape, output_shape: Shape, broadcast_axes: tuple[int, ...]) -> Shape:
     if output_shape.dtype != x.dtype:
-        raise BackendError(f"the output is to be {output_shape.dtype}; broadcasting converts nothing")
+        raise BackendError(
+            f"the output shape is {output_shape.dtype}; broadcasting keeps the element type, use `convert_dtype`"
+        )
     if len(broadcast_axes) != x.rank:
         raise BackendError(f"broadcast_axes has {len(broadcast_axes)} entries, one for each of {x.rank} axes is needed")
     if any(one >= other for one, other in itertools.pairwise(broadcast_axes)):
-        raise BackendError(f"broadcast_axes {broadcast_axes} do not increase")
+        raise BackendError(f"broadcast_axes {broadcast_axes} must be increasing")
     for axis, target in enumerate(broadcast_axes):
         require_axis(output_shape, target, "broadcast_axes:")
         if x.dimensions[axis] not in (1, output_shape.dimensions[target]):
-            raise BackendError(f"axis {axis} cannot become axis {target} of {output_shape}: it is not of size 1")
+            raise BackendError(
+                f"axis {axis} cannot be broadcast to axis {target} of {output_shape}: its size is neither that nor 1"
+            )
     return output_shape
 
 
 def _concatenate(*operands: Shape, axis: int) -> Shape:
     if not operands:
-        raise BackendError("there is nothing to concatenate")
+        raise BackendError("at least one operand is needed")
     first = operands[0]
     require_same_dtype(*operands)
     require_axis(first, axis)
@@ -117,27 +121,27 @@ def _pad(x: Shape, fill_value: Shape, axes_config: tuple[PadAxis, ...]) -> Shape
     if fill_value.rank:
         raise BackendError("the fill value must be a scalar")
     if len(axes_config) > x.rank:
-        raise BackendError(f"{len(axes_config)} axes are to be padded, there are {x.rank}")
+        raise BackendError(f"axes_config has {len(axes_config)} entries, one for each of {x.rank} axes is needed")
     sizes = list(x.dimensions)
     for axis, pad in enumerate(axes_config):
         if not isinstance(pad, PadAxis):
-            raise BackendError(f"each axis is padded by a PadAxis, and {pad!r} was given")
+            raise BackendError(f"axes_config must hold PadAxis, got {pad!r}")
         if pad.interior < 0:
             raise BackendError(
                 f"the padding between elements of axis {axis} is {pad.interior}; only ends can be cropped"
             )
         if max(abs(pad.start), abs(pad.end), pad.interior) > MAX_BYTES:
-            raise BackendError(f"axis {axis} is padded by {pad}, beyond all sizes")
+            raise BackendError(f"axis {axis} is padded by {pad}, beyond the largest size")
         size = sizes[axis]
         sizes[axis] = size + max(size - 1, 0) * pad.interior + pad.start + pad.end
         if sizes[axis] < 0:
-            raise BackendError(f"axis {axis} of size {size} is cropped by negative padding of more than that")
+            raise BackendError(f"axis {axis} of size {size} is cropped by more than its size")
     return Shape(x.dtype, tuple(sizes))
 
 
 def _reverse(x: Shape, axes: tuple[int, ...]) -> Shape:
     if len(set(axes)) != len(axes):
-        raise BackendError(f"axes {axes} name one twice")
+        raise BackendError(f"axes {axes} name an axis twice")
     for axis in axes:
         require_axis(x, axis)
     return x

@@ -42,7 +42,7 @@ def _dot_general(
             require_axis(rhs, right, f"rhs_{name}_axes:")
             if lhs.dimensions[left] != rhs.dimensions[right]:
                 sizes = f"{lhs.dimensions[left]} and {rhs.dimensions[right]}"
-                raise BackendError(f"the {name} axes {left} of lhs and {right} of rhs have the sizes {sizes}")
+                raise BackendError(f"the {name} axes {left} of lhs and {right} of rhs have different sizes, {sizes}")
     sides = []
     for name, shape, used in (
         ("lhs", lhs, (*lhs_contracting_axes, *lhs_batch_axes)),
@@ -84,7 +84,7 @@ def _convolution(
         )
     if features % filter_group_count or features % batch_group_count or batch % batch_group_count:
         raise BackendError(
-            f"{features} output channels or a batch of {batch} cannot be cut into "
+            f"{features} output channels or a batch of {batch} cannot be split into "
             f"{filter_group_count} filter and {batch_group_count} batch groups"
         )
     spatial = window_sizes(
@@ -109,7 +109,7 @@ def _fft(operand: Shape, fft_type: FFTType, fft_length: tuple[int, ...]) -> Shap
     if not 1 <= len(fft_length) <= 3:
         raise BackendError(f"fft_length has {len(fft_length)} entries; it takes 1 to 3 axes")
     if operand.rank < len(fft_length) or any(length < 1 for length in fft_length):
-        raise BackendError(f"fft_length {fft_length} does not fit")
+        raise BackendError(f"fft_length {fft_length} does not match the last axes of {operand}")
     last = operand.dimensions[-len(fft_length) :]
     if fft_type is FFTType.FORWARD_REAL:
         require_dtype(operand, (DType.FLOAT32, DType.FLOAT64), "float32 and float64")
@@ -171,7 +171,7 @@ def _attention(
     if key.dimensions[0] != batch or key.dimensions[3] != size or value.dimensions[:3] != key.dimensions[:3]:
         raise BackendError("batch, head size, and the keys' heads and sequence must agree")
     if scale is None and not size:
-        raise BackendError("heads of size 0 have no scale of their own; give one")
+        raise BackendError("a head size of 0 has no default scale; give `scale`")
     if not key.dimensions[1] or heads % key.dimensions[1]:
         raise BackendError(f"{heads} query heads are not a multiple of {key.dimensions[1]} key heads")
     if mask is not None:

@@ -25,7 +25,7 @@ def _reduce(allowed: Collection[DType], what: str) -> Rule:
     @takes(allowed, what)
     def rule(x: Shape, axes: tuple[int, ...]) -> Shape:
         if len(set(axes)) != len(axes):
-            raise BackendError(f"axes {axes} name one twice")
+            raise BackendError(f"axes {axes} name an axis twice")
         for axis in axes:
             require_axis(x, axis)
         gone = axes or range(x.rank)
@@ -39,7 +39,7 @@ def _arg_min_max(x: Shape, axis: int, output_dtype: DType, is_min: bool) -> Shap
     require_axis(x, axis)
     require_dtype(Shape(output_dtype), _INTEGERS, "indices are integers")
     if not x.dimensions[axis]:
-        raise BackendError(f"axis {axis} has no elements to choose from")
+        raise BackendError(f"axis {axis} is empty, so it has no minimum or maximum")
     return Shape(output_dtype, (*x.dimensions[:axis], *x.dimensions[axis + 1 :]))
 
 
@@ -69,7 +69,7 @@ def window_sizes(
         raise BackendError(f"paddings {paddings} must be pairs, before and after each axis")
     for name, given in (*positive.items(), ("paddings", [end for pair in paddings for end in pair])):
         if any(abs(number) > MAX_BYTES for number in given):
-            raise BackendError(f"{name} {given} has a number beyond all sizes, {MAX_BYTES}")
+            raise BackendError(f"{name} {given} has a number beyond the largest size, {MAX_BYTES}")
     counts = []
     for axis, size in enumerate(dimensions):
         base = max((size - 1) * base_dilations[axis] + 1, 0) if size else 0
@@ -78,7 +78,7 @@ def window_sizes(
             raise BackendError(f"axis {axis} of size {size}: the padding {paddings[axis]} crops more than that")
         span = (window[axis] - 1) * window_dilations[axis] + 1
         if max(base, padded, span) > MAX_BYTES:
-            raise BackendError(f"axis {axis} of size {size} with its padding or its window is beyond all sizes")
+            raise BackendError(f"axis {axis} of size {size} with its padding or its window is beyond the largest size")
         counts.append(0 if padded < span else (padded - span) // strides[axis] + 1)
     return tuple(counts)
 
@@ -142,11 +142,11 @@ def _select_and_scatter_by(
         raise BackendError("the initial value must be a scalar")
     for name, graph, wanted in (("select", select, scalar.with_dtype(DType.BOOL)), ("scatter", scatter, scalar)):
         if graph.output_shapes != (wanted,):
-            raise BackendError(f"the closure {name} must give one {wanted}, and gives {graph.output_shapes}")
+            raise BackendError(f"the closure {name} must return one {wanted}, got {graph.output_shapes}")
         if graph.captures or any(node.op_type not in _IN_CLOSURES for node in graph.nodes):
-            raise BackendError(f"the closure {name} must be made of operations on its own two elements, and constants")
+            raise BackendError(f"the closure {name} must only use operations on its own two arguments, and constants")
         if any(shape.rank for node in graph.nodes for shape in node.shapes):
-            raise BackendError(f"the closure {name} must be of scalars alone")
+            raise BackendError(f"the closure {name} must use scalars only")
     ones = (1,) * operand.rank
     sizes = window_sizes(operand.dimensions, window_dimensions, window_strides, ones, ones, paddings)
     if source.dimensions != sizes:
@@ -174,7 +174,7 @@ def _batch_norm_gradient(
 ) -> tuple[Shape, ...]:
     _features(operand, axis, scale, mean, variance)
     if grad_output != operand:
-        raise BackendError(f"grad_output is {grad_output}; it must be as the operand, {operand}")
+        raise BackendError(f"grad_output is {grad_output}; it must have the operand's shape, {operand}")
     return operand, scale, scale
 
 

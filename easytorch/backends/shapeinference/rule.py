@@ -32,7 +32,7 @@ def takes(allowed: Collection[DType], what: str) -> Callable[[Rule], Rule]:
 def require_dtype(shape: Shape, allowed: Collection[DType], what: str) -> None:
     """`BackendError` unless `shape` has one of the element types."""
     if shape.dtype not in allowed:
-        raise BackendError(f"{shape.dtype} is none of the types it takes: {what}")
+        raise BackendError(f"{shape.dtype} is not accepted: {what}")
 
 
 def require_same_dtype(*shapes: Shape) -> None:
@@ -53,11 +53,13 @@ def broadcast_shapes(*shapes: Shape) -> tuple[int, ...]:
     if not ranked:
         return ()
     if len({len(dimensions) for dimensions in ranked}) > 1:
-        raise BackendError("only scalars and operands of one rank go together; reshape or broadcast the other")
+        raise BackendError("operands must be scalars or have the same rank; reshape or broadcast the others")
     result = []
     for axis, sizes in enumerate(zip(*ranked, strict=True)):
         wide = {size for size in sizes if size != 1}
         if len(wide) > 1:
-            raise BackendError(f"axis {axis} has the sizes {', '.join(map(str, sizes))}; they must be equal, or 1")
+            raise BackendError(
+                f"axis {axis} has different sizes, {', '.join(map(str, sizes))}; they must be equal, or 1"
+            )
         result.append(wide.pop() if wide else 1)
     return tuple(result)
