@@ -1,1 +1,1 @@
-"""Attention over a sequence that is sharded across processes or devices: keys and values travel round a ring."""
+"""Attention over a sequence that is sharded across processes or devices: keys and values are passed around a ring."""

@@ -1,4 +1,4 @@
-"""Sending tensors round the ranks of a process group, and finding out before that they all mean the same call."""
+"""Passing tensors around the ranks of a process group, after checking that all ranks make the same call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_NO_SEND = (("cuda", "gloo"), ("xpu", "gloo"))  # gloo takes them in collectives only
+_NO_SEND = (("cuda", "gloo"), ("xpu", "gloo"))  # gloo supports them in collectives only
 
 Received = Callable[[], list[Tensor]]
 
 
 class Ring(Protocol):
-    """The ranks 0..size - 1 of a ring, seen from one of them."""
+    """The ranks 0..size - 1 of a ring, from the point of view of one of them."""
 
     rank: int
     size: int
 
     def send(self, tensors: list[Tensor], hops: int = 1) -> Received:
-        """Send to the rank `hops` further on; calling what it returns waits for the tensors from `hops` behind."""
+        """Starts sending to rank + hops; calling the result waits for the tensors of rank - hops."""
 
     def gather(self, numbers: list[int], device: torch.device) -> list[list[int]]:
         """The numbers of every rank."""
@@ -47,14 +47,15 @@ class ProcessRing:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
-        self._tags = itertools.count()  # every rank sends the same in the same order: a tag is one message
+        # all ranks send the same messages in the same order, so that a tag is one message
+        self._tags = itertools.count()
 
     def send(self, tensors: list[Tensor], hops: int = 1) -> Received:
         if hops % self.size == 0:
             return lambda: tensors
         to = dist.get_global_rank(self.group, (self.rank + hops) % self.size)
         source = dist.get_global_rank(self.group, (self.rank - hops) % self.size)
-        # what is sent lives until it has arrived: the closure holds it
+        # the closure keeps what is sent alive until it has arrived
         sent = [tensor.contiguous() for tensor in tensors]
         received = [torch.empty_like(tensor) for tensor in sent]
         tags = [next(self._tags) for _ in sent]
@@ -88,7 +89,7 @@ def agree(
 ) -> list[int]:
     """Every rank's `own`; `ValueError` on every rank where their calls differ or one of them has a `problem`.
 
-    Without this a rank that refuses its arguments would leave the others waiting for it.
+    Otherwise a rank that raises for its arguments would leave the others waiting.
     """
     table = ring.gather([problem is not None, *map(_as_int, call.values()), own], device)
     if problem is not None:
@@ -111,7 +112,7 @@ _NONE = -(2**63)
 
 
 def _as_int(value: int | float | None) -> int:
-    """A number as 64 bits that differ where it does."""
+    """A number as a 64-bit integer, different for different numbers."""
     if value is None:
         return _NONE
     if isinstance(value, float):

@@ -1,7 +1,7 @@
 """Which positions of a sequence each rank of a ring holds.
 
-"contiguous": rank r of n holds the r-th of n equal parts. "zigzag": the sequence is cut into 2n chunks and rank r holds
-the chunks r and 2n - 1 - r, one early and one late, so that under a causal mask every rank has the same work
+"contiguous": rank r of n holds the r-th of n equal parts. "zigzag": the sequence is split into 2n chunks and rank r
+holds the chunks r and 2n - 1 - r, one early and one late, so that under a causal mask every rank has the same work
 (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2).
 """
 

@@ -1,4 +1,4 @@
-"""Which parts of the scores a rank computes while it holds the keys of another: whole, banded, or none.
+"""Which tiles of the scores a rank computes with another rank's keys: full, banded, or none.
 
 Plain integers, the same for torch and jax. Lengths are those of one rank: T queries and S keys of n * T and n * S.
 """
@@ -12,7 +12,7 @@ from easytorch.kernels.ring.layout import chunks_of
 
 
 class Tile(NamedTuple):
-    """Row i of `rows` sees column j of `columns` where i + lower <= j <= i + upper; None is unbounded.
+    """Row i of `rows` attends to column j of `columns` where i + lower <= j <= i + upper; None is unbounded.
 
     rows: start and stop among the rank's queries; columns: among the keys at hand; i and j count from their starts.
     first_row, first_column: where the tile starts in the whole matrix of scores.
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
     @property
     def area(self) -> int:
-        """How many scores of the tile are seen."""
+        """How many scores of the tile are not masked."""
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         seen = 0
         for i in range(rows):
@@ -55,7 +55,7 @@ def tiles_of(
 ) -> tuple[Tile, ...]:
     """The tiles rank `rank` computes with the keys of `owner`; left and right as in attention/contract.py's band.
 
-    join: adjacent whole tiles become one, although their positions need not follow one another.
+    join: adjacent full tiles become one, although their positions need not be adjacent.
     """
     if length == 0 or keys == 0:
         return ()
@@ -87,7 +87,7 @@ def tiles_of(
     if not join:
         return tuple(found)
     if rank == owner and length == keys and left is None and right == 0:
-        # the chunks a rank holds stand in order: among themselves they are causal as one
+        # a rank's chunks are in order, so together they are causal
         return (Tile((0, length), (0, keys), None, 0, 0, 0),)
     return _joined(_joined(tuple(found), "rows", "columns"), "columns", "rows")
 
@@ -110,7 +110,7 @@ def _joined(tiles: tuple[Tile, ...], fixed: str, joined: str) -> tuple[Tile, ...
 
 @functools.lru_cache(maxsize=256)
 def steps_of(size: int, layout: str, length: int, keys: int, left: int | None, right: int | None) -> int:
-    """How many ranks' keys come by until no rank sees any of those that follow: a window ends the ring early."""
+    """After how many steps no rank attends to any further keys: a window ends the ring early."""
     for step in range(size - 1, 0, -1):
         if any(tiles_of(rank, (rank - step) % size, size, layout, length, keys, left, right) for rank in range(size)):
             return step + 1

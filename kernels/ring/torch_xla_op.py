@@ -17,7 +17,7 @@ from easytorch.kernels.attention.torch_xla_call import call_jax_on_with_gradient
 from easytorch.kernels.ring.jax_shard_map import Ring, ring_backward, ring_forward
 
 _config: Any = jax.config
-_config.update("jax_use_shardy_partitioner", False)  # jax only traces in this process
+_config.update("jax_use_shardy_partitioner", False)  # jax only traces here
 
 BATCH_AXES = ("dp", "fsdp", "data", "batch")
 HEAD_AXES = ("tp", "mp", "model", "tensor")
