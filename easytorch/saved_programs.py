@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 READER = "torch._export.serde.serialize"  # torch 2.9 to 2.13
@@ -25,8 +24,8 @@ OPERATORS = (
 )
 
 
-class RegisterOperators(MetaPathFinder):
-    """Finds nothing; the first time READER is asked for it imports OPERATORS."""
+class RegisterOperators:
+    """A finder of `sys.meta_path` that finds nothing; the first time READER is asked for it imports OPERATORS."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name == READER:

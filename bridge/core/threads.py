@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.interruptions import INTERRUPTIONS, uninterrupted
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Made = TypeVar("Made")
 
@@ -21,6 +23,8 @@ class Threads(ContextManager):
     """
 
     def __init__(self, count: int, stop: Callable[[], None] | None = None) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         self._pool = ThreadPoolExecutor(count)
         self._stop = stop
         self._futures: list[Future[Any]] = []
@@ -32,6 +36,8 @@ class Threads(ContextManager):
 
     def close(self) -> None:
         """Waits for what was begun; the rest is left out."""
+        from concurrent.futures import wait
+
         for future in self._futures:
             future.cancel()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from easytorch.bridge.checkpoint import Checkpoint
 from easytorch.bridge.core.threads import Threads
@@ -13,6 +13,9 @@ from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.jobs.torch_buffers import FILE_NAME as SIDE_FILE
 from easytorch.bridge.storage.atomic import Staging
 from easytorch.bridge.storage.journal import Journal, state_of
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # What configs and tokenizers are kept in.
 _TEXTS = (".json", ".model", ".txt", ".jinja")

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from easytorch.bridge.core import threads
 from easytorch.bridge.core.interruptions import uninterrupted
 from easytorch.bridge.core.threads import Threads
 
@@ -16,14 +15,14 @@ LONG = 60
 @pytest.fixture
 def interrupted_once(monkeypatch):
     """Ctrl-C during the first wait for futures."""
-    interruptions = [KeyboardInterrupt("first")]
+    interruptions, usual = [KeyboardInterrupt("first")], concurrent.futures.wait
 
     def wait(futures):
         if interruptions:
             raise interruptions.pop()
-        return concurrent.futures.wait(futures)
+        return usual(futures)
 
-    monkeypatch.setattr(threads, "wait", wait)
+    monkeypatch.setattr(concurrent.futures, "wait", wait)
 
 
 def test_work_has_ended_when_the_wait_for_it_is_interrupted(interrupted_once):
