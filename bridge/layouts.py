@@ -11,8 +11,8 @@ The functions take the sizes that names and shapes do not tell. Those named afte
         ("head.weight", "head/kernel", dense_general(inputs=(8, 64), outputs=(512,))),
     )
 
-linen and nnx have the same leaves, except recurrent cells (`nnx_gru`, `nnx_lstm`). In torch they are `torch.nn.Linear`,
-`MultiheadAttention`, `GRU`, `LSTM`, `ConvTranspose1d/2d/3d`. A layout of your own is a `Transform`
+linen and nnx have the same leaves, except recurrent cells (`nnx_gru`, ...). In torch they are `torch.nn.Linear`,
+`MultiheadAttention`, `RNN`, `GRU`, `LSTM`, `ConvTranspose1d/2d/3d`. A layout of your own is a `Transform`
 (`bridge.transforms`), functions for both directions and for the shapes in both.
 """
 
@@ -41,7 +41,9 @@ __all__ = [
     "lstm",
     "nnx_gru",
     "nnx_lstm",
+    "nnx_rnn",
     "reshaped",
+    "rnn",
     "stacked",
 ]
 
@@ -149,6 +151,18 @@ def attention(torch: str, flax: str, *, heads: int, bias: bool = True) -> Rules:
     return tuple(rows)
 
 
+def rnn(torch: str, flax: str, *, layer: str = "l0") -> Rules:
+    """One layer of `torch.nn.RNN` <-> linen's `SimpleCell`, with one bias for torch's two.
+
+    layer: the end of torch's names, `l0_reverse` for one. The activation is tanh in both unless they are told another.
+    """
+    return (
+        (f"{torch}.weight_ih_{layer}", f"{flax}/i/kernel", "linear"),
+        (f"{torch}.weight_hh_{layer}", f"{flax}/h/kernel", "linear"),
+        ((f"{torch}.bias_ih_{layer}", f"{torch}.bias_hh_{layer}"), f"{flax}/i/bias", _rnn_bias),
+    )
+
+
 def gru(torch: str, flax: str, *, layer: str = "l0") -> Rules:
     """One layer of `torch.nn.GRU` <-> linen's `GRUCell`, whose reset and update gates have one bias for torch's two.
 
@@ -176,6 +190,11 @@ def _lstm(torch: str, flax: str, layer: str, forget: str) -> Rules:
         *_gates(torch, layer, given, hidden),
         ((f"{torch}.bias_ih_{layer}", f"{torch}.bias_hh_{layer}"), leaves, _lstm_biases),
     )
+
+
+def nnx_rnn(torch: str, flax: str, *, layer: str = "l0") -> Rules:
+    """One layer of `torch.nn.RNN` <-> `nnx.SimpleCell`, with one bias for torch's two."""
+    return _fused_gates(torch, flax, layer, f"{flax}/dense_i/bias", _rnn_bias)
 
 
 def nnx_gru(torch: str, flax: str, *, layer: str = "l0") -> Rules:
@@ -286,5 +305,6 @@ def _summed_bias(name: str, gates: int, *, first: bool, apart: bool) -> Transfor
     )
 
 
+_rnn_bias = _summed_bias("rnn_bias", 1, first=True, apart=False)
 _nnx_gru_bias = _summed_bias("nnx_gru_bias", 3, first=True, apart=True)
 _nnx_lstm_bias = _summed_bias("nnx_lstm_bias", 4, first=False, apart=False)

@@ -16,7 +16,18 @@ from safetensors.numpy import load_file
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.layouts import attention, dense_general, einsum, gru, lstm, nnx_gru, nnx_lstm, reshaped
+from easytorch.bridge.layouts import (
+    attention,
+    dense_general,
+    einsum,
+    gru,
+    lstm,
+    nnx_gru,
+    nnx_lstm,
+    nnx_rnn,
+    reshaped,
+    rnn,
+)
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.rules.user_file import read_rules
 from easytorch.bridge.save_tree import save_tree
@@ -82,7 +93,8 @@ class Wrapped(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("cell", "module", "rows"), [(nn.GRUCell, torch.nn.GRU, gru), (nn.LSTMCell, torch.nn.LSTM, lstm)]
+    ("cell", "module", "rows"),
+    [(nn.SimpleCell, torch.nn.RNN, rnn), (nn.GRUCell, torch.nn.GRU, gru), (nn.LSTMCell, torch.nn.LSTM, lstm)],
 )
 def test_recurrent_cells(cell, module, rows):
     x = inputs(2, 6, 5)
@@ -111,6 +123,7 @@ def test_recurrent_cells(cell, module, rows):
 @pytest.mark.parametrize(
     ("cell", "module", "rows"),
     [
+        (nnx.SimpleCell, torch.nn.RNN, nnx_rnn),
         (nnx.GRUCell, torch.nn.GRU, nnx_gru),
         (nnx.LSTMCell, torch.nn.LSTM, nnx_lstm),
         (nnx.OptimizedLSTMCell, torch.nn.LSTM, partial(nnx_lstm, optimized=True)),
