@@ -56,7 +56,7 @@ def in_order(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..
         )
         for name in names
     ]
-    ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])  # type: ignore[attr-defined]
+    ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])
     return ordered
 
 

@@ -5,7 +5,7 @@
 
 namespace easytorch {
 
-// 0: what the compiler takes for granted; 1: AVX2, FMA and F16C; 2: AVX-512 (F, BW, DQ, VL); 3: and AVX512_BF16.
+// 0: the compiler's baseline; 1: AVX2, FMA and F16C; 2: AVX-512 (F, BW, DQ, VL); 3: and AVX512_BF16.
 inline int64_t best_level() {
 #if defined(__x86_64__)
   static const int64_t level = [] {
@@ -22,8 +22,8 @@ inline int64_t best_level() {
 
 }  // namespace easytorch
 
-// name_of(level): the functions of a *_simd.cpp source for that level, or for the best one below it that this CPU runs and
-// the compiler knew. A table that was not compiled is a weak symbol without an address.
+// name_of(level): the functions of a *_simd.cpp source for that level, or for the best lower one that this CPU and the
+// compiler support. A table that was not compiled is a weak symbol with a null address.
 #define EASYTORCH_TABLE(Functions, name)                                                                               \
   extern const Functions easytorch_##name##_generic;                                                                   \
   extern const Functions easytorch_##name##_avx2 __attribute__((weak));                                                \

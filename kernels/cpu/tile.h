@@ -1,11 +1,11 @@
-// A few rows of x times a few rows of a weight, in registers; every number of either is loaded once for a tile.
+// A few rows of x times a few rows of a weight, in registers: a tile loads every number once.
 #pragma once
 
 #include "vector.h"
 
 namespace {
 
-// How a tile reads x and weights: STEP numbers at a time, multiplied and added to float32.
+// How a tile reads x and weights: STEP numbers at a time, multiplied and accumulated in float32.
 struct InFloat32 {
   typedef float Input;
   typedef Floats Vector;
@@ -27,7 +27,8 @@ struct OfFloat16 : InFloat32 {
 };
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16 multiplied exactly and added in float32, two roundings a pair; subnormal numbers count as zero.
+// Pairs of bfloat16 multiplied exactly and added in float32, with two roundings per pair; subnormals are flushed to
+// zero.
 struct OfBFloat16Pairs {
   typedef uint16_t Weight;
   typedef uint16_t Input;
@@ -41,7 +42,7 @@ struct OfBFloat16Pairs {
 };
 #endif
 
-// The weight's rows of a tile for MR rows of x, so that the sums fit the registers.
+// Weight rows per tile for MR rows of x, such that the sums fit the registers.
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 8;
 constexpr int columns_of(int rows) { return rows > 6 ? 3 : 4; }
@@ -53,11 +54,10 @@ constexpr int MOST_ROWS = 2;
 constexpr int columns_of(int) { return 4; }
 #endif
 
-// sums[i * 4 + j] = x row i . weight row j over K columns. Beyond K nothing of the weight's rows is read.
+// sums[i * 4 + j] = x row i . weight row j over K columns. The weight's rows are not read beyond K.
 //
-// x: packed, `steps` numbers from one STEP columns of all its rows to the next; see skinny.h. ahead: how many numbers
-// behind each row lies what is read next: a tile reads several rows side by side, each too short for the CPU's own
-// prefetching to find its pace.
+// x: packed, `steps` numbers from one STEP columns of all its rows to the next; see skinny.h. ahead: how far to
+// prefetch in each row, in numbers: a tile reads several rows at once, each too short for the hardware prefetcher.
 template <class Kind, int MR, int NR>
 inline void tile(const typename Kind::Input* x, int64_t steps, const typename Kind::Weight* const* rows, int64_t k,
                  int64_t ahead, float* sums) {

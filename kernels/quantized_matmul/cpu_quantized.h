@@ -1,19 +1,19 @@
-// The functions of cpu_quantized_simd.cpp, one of each for every instruction set it is compiled for.
+// The functions of cpu_quantized_simd.cpp, which is compiled once for each instruction set.
 #pragma once
 
 #include "../cpu/skinny.h"
 
-// The formats of a quantized weight, as cpu.py names them.
+// The formats of a quantized weight, numbered as in cpu.py.
 enum QuantizedFormat : int64_t { INT8 = 0, INT4 = 1, NF4 = 2, FP8_E4M3FN = 3, FP8_E5M2 = 4 };
 
-// y (M, N) = x (M, K) @ weight (N, K)^T + bias, the weight (code - zero) * scale of each group of columns.
+// y (M, N) = x (M, K) @ weight (N, K)^T + bias, where the weight is (code - zero) * scale, by groups of columns.
 struct QuantizedProduct {
   const float* x;  // packed by the function below
   int64_t m, n, k;
   int64_t format;
   const uint8_t* data;  // rows of codes, `row_bytes` apart
   int64_t row_bytes;
-  const float* scale;  // rows of `groups` numbers, `scale_stride` apart: 0 where one stands for all
+  const float* scale;  // rows of `groups` numbers, `scale_stride` apart; a stride of 0: one scale for all rows
   const uint8_t* zero;  // laid out as scale, or null
   int64_t groups, scale_stride, group_size;
   const void* bias;  // N numbers, or null
@@ -25,8 +25,8 @@ struct QuantizedProduct {
 struct QuantizedFunctions {
   // Columns that are packed together; x takes M * K of them, rounded up.
   int64_t (*step)();
-  // A row of x, K numbers of `dtype`, `stride` apart, to its places among M packed rows.
+  // Packs one row of x, K numbers of `dtype` that are `stride` apart, among M rows.
   void (*pack)(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t format, float* out);
-  // The rows [begin, end) of the weight: those columns of y.
+  // Computes the columns [begin, end) of y, from those rows of the weight.
   void (*run)(const QuantizedProduct* product, int64_t begin, int64_t end);
 };

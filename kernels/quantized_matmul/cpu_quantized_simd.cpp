@@ -1,4 +1,4 @@
-// Products of few rows with a weight of 8 or 4 bits: its codes become float32 on their way to the sums.
+// Products of few rows with an 8-bit or 4-bit weight, whose codes are decoded to float32 as they are accumulated.
 #include "cpu_quantized.h"
 
 #include "../cpu/tile.h"
@@ -12,11 +12,11 @@ constexpr float NF4_LEVELS[16] = {
     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
 constexpr float INT4_LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
-// Columns that are decoded at once; the groups of a weight begin at multiples of them.
+// Columns that are decoded at once; groups of a weight start at multiples of it.
 constexpr int STEP = 32;
 constexpr int VECTORS = STEP / WIDTH;
 
-// A format decodes STEP columns, in the order in which x is packed, or one. What it gives is multiplied by FACTOR.
+// A format decodes STEP columns, in the order in which x is packed, or one column. The result is multiplied by FACTOR.
 template <class Format>
 inline void load_one_by_one(const uint8_t* row, int64_t c, Floats* out) {
   float numbers[STEP];
@@ -53,7 +53,7 @@ struct OfFourBits {
   static inline void load(const uint8_t* row, int64_t c, Floats* out) {
 #if defined(__AVX512F__)
     const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + c / 2)));
-    const __m512 levels = _mm512_loadu_ps(LEVELS);  // of an index four bits count
+    const __m512 levels = _mm512_loadu_ps(LEVELS);  // an index uses the low four bits
     out[0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), levels);
     out[1] = _mm512_permutexvar_ps(codes, levels);
 #else
@@ -72,7 +72,7 @@ inline void load_float16_pairs(__m512i bits, Floats* out) {
 }
 #endif
 
-// By way of float16, whose exponent has a bias of 15 in place of 7, which makes subnormal numbers right too.
+// Through float16, whose exponent bias is 15 instead of 7; this is right for subnormal numbers too.
 struct OfE4m3 : EightBits {
   static constexpr float FACTOR = 256.0f;
   static inline float one(const uint8_t* row, int64_t c) {
@@ -86,7 +86,7 @@ struct OfE4m3 : EightBits {
     if (_mm256_cmpeq_epi8_mask(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(-2)) != 0) {  // NaN, of either sign
       return load_one_by_one<OfE4m3>(row, c, out);
     }
-    // the sign, which widening spread, and 7 bits
+    // the sign, which widening extended, and 7 bits
     const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7);
     load_float16_pairs(_mm512_and_si512(bits, _mm512_set1_epi16(-0x4080)), out);
 #else
@@ -125,7 +125,7 @@ void pack_row(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t
 // sums[i * 4 + j] = x row i . weight row j.
 template <class Format, int MR>
 inline void quantized_tile(const QuantizedProduct& p, const float* x, const int64_t* rows, float* sums) {
-  // Where registers are left, a group is summed before its scale multiplies it; else the scale multiplies every number.
+  // With registers to spare a group is summed before it is scaled; otherwise every number is scaled.
   constexpr bool BY_GROUP = MR == 1;
   const uint8_t* codes[NR];
   Floats totals[MR][NR];
@@ -154,7 +154,7 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
           Format::load(codes[j], c, numbers);
           const int64_t byte = c / STEP * Format::BYTES;
           if (byte % 64 == 0) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
-        } else {  // the end of a row: beyond it nothing is read, and x is zero there
+        } else {  // the end of a row: nothing is read beyond it, and x is zero there
           float rest[STEP];
           for (int i = 0; i < STEP; ++i) {
             const int64_t column = c + Format::column(i);
@@ -209,7 +209,7 @@ constexpr int MOST_ROWS_OF_X = 1;
 
 template <class Format>
 void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
-  // with several parts of x, a few rows of the weight at a time: the next parts read them in the cache
+  // with several parts of x, a few weight rows at a time, so that the next parts find them in the cache
   const int64_t block = p.m <= MOST_ROWS_OF_X ? end - begin : NR;
   for (int64_t n = begin; n < end; n += block) {
     const int64_t last = n + block < end ? n + block : end;
