@@ -55,7 +55,8 @@ def recurrent_state(cache: Cache | None, layer_idx: int) -> torch.Tensor | None:
     """The state of a layer after the tokens so far, or None. To be asked for before `convolve`, which counts tokens."""
     if cache is None or not cache.has_previous_state(layer_idx):
         return None
-    state: torch.Tensor = cache.layers[layer_idx].recurrent_states[0]
+    layer: Any = cache.layers[layer_idx]
+    state: torch.Tensor = layer.recurrent_states[0]
     # the cache is written in place, and a gradient needs what was there
     return state.clone() if torch.is_grad_enabled() else state
 
@@ -74,7 +75,8 @@ def convolve(
     """
     width, past = conv.kernel_size[0], None
     if cache is not None and cache.has_previous_state(layer_idx):
-        past = cache.layers[layer_idx].conv_states[0]  # at least `width` of them, but for a cache that records its past
+        layer: Any = cache.layers[layer_idx]
+        past = layer.conv_states[0]  # at least `width` of them, but for a cache that records its past
         past = F.pad(past, (width - 1, 0))[..., past.shape[-1] :]
     fused = activation if activation in ("silu", "swish") else None
     output = _OPERATION(x, conv.weight.squeeze(1), conv.bias, past, fused, packed).outputs

@@ -98,7 +98,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         for name in self.norms:
             setattr(self, name, self.new_norm(config))
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: Masks, past_key_values: Any = None, **kwargs: Any
     ) -> torch.Tensor:
         config, normalized = self.config, self.input_layernorm(hidden_states)
@@ -140,7 +140,8 @@ class FalconH1Model(DecoderBackbone, FalconH1PreTrainedModel):
 
     def make_masks(self, inputs_embeds: torch.Tensor, *given: Any) -> Masks:
         both = HybridBackbone.masks_of
-        return {BOTH: masks_by_layer_type(self.config, tuple(both), inputs_embeds, *given, masks_of=both)}
+        make: Callable[..., Masks] = masks_by_layer_type  # `given` is fewer arguments than mypy takes it for
+        return {BOTH: make(self.config, tuple(both), inputs_embeds, *given, masks_of=both)}
 
 
 class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin):
@@ -149,7 +150,9 @@ class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * self.config.lm_head_multiplier
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        return inputs
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(input_ids, **kwargs)

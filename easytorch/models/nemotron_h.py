@@ -186,10 +186,12 @@ class NemotronHForCausalLM(MoeCausalLMHead, NemotronHPreTrainedModel, Generation
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.float()
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        return inputs
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return prepare(input_ids, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(
