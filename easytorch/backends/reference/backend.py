@@ -55,16 +55,13 @@ class NumpyBackend(Backend):
 
     @property
     def name(self) -> str:
-        """The name it is registered under."""
         return "numpy"
 
     @property
     def description(self) -> str:
-        """One line for users."""
         return f"NumPy {np.__version__}: the definition of every operation, {self._num_devices} simulated devices"
 
     def num_devices(self) -> int:
-        """How many devices it simulates."""
         self._check()
         return self._num_devices
 
@@ -73,7 +70,6 @@ class NumpyBackend(Backend):
         return _CAPABILITIES
 
     def builder(self, name: str, num_devices: int = 1) -> Builder:
-        """A new computation."""
         self._check()
         return Builder(self, name, device_count(num_devices, self._num_devices, self.name))
 
@@ -87,7 +83,6 @@ class NumpyBackend(Backend):
         self._finalized = True
 
     def is_finalized(self) -> bool:
-        """Whether `finalize` was called."""
         return self._finalized
 
     def buffer_finalize(self, buffer: NumpyBuffer) -> None:
@@ -101,7 +96,6 @@ class NumpyBackend(Backend):
         return Shape(dtype_of(array.dtype), array.shape)
 
     def buffer_device_num(self, buffer: NumpyBuffer) -> DeviceNum:
-        """The simulated device."""
         self._array(buffer)
         return buffer.device
 

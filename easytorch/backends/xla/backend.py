@@ -41,18 +41,15 @@ class XlaBackend(Backend):
 
     @property
     def name(self) -> str:
-        """The name it is registered under."""
         return "xla"
 
     @property
     def description(self) -> str:
-        """Platform, devices and version."""
         device = self.devices[0]
         by = "jax.jit" if self._jit else "PJRT"
         return f"XLA on {len(self.devices)} x {device.device_kind} ({device.platform}) by {by} of jaxlib {pjrt.VERSION}"
 
     def num_devices(self) -> int:
-        """How many this process has."""
         self._require_open()
         return len(self.devices)
 
@@ -61,7 +58,6 @@ class XlaBackend(Backend):
         return CAPABILITIES
 
     def builder(self, name: str, num_devices: int = 1) -> Builder:
-        """A new computation."""
         self._require_open()
         return Builder(self, name, device_count(num_devices, len(self.devices), self.name))
 
@@ -75,7 +71,6 @@ class XlaBackend(Backend):
         self._finalized = True
 
     def is_finalized(self) -> bool:
-        """Whether `finalize` was called."""
         return self._finalized
 
     def buffer_finalize(self, buffer: Buffer) -> None:
@@ -87,7 +82,6 @@ class XlaBackend(Backend):
         return self._spec(buffer)[0]
 
     def buffer_device_num(self, buffer: Buffer) -> DeviceNum:
-        """The device it is on."""
         return DeviceNum(self._spec(buffer)[1])
 
     def buffer_to_flat_data(self, buffer: Buffer, flat: np.ndarray) -> None:
