@@ -315,7 +315,6 @@ class Checkpoint(ContextManager):
         check(weights, self._known, table, without_layers(self.needed_config.content))
 
     def close(self) -> None:
-        """Closes every file."""
         self.reader.close()
         if self._side is not None:
             self._side.close()

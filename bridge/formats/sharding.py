@@ -116,7 +116,6 @@ class ShardedReader(ContextManager):
         return read_in_parts(self._home[name], name)
 
     def close(self) -> None:
-        """Closes every shard."""
         for shard in self._shards:
             shard.close()
 

@@ -56,7 +56,6 @@ class ArraySource:
         self._arrays = arrays
 
     def read(self, name: str) -> np.ndarray:
-        """The array itself."""
         return self._arrays[name]
 
     def wrote(self, info: TensorInfo) -> None:

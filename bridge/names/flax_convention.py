@@ -127,7 +127,6 @@ class _Rows:
         self._batch_stats = False
 
     def rules(self) -> Rules:
-        """The table."""
         return tuple(self._rows)
 
     @property

@@ -177,7 +177,6 @@ class _Table:
         return found.pop() if len(found) == 1 and found <= set(_SIXTEEN_BITS) else None
 
     def rows(self) -> Rules:
-        """The whole table."""
         embedding, factor = self._vocabulary(get_transform("identity"), "token_embedder/embedding", 0), None
         if self._family.gemma:
             factor = float(np.sqrt(self._hidden))

@@ -38,7 +38,6 @@ class DType(StrEnum):
 
     @property
     def numpy(self) -> np.dtype:
-        """The numpy dtype."""
         return _NUMPY[self]
 
     @property

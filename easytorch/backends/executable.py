@@ -34,7 +34,6 @@ class CheckedExecutable(Executable):
         return list(self._names), list(self._input_shapes)
 
     def outputs(self) -> list[Shape]:
-        """Shapes of the outputs."""
         return list(self._output_shapes)
 
     def execute(self, inputs: Sequence[Buffer], donate: Sequence[bool] | None = None) -> list[Buffer]:

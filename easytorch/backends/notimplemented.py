@@ -34,7 +34,6 @@ class NotImplementedBackend(Backend):
 
     @property
     def description(self) -> str:
-        """A line for people."""
         return "implements nothing: the base of new backends"
 
     def num_devices(self) -> int:
@@ -50,7 +49,6 @@ class NotImplementedBackend(Backend):
         return Builder(self, name, num_devices)
 
     def compile_graph(self, graph: Graph, num_devices: int) -> Executable:
-        """Not implemented."""
         self._refuse("Compile")
 
     def finalize(self) -> None:
@@ -62,23 +60,18 @@ class NotImplementedBackend(Backend):
         return self._finalized
 
     def buffer_finalize(self, buffer: Buffer) -> None:
-        """Not implemented."""
         self._refuse("BufferFinalize")
 
     def buffer_shape(self, buffer: Buffer) -> Shape:
-        """Not implemented."""
         self._refuse("BufferShape")
 
     def buffer_device_num(self, buffer: Buffer) -> DeviceNum:
-        """Not implemented."""
         self._refuse("BufferDeviceNum")
 
     def buffer_to_flat_data(self, buffer: Buffer, flat: np.ndarray) -> None:
-        """Not implemented."""
         self._refuse("BufferToFlatData")
 
     def buffer_from_flat_data(self, device_num: int, flat: Any, shape: Shape) -> Buffer:
-        """Not implemented."""
         self._refuse("BufferFromFlatData")
 
     def has_shared_buffers(self) -> bool:
@@ -86,27 +79,21 @@ class NotImplementedBackend(Backend):
         return False
 
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[Buffer, np.ndarray]:
-        """Not implemented."""
         self._refuse("NewSharedBuffer")
 
     def buffer_data(self, buffer: Buffer) -> np.ndarray:
-        """Not implemented."""
         self._refuse("BufferData")
 
     def buffer_from_numpy(self, array: np.ndarray, device_num: int = 0) -> Buffer:
-        """Not implemented."""
         self._refuse("BufferFromNumpy")
 
     def buffer_to_numpy(self, buffer: Buffer) -> np.ndarray:
-        """Not implemented."""
         self._refuse("BufferToNumpy")
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> Buffer:
-        """Not implemented."""
         self._refuse("BufferFromTorch")
 
     def buffer_to_torch(self, buffer: Buffer) -> torch.Tensor:
-        """Not implemented."""
         self._refuse("BufferToTorch")
 
     def _refuse(self, what: str) -> NoReturn:

@@ -68,7 +68,6 @@ class EasydelMsgpack:
         return found[0] if len(found) == 1 else None
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
-        """The file."""
         return EasydelMsgpackFile(file, writable)
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
@@ -83,7 +82,6 @@ class EasydelMsgpack:
         return {self.file_name: list(tensors)}
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
-        """The file."""
         write_parts(folder / file, pair_parts(tensors), source)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:

@@ -44,7 +44,6 @@ class NpyHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
         return TensorInfo("", self.shape, self.dtype).nbytes
 
     def array(self, data: Any, start: int) -> np.ndarray:

@@ -187,7 +187,6 @@ class Npz:
         return found[0] if len(found) == 1 else None
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
-        """The archive."""
         return NpzFile(file, writable)
 
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:

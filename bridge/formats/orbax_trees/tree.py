@@ -187,7 +187,6 @@ class OrbaxTree:
         return orbax_write.part_layout(tensors, max_shard_size)
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
-        """One part store."""
         orbax_write.write_arrays(folder / file, tensors, source, ocdbt=True)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:
@@ -210,7 +209,6 @@ class OrbaxZarr(OrbaxTree):
         return orbax_write.array_layout(tensors)
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
-        """One tensor."""
         orbax_write.write_arrays(folder, tensors, source, ocdbt=False)
 
     def finish(self, folder: Path, layout: Layout, source: Source) -> None:

@@ -42,7 +42,7 @@ class _Dotted:
 
 
 class FlaxSafetensors:
-    """The format."""
+    """Flax's safetensors: torch's container, with the names of a tree."""
 
     name = "Flax safetensors"
     scheme: str | None = None

@@ -113,7 +113,6 @@ class EasydelStore:
         return {f"{_PREFIX}/{info.name}": [info] for info in tensors}
 
     def write(self, folder: Path, file: str, tensors: Sequence[TensorInfo], source: Source) -> None:
-        """One tensor."""
         for info in tensors:
             write_folder(folder / file, info, source.read(info.name))
             source.wrote(info)

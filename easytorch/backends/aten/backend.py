@@ -74,7 +74,6 @@ class TorchBackend(Backend):
 
     @property
     def description(self) -> str:
-        """A line for people."""
         how = "through torch.compile" if self.compiles else "eagerly"
         return f"torch {torch.__version__}: ATen {how} on {self.torch_device}, {_SIMULATED} simulated devices"
 
@@ -88,7 +87,6 @@ class TorchBackend(Backend):
         return self._capabilities
 
     def builder(self, name: str, num_devices: int = 1) -> Builder:
-        """A new computation."""
         self._check()
         return Builder(self, name, device_count(num_devices, _SIMULATED, self.name))
 

@@ -46,17 +46,14 @@ class Value(NamedTuple):
 
     @property
     def dtype(self) -> DType:
-        """The element type."""
         return self.shape.dtype
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """The sizes of the axes."""
         return self.shape.dimensions
 
     @property
     def rank(self) -> int:
-        """The number of axes."""
         return len(self.shape.dimensions)
 
 
