@@ -244,10 +244,19 @@ class _Draw:
             if self.chance(0.3):
                 hidden = torch.rand(shape, generator=self.generator) < 0.4
                 tensors["bias"] = tensors["bias"].masked_fill(hidden, float("-inf"))
+            self.large_rows(tensors)
         self.scalars(tensors, features, h)
         if self.chance(0.1):
             features |= {"dropout_prob": 0.3, "seed": self.rng.getrandbits(40)}
         return tensors, features
+
+    def large_rows(self, tensors: dict[str, Tensor]) -> None:
+        """Sometimes rows that a bias raises or lowers throughout by more than any score: they attend to all alike."""
+        own = random.Random(self.generator.initial_seed())
+        if own.random() < 0.3:
+            lowest = torch.finfo(torch.float32 if self.dtype == torch.float64 else self.dtype).min
+            rows = torch.tensor([own.random() < 0.4 for _ in range(tensors["bias"].shape[2])])
+            tensors["bias"] = torch.where(rows[:, None], own.choice((lowest, -1e30, 1e30)), tensors["bias"])
 
     def band(self, keys: int) -> dict[str, Any]:
         features: dict[str, Any] = {"causal": self.chance(0.7)}

@@ -34,15 +34,16 @@ def flash_forward(
     value: Array,
     call: AttentionCall,
 ) -> tuple[Array, Array]:
-    """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T).
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, 2, T).
 
-    The logsumexp of a row that sees nothing is +inf, which makes its weights exp(score - logsumexp) zero.
+    The logsumexp is in the two parts of logsumexp.py.
     """
     n, sinks = sizes_of(query, key), call.sinks
     value_dim = value.shape[-1]
     if query.size == 0 or key.size == 0 or value.size == 0:
-        lse = jnp.full(n.heads, jnp.inf) if sinks is None else jnp.where(sinks == -jnp.inf, jnp.inf, sinks)
-        logsumexp = jnp.broadcast_to(lse.astype(jnp.float32)[:, None], (n.batch, n.heads, n.length))
+        highest = jnp.full(n.heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+        highest = jnp.broadcast_to(highest[:, None], (n.batch, n.heads, n.length))
+        logsumexp = logsumexp_parts(highest, jnp.where(highest == -jnp.inf, 0.0, 1.0), axis=2)
         return jnp.zeros((n.batch, n.length, n.heads, value_dim), query.dtype), logsumexp
     call = padded_to_tiles(n, call)
     precision = _precision(query)
@@ -76,17 +77,16 @@ def flash_forward(
             first, last = column_range(n, call, i)
             start = (m_i, l_i, jnp.zeros((n.group, n.rows, value_dim)))
             m_i, l_i, output = lax.fori_loop(first, last, column_tile, start)
-            empty = l_i == 0.0
-            logsumexp = jnp.where(empty, jnp.inf, _finite(m_i) + jnp.log(jnp.where(empty, 1.0, l_i)))
-            return output / jnp.where(empty, 1.0, l_i)[..., None], logsumexp
+            divisor = jnp.where(l_i == 0.0, 1.0, l_i)
+            return output / divisor[..., None], logsumexp_parts(m_i, l_i, axis=-1)
 
-        tiles = lax.map(row_tile, jnp.arange(n.row_tiles))  # (tiles, G, R, Dv), (tiles, G, R)
+        tiles = lax.map(row_tile, jnp.arange(n.row_tiles))  # (tiles, G, R, Dv), (tiles, G, R, 2)
         output, logsumexp = (jnp.moveaxis(x, 0, 1).reshape(n.group, -1, *x.shape[3:]) for x in tiles)
         return head + 1, (output, logsumexp)
 
     parts = query_heads(n, query), key_heads(n, key), key_heads(n, value)
     _, (output, logsumexp) = lax.scan(head_step, jnp.int32(0), parts)
-    logsumexp = logsumexp.reshape(n.batch, n.heads, -1)[:, :, : n.length]
+    logsumexp = logsumexp.reshape(n.batch, n.heads, -1, 2)[:, :, : n.length].swapaxes(2, 3)
     return from_query_heads(n, output).astype(query.dtype), logsumexp
 
 
@@ -118,15 +118,14 @@ def flash_backward(
     delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
     grad_sinks = None
     if sinks is not None:
-        taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
-        grad_sinks = -(taken * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+        grad_sinks = -(sink_weights(sinks, logsumexp) * delta).sum(axis=(0, 2)).astype(sinks.dtype)
     grad_bias = jnp.zeros(call.bias.shape if wants_bias and call.bias is not None else (1, 1, 1, 1))
 
     def head_step(
         carry: tuple[Array, Array], parts: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
         head, grad_bias = carry
-        queries, keys, values, grads, lses, deltas = parts
+        queries, keys, values, grads, maxima, log_sums, deltas = parts
 
         def column_tile(state: tuple[Array, Array], j: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
             columns = lax.dynamic_slice_in_dim(keys, j * n.columns, n.columns)
@@ -134,12 +133,13 @@ def flash_backward(
 
             def row_tile(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 grad_queries, grad_bias, grad_columns, grad_part = state
-                rows, grad_rows, lse, row_delta = (
-                    lax.dynamic_slice_in_dim(x, i * n.rows, n.rows, axis=1) for x in (queries, grads, lses, deltas)
+                rows, grad_rows, maximum, log_sum, row_delta = (
+                    lax.dynamic_slice_in_dim(x, i * n.rows, n.rows, axis=1)
+                    for x in (queries, grads, maxima, log_sums, deltas)
                 )
                 flat_rows, flat_grad = rows.reshape(-1, rows.shape[-1]), grad_rows.reshape(-1, part.shape[-1])
                 logits, capped = scores(n, call, rows, columns, head, i, j, precision)
-                weights = jnp.exp(logits - lse[..., None])
+                weights = jnp.exp(logits - maximum[..., None] - log_sum[..., None])
                 grad_weights = matmul(flat_grad, part, (1, 1), precision).reshape(weights.shape)
                 kept = weights
                 if call.seed is not None:
@@ -173,10 +173,10 @@ def flash_backward(
         grad_keys, grad_values = (x.reshape(-1, x.shape[-1]) for x in tiles)
         return (head + 1, grad_bias), (grad_queries, grad_keys, grad_values)
 
-    # a padded row sees nothing: its weights are exp(score - inf)
+    # a padded row sees nothing: its weights are exp(score - 0 - inf)
     rows = (
         pad(x.reshape(n.batch * n.kv_heads, n.group, -1), 2, n.rows, fill)
-        for x, fill in ((logsumexp, jnp.inf), (delta, 0.0))
+        for x, fill in ((logsumexp[:, :, 0], 0.0), (logsumexp[:, :, 1], jnp.inf), (delta, 0.0))
     )
     parts = (query_heads(n, query), key_heads(n, key), key_heads(n, value), query_heads(n, grad), *rows)
     (_, grad_bias), (grad_query, grad_key, grad_value) = lax.scan(head_step, (jnp.int32(0), grad_bias), parts)
@@ -191,6 +191,18 @@ def flash_backward(
         grad_bias_out,
         grad_sinks,
     )
+
+
+def logsumexp_parts(m_i: Array, l_i: Array, axis: int) -> Array:
+    """logsumexp.py's two parts at a new axis, from the maximum of a row and its sum of exponentials above it."""
+    empty = l_i == 0.0
+    log_sum = jnp.where(empty, jnp.inf, jnp.log(jnp.where(empty, 1.0, l_i)))
+    return jnp.stack((jnp.where(empty, 0.0, m_i), log_sum), axis)
+
+
+def sink_weights(sinks: Array, logsumexp: Array) -> Array:
+    """(H,), (B, H, 2, T) -> (B, H, T): what of each row's probability its sink takes."""
+    return jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp[:, :, 0] - logsumexp[:, :, 1])
 
 
 def _finite(m_i: Array) -> Array:

@@ -34,7 +34,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
     schema=f"(Tensor query, Tensor key, Tensor value, {schema()}) -> (Tensor, Tensor)",
 )  # fmt: skip
 def xla_flash_forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
-    """Output (B, T, H, Dv) and float32 logsumexp (B, H, T)."""
+    """Output (B, T, H, Dv) and float32 logsumexp (B, H, 2, T)."""
     from easytorch.kernels.interop.dlpack import to_torch
 
     output, logsumexp = _jitted("flash_forward")(*map(_array, (query, key, value)), _for_jax(fields))
@@ -45,7 +45,7 @@ def xla_flash_forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads = query.shape[:3]
     output = query.new_empty(batch, length, heads, value.shape[3])
-    return output, query.new_empty(batch, heads, length, dtype=torch.float32)
+    return output, query.new_empty(batch, heads, 2, length, dtype=torch.float32)
 
 
 @torch.library.custom_op(

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.jax_flash import sink_weights
 from easytorch.kernels.attention.pallas_flash_backward import Saved, backward_keys, backward_queries
 from easytorch.kernels.attention.pallas_flash_forward import forward
 from easytorch.kernels.attention.pallas_flash_inputs import (
     grid_of,
     heads_first,
     heads_first_transposed,
+    logsumexp_rows,
     padded_to_tiles,
     rows_of,
 )
@@ -37,7 +39,7 @@ def flash_forward(
         n, call, heads_first(query, n.rows), heads_first(key, n.columns), heads_first_transposed(value, n.columns),
         interpret=interpret,
     )  # fmt: skip
-    return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[:, :, 0, : n.length]
+    return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[..., : n.length]
 
 
 def flash_backward(
@@ -62,7 +64,7 @@ def flash_backward(
         key=heads_first(key, n.columns),
         value=heads_first(value, n.columns),
         grad=heads_first(grad.astype(query.dtype), n.rows),
-        logsumexp=rows_of(n, logsumexp, jnp.inf),
+        logsumexp=logsumexp_rows(n, logsumexp),
         delta=rows_of(n, delta, 0.0),
     )
     grad_key, grad_value = backward_keys(n, call, saved, interpret=interpret)
@@ -72,8 +74,7 @@ def flash_backward(
     )
     grad_sinks = None
     if sinks is not None:
-        taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
-        grad_sinks = -(taken * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+        grad_sinks = -(sink_weights(sinks, logsumexp) * delta).sum(axis=(0, 2)).astype(sinks.dtype)
     return (
         grad_query[..., : n.length].transpose(0, 3, 1, 2).astype(query.dtype),
         grad_key[:, :, : n.keys].swapaxes(1, 2).astype(key.dtype),

@@ -32,10 +32,10 @@ from easytorch.kernels.attention.pallas_flash_tiles import (
 
 class Saved(NamedTuple):
     """Heads first and padded: query (B, H, T, D), key (B, K, S, D), value (B, K, S, Dv), grad (B, H, T, Dv), and
-    logsumexp and delta (B, H, 1, T).
+    logsumexp (B, H, 2, T) and delta (B, H, 1, T).
 
-    A padded query's logsumexp is +inf: its weights exp(score - logsumexp) are zero. delta is the sum over the keys of
-    weight times gradient of weight.
+    A padded query sees nothing: the logsumexp, in the parts of logsumexp.py, makes its weights zero. delta is the sum
+    over the keys of weight times gradient of weight.
     """
 
     query: Any
@@ -60,6 +60,7 @@ def backward_keys(n: Grid, call: AttentionCall, saved: Saved, *, interpret: bool
         return pl.BlockSpec((1, 1, n.columns, width), lambda b, k, j, g, i: (b, k, j, 0))
 
     vector = pl.BlockSpec((1, 1, 1, n.rows), lambda b, k, j, g, i: (b, k * n.group + g, 0, row(j, i)))
+    parts = pl.BlockSpec((1, 1, 2, n.rows), lambda b, k, j, g, i: (b, k * n.group + g, 0, row(j, i)))
 
     def tile_of(b: Any, k: Any, j: Any, g: Any, i: Any) -> tuple[Any, ...]:
         return b, k * n.group + g, j, row(j, i)
@@ -77,7 +78,7 @@ def backward_keys(n: Grid, call: AttentionCall, saved: Saved, *, interpret: bool
         functools.partial(_keys_kernel, n, numbers_of(call), given),
         grid=(n.batch, n.kv_heads, n.column_tiles, n.group, n.row_tiles),
         in_specs=[
-            rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), vector, vector,
+            rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), parts, vector,
             *(getattr(specs, name) for name in given),
         ],
         out_specs=[columns_spec(dim), columns_spec(value_dim)],
@@ -142,6 +143,7 @@ def backward_queries(
         return pl.BlockSpec((1, 1, n.columns, width), lambda b, h, i, j: (b, quotient(h, n.group), column(i, j), 0))
 
     vector = pl.BlockSpec((1, 1, 1, n.rows), lambda b, h, i, j: (b, h, 0, i))
+    parts = pl.BlockSpec((1, 1, 2, n.rows), lambda b, h, i, j: (b, h, 0, i))
 
     def tile_of(b: Any, h: Any, i: Any, j: Any) -> tuple[Any, ...]:
         return b, h, column(i, j), i
@@ -165,7 +167,7 @@ def backward_queries(
         functools.partial(_queries_kernel, n, numbers_of(call), given, bias_grad),
         grid=(n.batch, n.heads, n.row_tiles, n.column_tiles),
         in_specs=[
-            rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), vector, vector,
+            rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), parts, vector,
             pl.BlockSpec((1, 1, dim, n.columns), lambda b, h, i, j: (b, quotient(h, n.group), 0, column(i, j))),
             *(getattr(specs, name) for name in given),
         ],
@@ -217,7 +219,7 @@ def _gradients(
 ) -> tuple[Array, Array, Array]:
     """(C, R) float32: the weights that were kept, the gradient of query @ key^T, and that of the biased scores."""
     logits, capped = scores(n, call, saved.query[0, 0], saved.key[0, 0], i, j, cut)
-    weights = jnp.exp(logits - saved.logsumexp[0, 0])
+    weights = jnp.exp(logits - saved.logsumexp[0, 0, :1] - saved.logsumexp[0, 0, 1:])
     grad_weights = matmul(saved.value[0, 0], saved.grad[0, 0], transposed=True)
     kept = weights
     if call.seed is not None:

@@ -32,9 +32,9 @@ from easytorch.kernels.attention.pallas_flash_tiles import (
 def forward(
     n: Grid, call: AttentionCall, query: Array, key: Array, value: Array, *, interpret: bool
 ) -> tuple[Array, Array]:
-    """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 1, T).
+    """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 2, T).
 
-    All are padded. The logsumexp is float32, +inf where a row sees nothing.
+    All are padded. The logsumexp is float32, in the parts of logsumexp.py.
     """
     dim, value_dim = query.shape[-1], value.shape[2]
 
@@ -65,11 +65,11 @@ def forward(
         ],
         out_specs=[
             pl.BlockSpec((1, 1, value_dim, n.rows), lambda b, h, i, j: (b, h, 0, i)),
-            pl.BlockSpec((1, 1, 1, n.rows), lambda b, h, i, j: (b, h, 0, i)),
+            pl.BlockSpec((1, 1, 2, n.rows), lambda b, h, i, j: (b, h, 0, i)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((n.batch, n.heads, value_dim, padded), query.dtype),
-            jax.ShapeDtypeStruct((n.batch, n.heads, 1, padded), jnp.float32),
+            jax.ShapeDtypeStruct((n.batch, n.heads, 2, padded), jnp.float32),
         ],
         scratch_shapes=[
             pltpu.VMEM((1, n.rows), jnp.float32),
@@ -119,5 +119,5 @@ def _kernel(n: Grid, call: AttentionCall, given: list[str], query: Any, key: Any
         empty = l_i[...] == 0.0
         divisor = jnp.where(empty, 1.0, l_i[...])
         output[0, 0] = (sums[...] / divisor).astype(output.dtype)
-        reached = jnp.where(m_i[...] == -jnp.inf, 0.0, m_i[...])
-        logsumexp[0, 0] = jnp.where(empty, jnp.inf, reached + jnp.log(divisor))
+        logsumexp[0, 0, :1] = jnp.where(empty, 0.0, m_i[...])
+        logsumexp[0, 0, 1:] = jnp.where(empty, jnp.inf, jnp.log(divisor))

@@ -37,6 +37,11 @@ def rows_of(n: Grid, x: Array, fill: float) -> Array:
     return pad(x[:, :, None], 3, n.rows, fill)
 
 
+def logsumexp_rows(n: Grid, logsumexp: Array) -> Array:
+    """(B, H, 2, T) -> (B, H, 2, T padded), where a padded row sees nothing."""
+    return jnp.concatenate((rows_of(n, logsumexp[:, :, 0], 0.0), rows_of(n, logsumexp[:, :, 1], jnp.inf)), 2)
+
+
 def padded_to_tiles(n: Grid, call: AttentionCall) -> AttentionCall:
     """The call's tensors as the kernels read them.
 

@@ -78,7 +78,7 @@ def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: boo
         return torch.empty(shape, dtype=dtype, device="meta")
 
     query, key = empty(2, 4096, 32, head_dim), empty(2, 4096, 8, head_dim)
-    lse = empty(2, 32, 4096, dtype=torch.float32)
+    lse, delta = empty(2, 32, 2, 4096, dtype=torch.float32), empty(2, 32, 4096, dtype=torch.float32)
     call = AttentionCall(right=0, scale=head_dim**-0.5)
     bias_grad = None
     if everything:
@@ -90,14 +90,14 @@ def _calls(architecture: str, dtype: torch.dtype, head_dim: int, everything: boo
         )  # fmt: skip
         bias_grad = empty(2, 32, 4096, 4096, dtype=torch.float32)
     yield "forward", calls.forward_call(architecture, query, key, key, query, lse, call)
-    yield "delta", calls.delta_call(query, query, lse)
+    yield "delta", calls.delta_call(query, query, delta)
     yield (
         "key_value_grad",
-        calls.key_value_grad_call(architecture, query, key, key, query, lse, lse, key, key, call),
+        calls.key_value_grad_call(architecture, query, key, key, query, lse, delta, key, key, call),
     )
     yield (
         "query_grad",
-        calls.query_grad_call(architecture, query, key, key, query, lse, lse, query, bias_grad, call),
+        calls.query_grad_call(architecture, query, key, key, query, lse, delta, query, bias_grad, call),
     )
 
 

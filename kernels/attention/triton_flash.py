@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import flatten, schema, unflatten
+from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
 from easytorch.kernels.interop.installed import missing
@@ -52,11 +52,18 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) 
     schema=f"(Tensor query, Tensor key, Tensor value, {schema()}) -> (Tensor, Tensor)",
 )  # fmt: skip
 def _forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
-    """output (B, T, H, Dv), lse (B, H, T) float32."""
+    """output (B, T, H, Dv), lse (B, H, 2, T) float32: logsumexp.py, in the units of the kernel's scores."""
+    return flash_forward(query, key, value, unflatten(fields))
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, natural: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """The results of `_forward`, which records no gradient; natural: of triton_flash_calls.py."""
     from easytorch.kernels.attention.triton_flash_calls import forward_call
 
     output, lse = _forward_fake(query, key, value)
-    forward_call(_architecture(query), query, key, value, output, lse, unflatten(fields)).launch()
+    forward_call(_architecture(query), query, key, value, output, lse, call, natural=natural).launch()
     return output, lse
 
 
@@ -64,7 +71,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[T
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     output = torch.empty((batch, length, heads, value.shape[3]), dtype=query.dtype, device=query.device)
-    return output, torch.empty((batch, heads, length), dtype=torch.float32, device=query.device)
+    return output, torch.empty((batch, heads, 2, length), dtype=torch.float32, device=query.device)
 
 
 @torch.library.custom_op(
@@ -76,25 +83,35 @@ def _backward(
     grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Gradients:
     """The gradients of query, key, value, bias and sinks; the last two are empty when there is none to give."""
+    return flash_backward(grad, output, lse, query, key, value, unflatten(rest[:-1]), rest[-1])
+
+
+def flash_backward(
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall,
+    wants_bias: bool, natural: bool | None = None,
+) -> Gradients:  # fmt: skip
+    """The results of `_backward`; natural: as it was in forward."""
     from easytorch.kernels.attention import triton_flash_calls as calls
 
-    call, wants_bias = unflatten(rest[:-1]), rest[-1]
     # contiguous whatever the strides of the input: those may overlap
     query_grad, key_grad, value_grad, bias_grad, sinks_grad = like(query, key, value, call, wants_bias)
     architecture = _architecture(query)
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse[:, :, 0])
     calls.delta_call(output, grad, delta).launch()
-    calls.key_value_grad_call(architecture, query, key, value, grad, lse, delta, key_grad, value_grad, call).launch()
+    calls.key_value_grad_call(
+        architecture, query, key, value, grad, lse, delta, key_grad, value_grad, call, natural=natural
+    ).launch()
     scores_grad = None
     if wants_bias:
         # zeros: the blocks outside the band are never visited
-        scores_grad = torch.zeros((*lse.shape, key.shape[1]), dtype=torch.float32, device=query.device)
-    calls.query_grad_call(architecture, query, key, value, grad, lse, delta, query_grad, scores_grad, call).launch()
+        scores_grad = torch.zeros((*delta.shape, key.shape[1]), dtype=torch.float32, device=query.device)
+    calls.query_grad_call(
+        architecture, query, key, value, grad, lse, delta, query_grad, scores_grad, call, natural=natural
+    ).launch()
     if scores_grad is not None:
         bias_grad.copy_(scores_grad.sum_to_size(bias_grad.shape))
     if call.sinks is not None:
-        weight = torch.exp(call.sinks.float()[:, None] - lse)
-        sinks_grad.copy_(-(weight * delta).sum(dim=(0, 2)))
+        sinks_grad.copy_(-(sink_weights(call, lse) * delta).sum(dim=(0, 2)))
     return query_grad, key_grad, value_grad, bias_grad, sinks_grad
 
 
@@ -103,6 +120,16 @@ def _backward_fake(
     grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Gradients:
     return like(query, key, value, unflatten(rest[:-1]), rest[-1])
+
+
+def sink_weights(call: AttentionCall, lse: Tensor) -> Tensor:
+    """(B, H, T): what of each row's probability its sink takes."""
+    from easytorch.kernels.attention.triton_flash_calls import LOG2E, natural_scores
+
+    maximum, log_sum = lse.unbind(2)
+    if natural_scores(call):
+        return torch.exp(call.sinks.float()[:, None] - maximum - log_sum)
+    return torch.exp2(call.sinks.float()[:, None] * LOG2E - maximum - log_sum)
 
 
 def _architecture(query: Tensor) -> str:

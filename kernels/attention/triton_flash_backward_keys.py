@@ -17,13 +17,14 @@ import triton.language as tl
 
 from easytorch.kernels.attention.triton_flash_tiles import (
     band_limits,
+    exponential,
     keep_tile,
+    load_logsumexp,
     load_tile,
     score_tile,
     store_tile,
     tile_pointers,
 )
-from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _fold_queries(
     grad_strides, bias, bias_strides, mask, mask_strides, query_ids, query_id_strides, key_ids, seed, threshold,
     keep_scale, head, T, S, left, right, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BOUNDARY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
     """Add what queries [begin, end) of one head give to (key_grad, value_grad); score tiles are (keys, queries)."""
     local_rows = tl.arange(0, BLOCK_M)[None, :]
@@ -52,14 +53,14 @@ def _fold_queries(
         queries = load_tile(query, start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, BOUNDARY)
         grads = load_tile(output_grad, start, T, grad_strides[1], grad_strides[3], BLOCK_M, DV, BLOCK_DV, BOUNDARY)
         # +inf: a row beyond T has no weights
-        row_lse = tl.load(lse + rows, mask=rows < T, other=float("inf")) * LOG2E
+        row_max, row_log_sum = load_logsumexp(lse, rows, T)
         row_delta = tl.load(delta + rows, mask=rows < T, other=0.0)
         products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
         scores, capped = score_tile(
             products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, ids, key_ids, left, right,
             BOUNDARY,
         )  # fmt: skip
-        weights = tl.exp2(scores - row_lse)
+        weights = exponential(scores - row_max - row_log_sum, NATURAL)
         kept = weights
         weight_grad = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
         if seed is not None:
@@ -81,7 +82,7 @@ def flash_key_value_grad(
     mask_strides, query_id_strides, key_id_strides, H, GROUP, T, S, left, right, scale, cap, softmax_scale, threshold,
     keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """One program per block of BLOCK_N keys of one key/value head: key_grad (B, S, K, D), value_grad (B, S, K, DV)."""
     blocks = tl.cdiv(S, BLOCK_N)
@@ -115,7 +116,7 @@ def flash_key_value_grad(
         head = b * H + h
         q = query + b * query_strides[0] + h * query_strides[2]
         grad = output_grad + b * grad_strides[0] + h * grad_strides[2]
-        head_lse = lse + head * T
+        head_lse = lse + head * 2 * T
         head_delta = delta + head * T
         head_bias = bias
         if bias is not None:
@@ -130,7 +131,7 @@ def flash_key_value_grad(
                     head_delta, query_strides, grad_strides, head_bias, bias_strides, head_mask, mask_strides,
                     query_ids, query_id_strides, column_ids, seed, threshold, keep_scale, head, T, S, left, right,
                     scale, cap,
-                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
+                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, part != 1,
                 )  # fmt: skip
     key_sum = key_sum * softmax_scale
     store_tile(key_grad, key_sum, column_start, S, key_grad_strides[1], key_grad_strides[3], BLOCK_N, D, BLOCK_D)

@@ -10,13 +10,14 @@ import triton.language as tl
 
 from easytorch.kernels.attention.triton_flash_tiles import (
     band_limits,
+    exponential,
     keep_tile,
+    load_logsumexp,
     load_tile,
     score_tile,
     store_tile,
     tile_pointers,
 )
-from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit
@@ -40,11 +41,11 @@ def flash_delta(
 
 @triton.jit
 def _fold_keys(
-    query_grad, queries, grads, row_lse, row_delta, row_start, begin, end, key, value, key_strides, value_strides, bias,
-    bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, query_ids, key_ids, key_id_strides, seed, threshold,
-    keep_scale, head, T, S, left, right, scale, cap,
+    query_grad, queries, grads, row_max, row_log_sum, row_delta, row_start, begin, end, key, value, key_strides,
+    value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, query_ids, key_ids,
+    key_id_strides, seed, threshold, keep_scale, head, T, S, left, right, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BOUNDARY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
     """Add what keys [begin, end) give to query_grad, write their part of bias_grad; score tiles are (queries, keys)."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
@@ -68,7 +69,7 @@ def _fold_keys(
             products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, ids, left, right,
             BOUNDARY,
         )  # fmt: skip
-        weights = tl.exp2(scores - row_lse[:, None])
+        weights = exponential(scores - row_max[:, None] - row_log_sum[:, None], NATURAL)
         weight_grad = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
         if seed is not None:
             keep = keep_tile(seed, head, rows, columns, threshold)
@@ -92,7 +93,7 @@ def flash_query_grad(
     mask_strides, query_id_strides, key_id_strides, H, GROUP, T, S, left, right, scale, cap, softmax_scale, threshold,
     keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """One program per block of BLOCK_M queries and head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
     blocks = tl.cdiv(T, BLOCK_M)
@@ -118,7 +119,7 @@ def flash_query_grad(
         key_ids += b * key_id_strides[0]
         row_ids = tl.load(query_ids + b * query_id_strides[0] + rows * query_id_strides[1], mask=rows < T, other=0)
         row_ids = row_ids[:, None]
-    row_lse = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
+    row_max, row_log_sum = load_logsumexp(lse + head * 2 * T, rows, T)
     row_delta = tl.load(delta + head * T + rows, mask=rows < T, other=0.0)
     queries = load_tile(query, row_start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, True)
     grads = load_tile(output_grad, row_start, T, grad_strides[1], grad_strides[3], BLOCK_M, DV, BLOCK_DV, True)
@@ -130,10 +131,10 @@ def flash_query_grad(
     for part in tl.static_range(3):
         if part != 0 or left is not None:
             result = _fold_keys(
-                result, queries, grads, row_lse, row_delta, row_start, limits[part], limits[part + 1], key, value,
-                key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides,
+                result, queries, grads, row_max, row_log_sum, row_delta, row_start, limits[part], limits[part + 1], key,
+                value, key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides,
                 row_ids, key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, left, right, scale, cap,
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, part != 1,
             )  # fmt: skip
     store_tile(
         query_grad, result * softmax_scale, row_start, T, query_grad_strides[1], query_grad_strides[3],

@@ -19,19 +19,24 @@ from easytorch.kernels.attention.triton_flash_forward import flash_forward
 from easytorch.kernels.attention.triton_tuning import padded_dim, tiles_of
 from easytorch.kernels.interop.triton_call import Call
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
+
+
+def natural_scores(call: AttentionCall) -> bool:
+    """Whether the kernels' scores are natural: those with a bias, which as large as it may be has no room for more."""
+    return call.bias is not None
 
 
 def forward_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-    lse: torch.Tensor, call: AttentionCall,
+    lse: torch.Tensor, call: AttentionCall, *, natural: bool | None = None,
 ) -> Call:  # fmt: skip
-    """Fills output (B, T, H, Dv) and lse (B, H, T) float32."""
+    """Fills output (B, T, H, Dv) and lse (B, H, 2, T) float32: logsumexp.py."""
     batch, length, heads, _ = query.shape
     tiles = tiles_of("forward", architecture, query, value, dense=call.dense)
     arguments = {
         "query": query, "key": key, "value": value, "output": output, "lse": lse, "sinks": call.sinks,
-        "output_strides": output.stride(), **shared_arguments(query, key, value, call),
+        "output_strides": output.stride(), **shared_arguments(query, key, value, call, natural),
         **tile_arguments(query, value, tiles),
     }  # fmt: skip
     return Call(
@@ -53,6 +58,7 @@ def delta_call(output: torch.Tensor, output_grad: torch.Tensor, delta: torch.Ten
 def key_value_grad_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output_grad: torch.Tensor,
     lse: torch.Tensor, delta: torch.Tensor, key_grad: torch.Tensor, value_grad: torch.Tensor, call: AttentionCall,
+    *, natural: bool | None = None,
 ) -> Call:  # fmt: skip
     """Fills key_grad (B, S, K, D) and value_grad (B, S, K, Dv)."""
     batch, keys, kv_heads, _ = key.shape
@@ -61,7 +67,7 @@ def key_value_grad_call(
         "query": query, "key": key, "value": value, "output_grad": output_grad, "lse": lse, "delta": delta,
         "key_grad": key_grad, "value_grad": value_grad, "grad_strides": output_grad.stride(),
         "key_grad_strides": key_grad.stride(), "value_grad_strides": value_grad.stride(),
-        "softmax_scale": call.scale, **shared_arguments(query, key, value, call),
+        "softmax_scale": call.scale, **shared_arguments(query, key, value, call, natural),
         **tile_arguments(query, value, tiles),
     }  # fmt: skip
     programs = -(-keys // tiles.block_n) * kv_heads * batch
@@ -71,7 +77,7 @@ def key_value_grad_call(
 def query_grad_call(
     architecture: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output_grad: torch.Tensor,
     lse: torch.Tensor, delta: torch.Tensor, query_grad: torch.Tensor, bias_grad: torch.Tensor | None,
-    call: AttentionCall,
+    call: AttentionCall, *, natural: bool | None = None,
 ) -> Call:  # fmt: skip
     """Fills query_grad (B, T, H, D), and bias_grad (B, H, T, S) in the blocks that are seen."""
     batch, length, heads, _ = query.shape
@@ -81,7 +87,7 @@ def query_grad_call(
         "query_grad": query_grad, "bias_grad": bias_grad, "grad_strides": output_grad.stride(),
         "query_grad_strides": query_grad.stride(),
         "bias_grad_strides": None if bias_grad is None else bias_grad.stride(),
-        "softmax_scale": call.scale, **shared_arguments(query, key, value, call),
+        "softmax_scale": call.scale, **shared_arguments(query, key, value, call, natural),
         **tile_arguments(query, value, tiles),
     }  # fmt: skip
     programs = -(-length // tiles.block_m) * heads * batch
@@ -89,9 +95,14 @@ def query_grad_call(
 
 
 def shared_arguments(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, natural: bool | None = None
 ) -> dict[str, Any]:
-    """The arguments that every kernel but delta takes; a mask or bias is broadcast by strides of zero."""
+    """The arguments that every kernel but delta takes; a mask or bias is broadcast by strides of zero.
+
+    natural: whether scores and lse are, else in units of log2; None is what the call needs (`natural_scores`).
+    """
+    natural = natural_scores(call) if natural is None else natural
+    unit = 1.0 if natural else LOG2E
     batch, length, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
     full = (batch, heads, length, keys)
@@ -105,8 +116,8 @@ def shared_arguments(
         "bias_strides": _strides(bias), "mask_strides": _strides(mask),
         "query_id_strides": _strides(call.query_segment_ids), "key_id_strides": _strides(call.key_segment_ids),
         "H": heads, "GROUP": heads // kv_heads, "T": length, "S": keys, "left": call.left, "right": call.right,
-        "scale": scale * _LOG2E if softcap is None else scale / softcap,
-        "cap": None if softcap is None else softcap * _LOG2E,
+        "scale": scale * unit if softcap is None else scale / softcap,
+        "cap": None if softcap is None else softcap * unit, "NATURAL": natural,
         "threshold": dropout.threshold(call.dropout_prob), "keep_scale": 1.0 / (1.0 - call.dropout_prob),
     }  # fmt: skip
 

@@ -6,15 +6,16 @@ import triton
 import triton.language as tl
 
 from easytorch.kernels.attention.triton_flash_tiles import (
-    LN2,
     band_limits,
+    exponential,
     keep_tile,
     load_tile,
     score_tile,
+    sink_score,
+    store_logsumexp,
     store_tile,
     tile_pointers,
 )
-from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def _attend(
     output, l_i, m_i, query, row_start, begin, end, key, value, key_strides, value_strides, bias, bias_strides, mask,
     mask_strides, query_ids, key_ids, key_id_strides, seed, threshold, head, T, S, left, right, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BOUNDARY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [begin, end) into the running (output, l_i, m_i) of BLOCK_M rows; begin is a multiple of BLOCK_N."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
@@ -50,8 +51,8 @@ def _attend(
         if BOUNDARY or bias is not None or mask is not None or key_ids is not None:
             # a row that has seen nothing yet has no maximum: -inf - -inf is NaN
             origin = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(scores - origin[:, None])
-        alpha = tl.exp2(m_i - origin)
+        weights = exponential(scores - origin[:, None], NATURAL)
+        alpha = exponential(m_i - origin, NATURAL)
         l_i = l_i * alpha + tl.sum(weights, 1)
         if seed is not None:
             weights = tl.where(keep_tile(seed, head, rows, columns, threshold), weights, 0.0)
@@ -67,11 +68,11 @@ def flash_forward(
     query_strides, key_strides, value_strides, output_strides, bias_strides, mask_strides, query_id_strides,
     key_id_strides, H, GROUP, T, S, left, right, scale, cap, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of BLOCK_M queries of one head. Writes output (B, T, H, DV) and lse (B, H, T), contiguous.
+    """One program per block of BLOCK_M queries of one head. Writes output (B, T, H, DV), lse (B, H, 2, T), contiguous.
 
-    lse is the natural logarithm of the sum of exponentials, +inf for a row that sees nothing.
+    lse is in the two parts of logsumexp.py, in units of the scores: NATURAL, or of log2.
     """
     blocks = tl.cdiv(T, BLOCK_M)
     # with a causal mask the last blocks have the most keys: they start first
@@ -98,8 +99,7 @@ def flash_forward(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        m_i = tl.zeros((BLOCK_M,), tl.float32) + sink
+        m_i = tl.zeros((BLOCK_M,), tl.float32) + sink_score(tl.load(sinks + h), NATURAL)
         l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     queries = load_tile(query, row_start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, True)
@@ -113,14 +113,11 @@ def flash_forward(
                 result, l_i, m_i, queries, row_start, limits[part], limits[part + 1], key, value, key_strides,
                 value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed,
                 threshold, head, T, S, left, right, scale, cap,
-                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
+                D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, part != 1,
             )  # fmt: skip
 
-    empty = l_i == 0.0
-    l_i = tl.where(empty, 1.0, l_i)
-    result = result / l_i[:, None]
+    result = result / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if seed is not None:
         result = result * keep_scale
     store_tile(output, result, row_start, T, output_strides[1], output_strides[3], BLOCK_M, DV, BLOCK_DV)
-    lse_rows = lse + head.to(tl.int64) * T + rows
-    tl.store(lse_rows, tl.where(empty, float("inf"), (m_i + tl.log2(l_i)) * LN2), mask=rows < T)
+    store_logsumexp(lse + head.to(tl.int64) * 2 * T, rows, T, m_i, l_i, NATURAL)

@@ -85,10 +85,11 @@ def score_tile(
     products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, key_ids, left, right,
     BOUNDARY: tl.constexpr,
 ):  # fmt: skip
-    """(scores in units of log2, tanh of the soft cap) from products of queries and keys, -inf where not seen.
+    """(scores, tanh of the soft cap) from products of queries and keys, -inf where not seen.
 
-    scale and cap carry the factor log2(e): scale = softmax_scale * log2(e), or softmax_scale / softcap and
-    cap = softcap * log2(e). BOUNDARY: the tile may reach beyond S or the band.
+    Scores are natural with a bias: times log2(e), `torch.finfo(torch.float32).min` would be -inf. Without one they may
+    be in units of log2, which saves a product: then scale and cap carry the factor, scale = softmax_scale * log2(e), or
+    softmax_scale / softcap and cap = softcap * log2(e). BOUNDARY: the tile may reach beyond S or the band.
     """
     capped = products * scale
     scores = capped
@@ -97,7 +98,7 @@ def score_tile(
         scores = capped * cap
     if bias_pointers is not None:
         bias = tl.load(bias_pointers, mask=(rows < T) & (columns < S), other=0.0)
-        scores += bias.to(tl.float32) * LOG2E
+        scores += bias.to(tl.float32)
     if mask_pointers is not None:
         seen = tl.load(mask_pointers, mask=(rows < T) & (columns < S), other=0)
         scores = tl.where(seen != 0, scores, float("-inf"))
@@ -110,6 +111,48 @@ def score_tile(
         if right is not None:
             scores = tl.where(columns <= rows + (S - T) + right, scores, float("-inf"))
     return scores, capped
+
+
+@triton.jit
+def exponential(x, NATURAL: tl.constexpr):
+    """The exponential of natural scores, or of those in units of log2."""
+    if NATURAL:
+        x = x * LOG2E
+    return tl.exp2(x)
+
+
+@triton.jit
+def logarithm(x, NATURAL: tl.constexpr):
+    """The inverse of `exponential`."""
+    x = tl.log2(x)
+    if NATURAL:
+        x = x * LN2
+    return x
+
+
+@triton.jit
+def sink_score(sink, NATURAL: tl.constexpr):
+    """The logit of a sink in the units of the scores."""
+    sink = sink.to(tl.float32)
+    if not NATURAL:
+        sink = sink * LOG2E
+    return sink
+
+
+@triton.jit
+def load_logsumexp(lse, rows, T):
+    """(maximum, log of the sum above it) of rows of lse (2, T); +inf beyond T, where a row has no weights."""
+    maximum = tl.load(lse + rows, mask=rows < T, other=0.0)
+    return maximum, tl.load(lse + T + rows, mask=rows < T, other=float("inf"))
+
+
+@triton.jit
+def store_logsumexp(lse, rows, T, maximum, total, NATURAL: tl.constexpr):
+    """Write what `load_logsumexp` reads: 0 and +inf where the sum of exponentials is zero."""
+    empty = total == 0.0
+    tl.store(lse + rows, tl.where(empty, 0.0, maximum), mask=rows < T)
+    log_sum = logarithm(tl.where(empty, 1.0, total), NATURAL)
+    tl.store(lse + T + rows, tl.where(empty, float("inf"), log_sum), mask=rows < T)
 
 
 @triton.jit

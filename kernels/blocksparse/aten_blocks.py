@@ -15,6 +15,7 @@ from torch import Tensor
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.dropout import threshold
 from easytorch.kernels.attention.layout import readable
+from easytorch.kernels.attention.logsumexp import parts, weights_of
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.blocksparse import aten_tile, torch_tile
 from easytorch.kernels.blocksparse.aten_plan import Step, part_of, steps
@@ -29,22 +30,24 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """begin, end: structure.py, int32 (B or 1, T). mask and bias of the call: four dimensions.
 
-    (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, T), +inf for empty rows.
+    (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, 2, T): attention/logsumexp.py.
     """
     batch, length, heads, _ = query.shape
     output = query.new_zeros(batch, length, heads, value.shape[3])
-    logsumexp = query.new_full((batch, heads, length), torch.inf, dtype=working_dtype(query))
+    # until a step fills it in, a row has seen its sink or nothing
+    highest = query.new_full((heads,), -torch.inf, dtype=working_dtype(query))
     if call.sinks is not None:
-        logsumexp.copy_(call.sinks[:, None])
+        highest = call.sinks.to(highest.dtype)
+    highest = highest[:, None].expand(batch, heads, length)
+    logsumexp = parts(highest, (highest > -torch.inf).to(highest.dtype))
     query, key, value, into = (readable(x).transpose(1, 2) for x in (query, key, value, output))
     tile = _tile(query, value, call)
     for part in _parts(query, key, value, begin, end, call, tile):
-        into[part.queries], logsumexp[part.queries] = tile.forward(
+        into[part.queries], logsumexp[part.logsumexp] = tile.forward(
             query[part.queries], _take(key, part), _take(value, part), part.seen, part.bias,
             None if call.sinks is None else call.sinks[part.queries[1]], **part.settings,
         )  # fmt: skip
-    # a sink of -inf alone is no weight either
-    return output, torch.where(logsumexp == -torch.inf, torch.inf, logsumexp)
+    return output, logsumexp
 
 
 def backward(
@@ -68,7 +71,7 @@ def backward(
     sinks_grad = None
     if call.sinks is not None:
         delta = (grad.to(working) * output).sum(-1).transpose(1, 2)
-        weight = torch.exp(call.sinks.to(working)[:, None] - logsumexp)
+        weight = weights_of(call.sinks.to(working)[:, None, None], logsumexp)[..., 0]
         sinks_grad = -(weight * delta).sum((0, 2)).to(call.sinks.dtype)
     grad, query, key, value, output = (readable(x).transpose(1, 2) for x in (grad, query, key, value, output))
     into = query_grad.transpose(1, 2)
@@ -78,7 +81,7 @@ def backward(
         asked = {} if added_grad is None else {"bias_grad": True}
         into[part.queries], of_key, of_value, of_bias = tile.backward(
             grad[part.queries], query[part.queries], _take(key, part), _take(value, part), part.seen, part.bias,
-            output[part.queries], logsumexp[part.queries], **part.settings, **asked,
+            output[part.queries], logsumexp[part.logsumexp], **part.settings, **asked,
         )  # fmt: skip
         _add(keys_into[part.keys], part.columns, of_key)
         _add(values_into[part.keys], part.columns, of_value)
@@ -104,6 +107,12 @@ class _Part(NamedTuple):
     seen: Tensor | None
     bias: Tensor | None
     settings: dict[str, Any]
+
+    @property
+    def logsumexp(self) -> tuple[slice, slice, slice, slice]:
+        """The positions in (B, H, 2, T)."""
+        batch, heads, rows = self.queries
+        return batch, heads, slice(None), rows
 
 
 def _tile(query: Tensor, value: Tensor, call: AttentionCall) -> ModuleType:

@@ -46,11 +46,11 @@ def attention(
 def blocksparse_forward(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, T, H, Dv) and logsumexp (B, H, T) in the dtype of the softmax."""
+    """Output (B, T, H, Dv) and logsumexp (B, H, 2, T) in the dtype of the softmax."""
     if 0 in (*query.shape[:3], value.shape[3]):  # no numbers come out
         batch, length, heads = query.shape[:3]
         empty = query.new_zeros(batch, length, heads, value.shape[3])
-        return empty, query.new_zeros(batch, heads, length, dtype=working_dtype(query))
+        return empty, query.new_zeros(batch, heads, 2, length, dtype=working_dtype(query))
     with torch.autocast("cpu", enabled=False):  # it would round scores and sums
         return aten_blocks.forward(query, key, value, begin, end, four_dims(unflatten(fields)))
 
@@ -59,7 +59,7 @@ def blocksparse_forward(
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads = query.shape[:3]
     output = query.new_empty(batch, length, heads, value.shape[3])
-    return output, query.new_empty(batch, heads, length, dtype=working_dtype(query))
+    return output, query.new_empty(batch, heads, 2, length, dtype=working_dtype(query))
 
 
 @torch.library.custom_op(

@@ -2,6 +2,7 @@
 
 Sinks are applied to its result: with z the logarithm of the sum of exponentials that the kernel returns, the output
 with a sink is output * sigmoid(z - sink), and backward with z' = logaddexp(z, sink) in its place is that of the whole.
+A step with a z that one number does not hold (attention/logsumexp.py) is torch_tile.py's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.aten import addend
+from easytorch.kernels.attention.logsumexp import fits_one_number, from_one_number, one_number
+from easytorch.kernels.blocksparse import torch_tile
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -19,9 +22,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-    *, scale: float, **_: Any,
+    *, scale: float, **settings: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(b, H, R, D), (b, K, C, D) twice -> output (b, H, R, D), logsumexp (b, H, R), +inf for a row that sees none."""
+    """(b, H, R, D), (b, K, C, D) twice -> output (b, H, R, D), logsumexp (b, H, 2, R)."""
     added = _added(query, key, seen, bias)
     output, logsumexp = _forward(query, key, value, attn_mask=added, scale=scale)
     if added is not None:
@@ -29,23 +32,29 @@ def forward(
         if empty.any():
             output = torch.where(empty[..., None], 0.0, output)
             logsumexp = torch.where(empty, -torch.inf, logsumexp)
+    total = logsumexp
     if sinks is not None:
         total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
         # a sink of -inf leaves a row that sees nothing without any weight
         share = torch.where(total == -torch.inf, 0.0, torch.exp(logsumexp - total))
-        output, logsumexp = (output * share[..., None]).to(output.dtype), total
-    return output, torch.where(logsumexp == -torch.inf, torch.inf, logsumexp)
+        output = (output * share[..., None]).to(output.dtype)
+    if not (fits_one_number(logsumexp) and fits_one_number(total)):
+        return torch_tile.forward(query, key, value, seen, bias, sinks, scale=scale, **settings)
+    return output, from_one_number(total)
 
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, output: Tensor,
-    logsumexp: Tensor, *, scale: float, **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    logsumexp: Tensor, *, scale: float, **settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of query, key and value, from that of `forward`'s first result; none of the bias."""
+    single = one_number(logsumexp)
+    if not fits_one_number(single):
+        return torch_tile.backward(
+            grad, query, key, value, seen, bias, output, logsumexp, scale=scale, **settings
+        )  # fmt: skip
     added = _added(query, key, seen, bias)
-    return *_backward(
-        grad, query, key, value, output, logsumexp.contiguous(), 0.0, False, attn_mask=added, scale=scale
-    ), None  # fmt: skip
+    return *_backward(grad, query, key, value, output, single, 0.0, False, attn_mask=added, scale=scale), None
 
 
 def _added(query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor | None:

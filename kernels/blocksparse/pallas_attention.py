@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.jax_flash import sink_weights
 from easytorch.kernels.attention.jax_flash_tiles import pad
 from easytorch.kernels.attention.pallas_flash_backward import Saved
 from easytorch.kernels.attention.pallas_flash_inputs import (
     grid_of,
     heads_first,
     heads_first_transposed,
+    logsumexp_rows,
     padded_to_tiles,
     rows_of,
 )
@@ -38,7 +40,7 @@ def blocksparse_forward(
     rule: Rule,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, T) float32, +inf if empty.
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp (B, H, 2, T) float32.
 
     prefix: int32 (B or 1,), with rule.prefix True. interpret: run by Pallas's interpreter.
     """
@@ -51,7 +53,7 @@ def blocksparse_forward(
         heads_first(key, n.columns), heads_first_transposed(value, n.columns), *_padded(n, begin, end),
         interpret=interpret,
     )  # fmt: skip
-    return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[:, :, 0, : n.length]
+    return output[..., : n.length].transpose(0, 3, 1, 2), logsumexp[..., : n.length]
 
 
 def blocksparse_backward(
@@ -80,7 +82,7 @@ def blocksparse_backward(
         key=heads_first(key, n.columns),
         value=heads_first(value, n.columns),
         grad=heads_first(grad.astype(query.dtype), n.rows),
-        logsumexp=rows_of(n, logsumexp, jnp.inf),
+        logsumexp=logsumexp_rows(n, logsumexp),
         delta=rows_of(n, delta, 0.0),
     )
     grad_key, grad_value = backward_keys(
@@ -93,8 +95,7 @@ def blocksparse_backward(
     )  # fmt: skip
     grad_sinks = None
     if sinks is not None:
-        taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
-        grad_sinks = -(taken * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+        grad_sinks = -(sink_weights(sinks, logsumexp) * delta).sum(axis=(0, 2)).astype(sinks.dtype)
     return (
         grad_query[..., : n.length].transpose(0, 3, 1, 2).astype(query.dtype),
         grad_key[:, :, : n.keys].swapaxes(1, 2).astype(key.dtype),

@@ -51,6 +51,7 @@ def backward_keys(
         return b, head(b, k, s, g, t), o[s + 1], row(b, s, t)
 
     vector = pl.BlockSpec((1, 1, 1, n.rows), lambda b, k, s, g, o, t: (b, head(b, k, s, g, t), 0, row(b, s, t)))
+    parts = pl.BlockSpec((1, 1, 2, n.rows), lambda b, k, s, g, o, t: (b, head(b, k, s, g, t), 0, row(b, s, t)))
     specs = AttentionCall(
         mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
         bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
@@ -67,7 +68,7 @@ def backward_keys(
             num_scalar_prefetch=2,
             grid=(n.batch, n.kv_heads, walk.steps, n.group),
             in_specs=[
-                rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), vector, vector,
+                rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), parts, vector,
                 interval, interval, *(getattr(specs, name) for name in given),
             ],
             out_specs=[columns_spec(dim), columns_spec(value_dim)],
@@ -134,6 +135,7 @@ def backward_queries(
         return b, h, column(b, s, t), o[s + 1]
 
     vector = pl.BlockSpec((1, 1, 1, n.rows), lambda b, h, s, o, t: (b, h, 0, o[s + 1]))
+    parts = pl.BlockSpec((1, 1, 2, n.rows), lambda b, h, s, o, t: (b, h, 0, o[s + 1]))
     specs = AttentionCall(
         mask=None if call.mask is None else tile(call.mask, n.rows, n.columns, tile_of),
         bias=None if call.bias is None else tile(call.bias, n.rows, n.columns, tile_of),
@@ -161,7 +163,7 @@ def backward_queries(
             num_scalar_prefetch=2,
             grid=(n.batch, n.heads, walk.steps),
             in_specs=[
-                rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), vector, vector,
+                rows_spec(dim), columns_spec(dim), columns_spec(value_dim), rows_spec(value_dim), parts, vector,
                 interval, interval,
                 pl.BlockSpec(
                     (1, 1, dim, n.columns), lambda b, h, s, o, t: (b, quotient(h, n.group), 0, column(b, s, t))
@@ -220,7 +222,7 @@ def _gradients(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """(C, R) float32: the weights that were kept, the gradient of query @ key^T, and that of the biased scores."""
     logits, capped = seen_scores(n, call, saved.query[0, 0], saved.key[0, 0], begin, end, i, j, partial)
-    weights = jnp.exp(logits - saved.logsumexp[0, 0])
+    weights = jnp.exp(logits - saved.logsumexp[0, 0, :1] - saved.logsumexp[0, 0, 1:])
     grad_weights = matmul(saved.value[0, 0], saved.grad[0, 0], transposed=True)
     kept = weights
     if call.seed is not None:

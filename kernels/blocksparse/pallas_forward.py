@@ -34,9 +34,9 @@ def forward(
     n: Grid, call: AttentionCall, walk: Walk, query: Array, key: Array, value: Array, begin: Array, end: Array,
     *, interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 1, T).
+    """query (B, H, T, D), key (B, K, S, D), value (B, K, Dv, S) -> output (B, H, Dv, T), logsumexp (B, H, 2, T).
 
-    begin, end: int32 (B or 1, 1, T). All are padded. The logsumexp is float32, +inf where a row sees nothing.
+    begin, end: int32 (B or 1, 1, T). All are padded. The logsumexp is float32, in the parts of logsumexp.py.
     """
     dim, value_dim = query.shape[-1], value.shape[2]
 
@@ -79,7 +79,7 @@ def forward(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, value_dim, n.rows), lambda b, h, s, o, t: (b, h, 0, row(s, o))),
-                pl.BlockSpec((1, 1, 1, n.rows), lambda b, h, s, o, t: (b, h, 0, row(s, o))),
+                pl.BlockSpec((1, 1, 2, n.rows), lambda b, h, s, o, t: (b, h, 0, row(s, o))),
             ],
             scratch_shapes=[
                 pltpu.VMEM((1, n.rows), jnp.float32),
@@ -89,7 +89,7 @@ def forward(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((n.batch, n.heads, value_dim, padded), query.dtype),
-            jax.ShapeDtypeStruct((n.batch, n.heads, 1, padded), jnp.float32),
+            jax.ShapeDtypeStruct((n.batch, n.heads, 2, padded), jnp.float32),
         ],
         compiler_params=CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
@@ -135,5 +135,5 @@ def _kernel(
         empty = l_i[...] == 0.0
         divisor = jnp.where(empty, 1.0, l_i[...])
         output[0, 0] = (sums[...] / divisor).astype(output.dtype)
-        reached = jnp.where(m_i[...] == -jnp.inf, 0.0, m_i[...])
-        logsumexp[0, 0] = jnp.where(empty, jnp.inf, reached + jnp.log(divisor))
+        logsumexp[0, 0, :1] = jnp.where(empty, 0.0, m_i[...])
+        logsumexp[0, 0, 1:] = jnp.where(empty, jnp.inf, jnp.log(divisor))

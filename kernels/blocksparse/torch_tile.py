@@ -1,8 +1,9 @@
 """One step (aten_plan.py) in plain torch, forward and backward: what ATen's fused kernel lacks.
 
 That is the soft cap, dropout that follows a seed, a value of another head_dim, the gradient of the bias.
-Scores are kept in units of log2: of ATen's functions exp2 takes 0.17 ns an element here, exp 0.6, sigmoid 0.29,
-tanh 1.9 and masked_fill 2.0 where an addition takes 0.1 (EPYC, AVX-512, 2 cores).
+Exponentials are taken by exp2: of ATen's functions it takes 0.17 ns an element here, exp 0.6, sigmoid 0.29, tanh 1.9
+and masked_fill 2.0 where an addition or product takes 0.1 (EPYC, AVX-512, 2 cores). Its factor log2(e) comes after the
+maximum is subtracted: a bias of `torch.finfo(torch.float32).min` times log2(e) would be -inf.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.logsumexp import parts
 from easytorch.kernels.attention.native import working_dtype
 
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+LOG2E = math.log2(math.e)
 # tanh by sigmoid has an error of 1.2e-7 of the cap: far below the rounding of the weights up to here
 SIGMOID_CAP = 64.0
 
@@ -23,26 +25,24 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     *, scale: float, softcap: float | None, keep: Tensor | None, keep_scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(b, H, R, D), (b, K, C, D), (b, K, C, Dv) -> output (b, H, R, Dv), logsumexp (b, H, R), +inf for an empty row."""
+    """(b, H, R, D), (b, K, C, D), (b, K, C, Dv) -> output (b, H, R, Dv), logsumexp (b, H, 2, R)."""
     scores, _ = _scores(query, key, seen, bias, scale, softcap)
     m_i = scores.amax(-1, keepdim=True)
-    sink = None if sinks is None else sinks.to(m_i.dtype)[:, None, None] * LOG2E
+    sink = None if sinks is None else sinks.to(m_i.dtype)[:, None, None]
     if sink is not None:
         m_i = m_i.maximum(sink)
-    m_i = torch.where(m_i == -torch.inf, 0.0, m_i)
-    weights = scores.sub_(m_i).exp2_()
+    origin = torch.where(m_i == -torch.inf, 0.0, m_i)
+    weights = scores.sub_(origin).mul_(LOG2E).exp2_()
     l_i = weights.sum(-1, keepdim=True)
     if sink is not None:
-        l_i = l_i + torch.exp2(sink - m_i)
+        l_i = l_i + torch.exp(sink - origin)
     if keep is not None:
         weights = torch.where(keep, weights, 0.0)
-    empty = l_i == 0.0
     # the weights are multiplied in bfloat16 for such values: twice as fast, and as exact as a fused kernel
     matrix = weights.to(value.dtype) if value.dtype == torch.bfloat16 else weights
     output = _grouped(matrix, key) @ value.to(matrix.dtype)
-    output = output.view(*weights.shape[:3], -1) * (keep_scale / torch.where(empty, 1.0, l_i))
-    logsumexp = torch.where(empty, torch.inf, (m_i + l_i.log2()) * LN2)
-    return output.to(query.dtype), logsumexp.squeeze(-1)
+    output = output.view(*weights.shape[:3], -1) * (keep_scale / torch.where(l_i == 0.0, 1.0, l_i))
+    return output.to(query.dtype), parts(m_i.squeeze(-1), l_i.squeeze(-1))
 
 
 def backward(
@@ -53,7 +53,8 @@ def backward(
     """Gradients of query, key, value, and with `bias_grad` of the scores (b, H, R, C); the formulas:
     kernels/attention/triton_flash_backward_keys.py."""
     scores, slope = _scores(query, key, seen, bias, scale, softcap, slope=True)
-    weights = scores.sub_(logsumexp[..., None] * LOG2E).exp2_()
+    maximum, log_sum = logsumexp.unbind(2)
+    weights = scores.sub_(maximum[..., None]).sub_(log_sum[..., None]).mul_(LOG2E).exp2_()
     grad = grad.to(weights.dtype)
     delta = (grad * output).sum(-1, keepdim=True)
     grads = _grouped(grad, key)
@@ -76,24 +77,24 @@ def _scores(
     query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None, scale: float, softcap: float | None,
     *, slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """scores (b, H, R, C) in units of log2, -inf where not seen; with `slope`, the derivative of the soft cap."""
+    """scores (b, H, R, C), -inf where not seen; with `slope`, the derivative of the soft cap."""
     working = working_dtype(query)
     scores = _grouped(query.to(working), key) @ key.to(working).mT
     scores = scores.view(*query.shape[:3], key.shape[2])
     derivative = None
     if softcap is None:
-        scores.mul_(scale * LOG2E)
+        scores.mul_(scale)
     elif softcap <= SIGMOID_CAP and working == torch.float32:
         # tanh(x) = 2 sigmoid(2x) - 1
         half = scores.mul_(2.0 * scale / softcap).sigmoid_()
         derivative = (4.0 * half).mul_(1.0 - half) if slope else None
-        scores = half.mul_(2.0 * softcap * LOG2E).sub_(softcap * LOG2E)
+        scores = half.mul_(2.0 * softcap).sub_(softcap)
     else:
         capped = scores.mul_(scale / softcap).tanh_()
         derivative = 1.0 - capped.square() if slope else None
-        scores = capped.mul_(softcap * LOG2E)
+        scores = capped.mul_(softcap)
     if bias is not None:
-        scores.add_(bias.to(working) * LOG2E)
+        scores.add_(bias.to(working))
     if seen is not None:
         scores.add_(torch.zeros(seen.shape, dtype=working).masked_fill_(~seen, -torch.inf))
     return scores, derivative

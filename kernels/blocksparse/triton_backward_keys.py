@@ -8,9 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from easytorch.kernels.attention.triton_flash_tiles import keep_tile, load_tile, store_tile, tile_pointers
+from easytorch.kernels.attention.triton_flash_tiles import (
+    exponential,
+    keep_tile,
+    load_logsumexp,
+    load_tile,
+    store_tile,
+    tile_pointers,
+)
 from easytorch.kernels.blocksparse.triton_tiles import seen_scores
-from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit
@@ -19,7 +25,7 @@ def _fold_queries(
     query_strides, grad_strides, bias, bias_strides, mask, mask_strides, query_ids, query_id_strides, key_ids, seed,
     threshold, keep_scale, head, T, S, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add what the blocks index[first:last] of queries give to (key_grad, value_grad); tiles are (keys, queries)."""
     local_rows = tl.arange(0, BLOCK_M)[None, :]
@@ -40,7 +46,7 @@ def _fold_queries(
         # a full block may reach beyond T, where a row has no weights: its lse is +inf
         queries = load_tile(query, start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, True)
         grads = load_tile(output_grad, start, T, grad_strides[1], grad_strides[3], BLOCK_M, DV, BLOCK_DV, True)
-        row_lse = tl.load(lse + rows, mask=rows < T, other=float("inf")) * LOG2E
+        row_max, row_log_sum = load_logsumexp(lse, rows, T)
         row_delta = tl.load(delta + rows, mask=rows < T, other=0.0)
         row_begin = begin
         row_end = end
@@ -52,7 +58,7 @@ def _fold_queries(
             products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, ids, key_ids, row_begin, row_end,
             PARTIAL,
         )  # fmt: skip
-        weights = tl.exp2(scores - row_lse)
+        weights = exponential(scores - row_max - row_log_sum, NATURAL)
         kept = weights
         weight_grad = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
         if seed is not None:
@@ -74,7 +80,7 @@ def blocksparse_key_value_grad(
     value_grad_strides, bias_strides, mask_strides, query_id_strides, key_id_strides, interval_stride, index_strides, H,
     GROUP, T, S, scale, cap, softmax_scale, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """One program per block of BLOCK_N keys of one key/value head: key_grad (B, S, K, D), value_grad (B, S, K, DV)."""
     blocks = tl.cdiv(S, BLOCK_N)
@@ -110,7 +116,7 @@ def blocksparse_key_value_grad(
         head = b * H + h
         q = query + b * query_strides[0] + h * query_strides[2]
         grad = output_grad + b * grad_strides[0] + h * grad_strides[2]
-        head_lse = lse + head * T
+        head_lse = lse + head * 2 * T
         head_delta = delta + head * T
         head_bias = bias
         if bias is not None:
@@ -122,13 +128,13 @@ def blocksparse_key_value_grad(
             key_sum, value_sum, keys, values, column_start, index, 0, masked, begin, end, q, grad, head_lse, head_delta,
             query_strides, grad_strides, head_bias, bias_strides, head_mask, mask_strides, query_ids, query_id_strides,
             column_ids, seed, threshold, keep_scale, head, T, S, scale, cap,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, True,
         )  # fmt: skip
         key_sum, value_sum = _fold_queries(
             key_sum, value_sum, keys, values, column_start, index, masked, listed, begin, end, q, grad, head_lse,
             head_delta, query_strides, grad_strides, head_bias, bias_strides, head_mask, mask_strides, query_ids,
             query_id_strides, column_ids, seed, threshold, keep_scale, head, T, S, scale, cap,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, False,
         )  # fmt: skip
     key_sum = key_sum * softmax_scale
     store_tile(key_grad, key_sum, column_start, S, key_grad_strides[1], key_grad_strides[3], BLOCK_N, D, BLOCK_D)

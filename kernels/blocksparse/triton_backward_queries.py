@@ -8,18 +8,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from easytorch.kernels.attention.triton_flash_tiles import keep_tile, load_tile, store_tile, tile_pointers
+from easytorch.kernels.attention.triton_flash_tiles import (
+    exponential,
+    keep_tile,
+    load_logsumexp,
+    load_tile,
+    store_tile,
+    tile_pointers,
+)
 from easytorch.kernels.blocksparse.triton_tiles import seen_scores
-from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit
 def _fold_keys(
-    query_grad, queries, grads, row_lse, row_delta, row_start, index, first, last, begin, end, key, value, key_strides,
-    value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, query_ids, key_ids,
-    key_id_strides, seed, threshold, keep_scale, head, T, S, scale, cap,
+    query_grad, queries, grads, row_max, row_log_sum, row_delta, row_start, index, first, last, begin, end, key, value,
+    key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, query_ids,
+    key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Add what the blocks index[first:last] of keys give to query_grad, write their part of bias_grad."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
@@ -43,7 +49,7 @@ def _fold_keys(
         scores, capped = seen_scores(
             products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, ids, begin, end, PARTIAL
         )
-        weights = tl.exp2(scores - row_lse[:, None])
+        weights = exponential(scores - row_max[:, None] - row_log_sum[:, None], NATURAL)
         weight_grad = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
         if seed is not None:
             keep = keep_tile(seed, head, rows, columns, threshold)
@@ -67,7 +73,7 @@ def blocksparse_query_grad(
     bias_strides, bias_grad_strides, mask_strides, query_id_strides, key_id_strides, interval_stride, index_strides, H,
     GROUP, T, S, scale, cap, softmax_scale, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """One program per block of BLOCK_M queries and head: query_grad (B, T, H, D), bias_grad (B, H, T, S) where seen."""
     blocks = tl.cdiv(T, BLOCK_M)
@@ -96,7 +102,7 @@ def blocksparse_query_grad(
         row_ids = row_ids[:, None]
     row_begin = tl.load(begin + b * interval_stride + rows, mask=rows < T, other=0)[:, None]
     row_end = tl.load(end + b * interval_stride + rows, mask=rows < T, other=0)[:, None]
-    row_lse = tl.load(lse + head * T + rows, mask=rows < T, other=float("inf")) * LOG2E
+    row_max, row_log_sum = load_logsumexp(lse + head * 2 * T, rows, T)
     row_delta = tl.load(delta + head * T + rows, mask=rows < T, other=0.0)
     queries = load_tile(query, row_start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, True)
     grads = load_tile(output_grad, row_start, T, grad_strides[1], grad_strides[3], BLOCK_M, DV, BLOCK_DV, True)
@@ -106,16 +112,16 @@ def blocksparse_query_grad(
     masked = tl.load(partial + b * index_strides[2] + block)
     listed = tl.load(total_blocks + b * index_strides[2] + block)
     result = _fold_keys(
-        result, queries, grads, row_lse, row_delta, row_start, index, 0, masked, row_begin, row_end, key, value,
-        key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, row_ids,
-        key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, scale, cap,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+        result, queries, grads, row_max, row_log_sum, row_delta, row_start, index, 0, masked, row_begin, row_end, key,
+        value, key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides,
+        row_ids, key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, scale, cap,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, True,
     )  # fmt: skip
     result = _fold_keys(
-        result, queries, grads, row_lse, row_delta, row_start, index, masked, listed, row_begin, row_end, key, value,
-        key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides, row_ids,
-        key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, scale, cap,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+        result, queries, grads, row_max, row_log_sum, row_delta, row_start, index, masked, listed, row_begin, row_end,
+        key, value, key_strides, value_strides, bias, bias_strides, bias_grad, bias_grad_strides, mask, mask_strides,
+        row_ids, key_ids, key_id_strides, seed, threshold, keep_scale, head, T, S, scale, cap,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, False,
     )  # fmt: skip
     store_tile(
         query_grad, result * softmax_scale, row_start, T, query_grad_strides[1], query_grad_strides[3],

@@ -27,7 +27,7 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def forward_call(
     architecture: str, given: Given, output: torch.Tensor, lse: torch.Tensor, structure: Structure, call: AttentionCall
 ) -> Call:
-    """Fills output (B, T, H, Dv) and lse (B, H, T) float32. given: query, key, value."""
+    """Fills output (B, T, H, Dv) and lse (B, H, 2, T) float32. given: query, key, value."""
     query, _, value = given
     tiles = tiles_of("forward", architecture, query, value, dense=call.dense)
     arguments = {
@@ -111,7 +111,8 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
 
     for dim, everything in ((128, False), (64, True)):
         query, key = empty(2, 4096, 32, dim), empty(2, 4096, 8, dim)
-        lse, ids = empty(2, 32, 4096, dtype=torch.float32), empty(2, 4096, dtype=torch.int64)
+        lse, delta = empty(2, 32, 2, 4096, dtype=torch.float32), empty(2, 32, 4096, dtype=torch.float32)
+        ids = empty(2, 4096, dtype=torch.int64)
         structure = structure_of(4096, 4096, torch.device("meta"), causal=True, sliding_window=1024)
         call = AttentionCall(query_segment_ids=ids, key_segment_ids=ids, scale=dim**-0.5)
         bias_grad = None
@@ -125,12 +126,12 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
         name = "every feature" if everything else "documents"
         yield f"forward, {name}", forward_call(architecture, given, query, lse, structure, call)
         if not everything:
-            yield "delta", delta_call(query, query, lse)
+            yield "delta", delta_call(query, query, delta)
         yield (
             f"key_value_grad, {name}",
-            key_value_grad_call(architecture, given, query, lse, lse, key, key, structure, call),
+            key_value_grad_call(architecture, given, query, lse, delta, key, key, structure, call),
         )
         yield (
             f"query_grad, {name}",
-            query_grad_call(architecture, given, query, lse, lse, query, bias_grad, structure, call),
+            query_grad_call(architecture, given, query, lse, delta, query, bias_grad, structure, call),
         )

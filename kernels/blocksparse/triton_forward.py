@@ -5,9 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from easytorch.kernels.attention.triton_flash_tiles import LN2, keep_tile, load_tile, store_tile, tile_pointers
+from easytorch.kernels.attention.triton_flash_tiles import (
+    exponential,
+    keep_tile,
+    load_tile,
+    sink_score,
+    store_logsumexp,
+    store_tile,
+    tile_pointers,
+)
 from easytorch.kernels.blocksparse.triton_tiles import seen_scores
-from easytorch.kernels.interop.triton_math import LOG2E
 
 
 @triton.jit
@@ -15,7 +22,7 @@ def _attend(
     output, l_i, m_i, query, row_start, index, first, last, begin, end, key, value, key_strides, value_strides, bias,
     bias_strides, mask, mask_strides, query_ids, key_ids, key_id_strides, seed, threshold, head, T, S, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the blocks index[first:last] of keys into the running (output, l_i, m_i) of BLOCK_M rows."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
@@ -41,8 +48,8 @@ def _attend(
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         # a row that has seen nothing yet has no maximum: -inf - -inf is NaN
         origin = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(scores - origin[:, None])
-        alpha = tl.exp2(m_i - origin)
+        weights = exponential(scores - origin[:, None], NATURAL)
+        alpha = exponential(m_i - origin, NATURAL)
         l_i = l_i * alpha + tl.sum(weights, 1)
         if seed is not None:
             weights = tl.where(keep_tile(seed, head, rows, columns, threshold), weights, 0.0)
@@ -58,12 +65,12 @@ def blocksparse_forward(
     seed, query_strides, key_strides, value_strides, output_strides, bias_strides, mask_strides, query_id_strides,
     key_id_strides, interval_stride, index_strides, H, GROUP, T, S, scale, cap, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of BLOCK_M queries of one head. Writes output (B, T, H, DV) and lse (B, H, T), contiguous.
+    """One program per block of BLOCK_M queries of one head. Writes output (B, T, H, DV), lse (B, H, 2, T), contiguous.
 
-    lse is the natural logarithm of the sum of exponentials, +inf for a row that sees nothing. index_strides: of batch
-    and block in `index`, then of the batch in `partial` and `total_blocks`.
+    lse: as in triton_flash_forward.py. index_strides: of batch and block in `index`, then of the batch in `partial` and
+    `total_blocks`.
     """
     blocks = tl.cdiv(T, BLOCK_M)
     # with a causal mask the last blocks have the most keys: they start first
@@ -93,8 +100,7 @@ def blocksparse_forward(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        m_i = tl.zeros((BLOCK_M,), tl.float32) + sink
+        m_i = tl.zeros((BLOCK_M,), tl.float32) + sink_score(tl.load(sinks + h), NATURAL)
         l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     queries = load_tile(query, row_start, T, query_strides[1], query_strides[3], BLOCK_M, D, BLOCK_D, True)
@@ -105,19 +111,16 @@ def blocksparse_forward(
     result, l_i, m_i = _attend(
         result, l_i, m_i, queries, row_start, index, 0, masked, row_begin, row_end, key, value, key_strides,
         value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed, threshold, head,
-        T, S, scale, cap, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+        T, S, scale, cap, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, True,
     )  # fmt: skip
     result, l_i, m_i = _attend(
         result, l_i, m_i, queries, row_start, index, masked, listed, row_begin, row_end, key, value, key_strides,
         value_strides, bias, bias_strides, mask, mask_strides, row_ids, key_ids, key_id_strides, seed, threshold, head,
-        T, S, scale, cap, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+        T, S, scale, cap, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, False,
     )  # fmt: skip
 
-    empty = l_i == 0.0
-    l_i = tl.where(empty, 1.0, l_i)
-    result = result / l_i[:, None]
+    result = result / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if seed is not None:
         result = result * keep_scale
     store_tile(output, result, row_start, T, output_strides[1], output_strides[3], BLOCK_M, DV, BLOCK_DV)
-    lse_rows = lse + head.to(tl.int64) * T + rows
-    tl.store(lse_rows, tl.where(empty, float("inf"), (m_i + tl.log2(l_i)) * LN2), mask=rows < T)
+    store_logsumexp(lse + head.to(tl.int64) * 2 * T, rows, T, m_i, l_i, NATURAL)

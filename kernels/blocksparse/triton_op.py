@@ -14,7 +14,7 @@ from torch import Tensor
 from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
-from easytorch.kernels.attention.triton_flash import MAX_HEAD_DIM, supports
+from easytorch.kernels.attention.triton_flash import MAX_HEAD_DIM, sink_weights, supports
 from easytorch.kernels.blocksparse.native import check_structure
 from easytorch.kernels.blocksparse.structure import Structure, structure_of, within_segments
 from easytorch.kernels.interop.installed import missing
@@ -61,7 +61,7 @@ def blocksparse_attention(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, begin: Tensor, end: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor]:
-    """output (B, T, H, Dv), lse (B, H, T) float32. begin, end, and the band of the call: structure.py."""
+    """output (B, T, H, Dv), lse (B, H, 2, T) float32. begin, end, and the band of the call: structure.py."""
     from easytorch.kernels.blocksparse import triton_calls as calls
 
     call = unflatten(fields)
@@ -75,7 +75,7 @@ def _forward(
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     output = torch.empty((batch, length, heads, value.shape[3]), dtype=query.dtype, device=query.device)
-    return output, torch.empty((batch, heads, length), dtype=torch.float32, device=query.device)
+    return output, torch.empty((batch, heads, 2, length), dtype=torch.float32, device=query.device)
 
 
 @torch.library.custom_op(
@@ -96,19 +96,18 @@ def _backward(
     architecture, heads = _architecture(query), (query, key, value)
     # contiguous for any strides of the input, which may overlap
     dq, dk, dv, bias_grad, sinks_grad = like(query, key, value, call, wants_bias)
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse[:, :, 0])
     delta_call(output, grad, delta).launch()
     calls.key_value_grad_call(architecture, heads, grad, lse, delta, dk, dv, structure, call).launch()
     scores_grad = None
     if wants_bias:
         # zeros: empty blocks are never visited
-        scores_grad = torch.zeros((*lse.shape, key.shape[1]), dtype=torch.float32, device=query.device)
+        scores_grad = torch.zeros((*delta.shape, key.shape[1]), dtype=torch.float32, device=query.device)
     calls.query_grad_call(architecture, heads, grad, lse, delta, dq, scores_grad, structure, call).launch()
     if scores_grad is not None:
         bias_grad.copy_(scores_grad.sum_to_size(bias_grad.shape))
     if call.sinks is not None:
-        weight = torch.exp(call.sinks.float()[:, None] - lse)
-        sinks_grad.copy_(-(weight * delta).sum(dim=(0, 2)))
+        sinks_grad.copy_(-(sink_weights(call, lse) * delta).sum(dim=(0, 2)))
     return dq, dk, dv, bias_grad, sinks_grad
 
 

@@ -17,7 +17,7 @@ def seen_scores(
     products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, key_ids, begin, end,
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """score_tile's (scores in units of log2, tanh of the soft cap), -inf outside [begin, end) where PARTIAL."""
+    """score_tile's (scores, tanh of the soft cap), -inf outside [begin, end) where PARTIAL."""
     if PARTIAL:
         scores, capped = score_tile(
             products, rows, columns, T, S, scale, cap, bias_pointers, mask_pointers, query_ids, key_ids, None, None,

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from easytorch.kernels.attention.aten import addend
+from easytorch.kernels.attention.aten import addend, needs_unfused, unfused
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import check_tensors
 from easytorch.kernels.attention.layout import four_dims, readable
@@ -190,13 +190,14 @@ def _attend(
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)
-    return _fused(query, key, value, attn_mask, softmax_scale, large)
+    return _fused(query, key, value, attn_mask, softmax_scale, large, bias is not None)
 
 
 def _fused(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, large: bool
-) -> Tensor:
-    """All keys by ATen's kernel, or by parts of a large cache."""
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, large: bool,
+    biased: bool = False,
+) -> Tensor:  # fmt: skip
+    """All keys by ATen's kernel, or by parts of a large cache; biased: attn_mask is added to the scores."""
     batch, _, heads, dim = query.shape
     kv_heads = key.shape[2]
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
@@ -205,6 +206,8 @@ def _fused(
     rows, keys, values = readable(rows), readable(keys), readable(values)
     if large and _faster_split(key := keys.transpose(1, 2), value := values.transpose(1, 2)):
         output = attend_split(rows, key, value, attn_mask, dim**-0.5 if scale is None else scale)
+    elif biased and attn_mask is not None and needs_unfused(rows, keys, values, attn_mask):
+        output = unfused(rows, keys, values, attn_mask=attn_mask, scale=scale)
     else:
         output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=attn_mask, scale=scale)
     return output.reshape(batch, 1, heads, value.shape[3])

@@ -8,7 +8,10 @@ few heads has more parts to share among the cores (FlashDecoding, https://pytorc
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from easytorch.kernels.attention.logsumexp import fits_one_number
 
 _BLOCK = 1024
 
@@ -16,7 +19,8 @@ _BLOCK = 1024
 def attend_split(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float) -> Tensor:
     """query (B, K, G, D), key and value (B, S, K, D), attn_mask (1 | B, 1 | K, 1 | G, S) -> (B, K, G, D).
 
-    attn_mask is boolean or added to the scores. A row that sees nothing gives zeros.
+    attn_mask is boolean or added to the scores. A row that sees nothing gives zeros. Where one number does not hold the
+    logsumexp of a block (attention/logsumexp.py) the kernel takes all keys at once.
     """
     batch, kv_heads, group, dim = query.shape
     keys = key.shape[1]
@@ -44,5 +48,9 @@ def attend_split(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
         outputs.append(output.unflatten(0, (batch, blocks)))
         sums.append(sum_.unflatten(0, (batch, blocks)))
     log_sums = torch.cat(sums, dim=1).unsqueeze(-1)  # (B, blocks, K, G, 1), float32
+    if not fits_one_number(log_sums):
+        return F.scaled_dot_product_attention(
+            query, key.transpose(1, 2), value.transpose(1, 2), attn_mask=attn_mask, scale=scale
+        )
     shares = torch._safe_softmax(log_sums, 1)
     return (torch.cat(outputs, dim=1) * shares).sum(1).to(query.dtype)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from easytorch.kernels.attention.triton_flash_tiles import band_limits, load_tile, score_tile
-from easytorch.kernels.interop.triton_math import LOG2E
+from easytorch.kernels.attention.triton_flash_tiles import band_limits, exponential, load_tile, score_tile, sink_score
 
 
 @triton.jit
@@ -18,7 +17,7 @@ def _fold(
     output, l_i, m_i, query, begin, end, key, value, key_strides, value_strides, bias, bias_strides, mask,
     mask_strides, heads, query_id, key_ids, key_id_strides, S, left, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, BOUNDARY: tl.constexpr,
+    PRECISION: tl.constexpr, NATURAL: tl.constexpr, BOUNDARY: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [begin, end) into the running (output, l_i, m_i) of the heads; begin is a multiple of BLOCK_N."""
     for start in range(begin, end, BLOCK_N):
@@ -42,8 +41,8 @@ def _fold(
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         # heads that have seen nothing yet have no maximum: -inf - -inf is NaN
         origin = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(scores - origin[:, None])
-        alpha = tl.exp2(m_i - origin)
+        weights = exponential(scores - origin[:, None], NATURAL)
+        alpha = exponential(m_i - origin, NATURAL)
         l_i = l_i * alpha + tl.sum(weights, 1)
         values = load_tile(value, start, S, value_strides[1], value_strides[3], BLOCK_N, DV, BLOCK_DV, BOUNDARY)
         output = tl.dot(weights.to(values.dtype), values, output * alpha[:, None], input_precision=PRECISION)
@@ -58,10 +57,12 @@ def decode_split(
     H, S, left, scale, cap,
     GROUP: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Writes output (B, H, SPLITS, DV) and lse (B, H, SPLITS) in units of log2, -inf where a split sees nothing.
+    """Writes output (B, H, SPLITS, DV) and lse (B, H, 2, SPLITS): a split's maximum and its sum above that.
 
-    lse is None for SPLITS = 1: the output is final then, sinks included. An output with lse -inf is not written.
+    The maximum is in units of the scores, -inf where a split sees nothing; its output is not written then. lse is None
+    for SPLITS = 1: the output is final, sinks included.
     """
     head_blocks: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
@@ -99,7 +100,7 @@ def decode_split(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     if SPLITS == 1 and sinks is not None:
-        m_i = tl.load(sinks + heads).to(tl.float32) * LOG2E
+        m_i = sink_score(tl.load(sinks + heads), NATURAL)
         l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     result = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for part in tl.static_range(3):
@@ -107,39 +108,43 @@ def decode_split(
             result, l_i, m_i = _fold(
                 result, l_i, m_i, queries, tl.maximum(limits[part], first), tl.minimum(limits[part + 1], last), key,
                 value, key_strides, value_strides, bias, bias_strides, mask, mask_strides, heads, query_id, key_ids,
-                key_id_strides, S, left, scale, cap, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, part != 1,
+                key_id_strides, S, left, scale, cap, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, NATURAL, part != 1,
             )  # fmt: skip
 
     empty = l_i == 0.0
-    l_i = tl.where(empty, 1.0, l_i)
-    result = result / l_i[:, None]
+    result = result / tl.where(empty, 1.0, l_i)[:, None]
     places = (b * H + heads) * SPLITS + split
     columns = tl.arange(0, BLOCK_DV)[None, :]
     inside = (local < GROUP)[:, None] & (columns < DV)
     if lse is not None:
-        tl.store(lse + places, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=local < GROUP)
+        maxima = lse + (b * H + heads) * 2 * SPLITS + split
+        tl.store(maxima, tl.where(empty, float("-inf"), m_i), mask=local < GROUP)
+        tl.store(maxima + SPLITS, l_i, mask=local < GROUP)
         inside = inside & (empty == 0)[:, None]
     tl.store(output + places[:, None] * DV + columns, result.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def decode_merge(
-    partial, lse, output, sinks, H, SPLITS, DV, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+    partial, lse, output, sinks, H, SPLITS, DV, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Fills output (B, H, DV) from partial (B, H, SPLITS, DV) and lse (B, H, SPLITS). One program per head."""
+    """Fills output (B, H, DV) from partial (B, H, SPLITS, DV) and lse (B, H, 2, SPLITS). One program per head."""
     head = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, BLOCK_SPLITS)
-    m_parts = tl.load(lse + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    maxima = lse + head * 2 * SPLITS + splits
+    m_parts = tl.load(maxima, mask=splits < SPLITS, other=float("-inf"))
+    l_parts = tl.load(maxima + SPLITS, mask=splits < SPLITS, other=0.0)
     m_i = tl.max(m_parts, 0)
     sink = m_i
     if sinks is not None:
-        sink = tl.load(sinks + head % H).to(tl.float32) * LOG2E
+        sink = sink_score(tl.load(sinks + head % H), NATURAL)
         m_i = tl.maximum(m_i, sink)
     origin = tl.where(m_i == float("-inf"), 0.0, m_i)
-    weights = tl.exp2(m_parts - origin)
+    weights = l_parts * exponential(m_parts - origin, NATURAL)
     l_i = tl.sum(weights, 0)
     if sinks is not None:
-        l_i += tl.exp2(sink - origin)
+        l_i += exponential(sink - origin, NATURAL)
     weights = weights / tl.where(l_i == 0.0, 1.0, l_i)
     columns = tl.arange(0, BLOCK_DV)
     parts = tl.load(

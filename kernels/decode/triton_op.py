@@ -75,11 +75,11 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *
         calls.split_call(architecture, query, key, value, output, None, 1, lengths, call).launch()
         return output
     parts, lse = (
-        torch.empty((batch, heads, splits, *rest), dtype=torch.float32, device=query.device)
-        for rest in ((value.shape[3],), ())
+        torch.empty((batch, heads, *shape), dtype=torch.float32, device=query.device)
+        for shape in ((splits, value.shape[3]), (2, splits))
     )
     calls.split_call(architecture, query, key, value, parts, lse, splits, lengths, call).launch()
-    calls.merge_call(parts, lse, output, call.sinks).launch()
+    calls.merge_call(parts, lse, output, call).launch()
     return output
 
 

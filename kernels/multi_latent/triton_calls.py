@@ -23,7 +23,7 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
         output, lse = empty(tokens, 128, 512), None
         if splits > 1:
             output = empty(tokens, 128, splits, 512, dtype=torch.float32)
-            lse = empty(tokens, 128, splits, dtype=torch.float32)
+            lse = empty(tokens, 128, 2, splits, dtype=torch.float32)
         queries = empty(tokens, 128, 512), empty(tokens, 128, 64)
         return name, forward_call(architecture, *queries, pages, output, lse, AttentionCall(right=0))
 

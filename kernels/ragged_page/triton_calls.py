@@ -43,13 +43,13 @@ def forward_call(
     lse: torch.Tensor | None,
     call: AttentionCall,
 ) -> Call:
-    """Fills output (N, H, DV), or the partial (N, H, splits, DV) with lse (N, H, splits), float32 both."""
+    """Fills output (N, H, DV), or the partial (N, H, splits, DV) with lse (N, H, 2, splits), float32 both."""
     tokens, heads, dim = query.shape
     kv_heads, value_dim, batch = pages.key.shape[2], output.shape[-1], pages.context_lens.shape[0]
     tiles = tiles_of(architecture, query.dtype, max(dim, value_dim), decode=tokens <= batch)
     group = heads // kv_heads
     per_program = heads_of_program(group, tiles.block_m)
-    splits = 1 if lse is None else lse.shape[2]
+    splits = 1 if lse is None else lse.shape[3]
     softcap, scale = call.softcap, call.scale
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip
     page = pages.key.shape[1] if pages.block_tables.shape[1] > 1 else 0  # 0: one page per sequence, of any size
@@ -77,7 +77,7 @@ def forward_call(
 
 
 def merge_call(partial: torch.Tensor, lse: torch.Tensor, output: torch.Tensor) -> Call:
-    """partial (N, H, splits, DV), lse (N, H, splits) -> fills output (N, H, DV)."""
+    """partial (N, H, splits, DV), lse (N, H, 2, splits) -> fills output (N, H, DV)."""
     splits, value_dim = partial.shape[2:]
     arguments = {
         "partial": partial, "lse": lse, "output": output, "DV": value_dim, "BLOCK_DV": power_of_two(value_dim),
@@ -104,7 +104,7 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
         if tokens > 64:
             yield name, forward_call(architecture, query, None, pages, query, None, AttentionCall(right=0))
             continue
-        partial, lse = (empty(tokens, 32, 8, *width, dtype=torch.float32) for width in ((dim,), ()))
+        partial, lse = (empty(tokens, 32, *shape, dtype=torch.float32) for shape in ((8, dim), (2, 8)))
         yield f"{name}_split", forward_call(architecture, query, None, pages, partial, lse, AttentionCall(right=0))
         yield "merge", merge_call(partial, lse, query)
         everything = AttentionCall(left=1023, right=0, softcap=30.0, sinks=empty(32))

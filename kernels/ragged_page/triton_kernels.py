@@ -83,9 +83,10 @@ def ragged_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DT: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes output (N, H, DV); with an lse (N, H, SPLITS) float32 both are partial, output (N, H, SPLITS, DV).
+    """Writes output (N, H, DV); with an lse (N, H, 2, SPLITS) float32 both are partial, output (N, H, SPLITS, DV).
 
-    lse is a base-2 logarithm, -inf where a row attends to no key of a split (whose output is then not written).
+    lse: a row's largest score among a split's keys, times log2(e), -inf where it attends to none of them (whose output
+    is then not written), and the sum of their exponentials above it.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -168,8 +169,10 @@ def ragged_forward(
     places = tokens * H + heads
     written = inside
     if lse is not None:
+        maxima = lse + places * 2 * SPLITS + split
+        tl.store(maxima, tl.where(empty, float("-inf"), m_i), mask=inside)
+        tl.store(maxima + SPLITS, l_i, mask=inside)
         places = places * SPLITS + split
-        tl.store(lse + places, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=inside)
         written = inside & (l_i != 0.0)
     tl.store(
         output + places[:, None] * DV + value_dims, result.to(output.dtype.element_ty),
@@ -181,13 +184,14 @@ def ragged_forward(
 def merge_splits(
     partial, lse, output, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """partial (rows, SPLITS, DV), lse (rows, SPLITS) of `ragged_forward` -> output (rows, DV). One program per row."""
+    """partial (rows, SPLITS, DV), lse (rows, 2, SPLITS) of `ragged_forward` -> output (rows, DV), a program a row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, BLOCK_DV)[None, :]
-    m_parts = tl.load(lse + row * SPLITS + splits)
+    m_parts = tl.load(lse + row * 2 * SPLITS + splits)
+    l_parts = tl.load(lse + row * 2 * SPLITS + SPLITS + splits)
     m_i = tl.max(m_parts, 0)
-    weights = tl.exp2(m_parts - tl.where(m_i == float("-inf"), 0.0, m_i))
+    weights = l_parts * tl.exp2(m_parts - tl.where(m_i == float("-inf"), 0.0, m_i))
     parts = tl.load(
         partial + (row * SPLITS + splits)[:, None] * DV + dims,
         mask=(m_parts > float("-inf"))[:, None] & (dims < DV), other=0.0,

@@ -83,7 +83,7 @@ def forward(
         return output
     tokens, heads, value_dim = output.shape
     partial = torch.empty((tokens, heads, splits, value_dim), dtype=torch.float32, device=query.device)
-    lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)
+    lse = torch.empty((tokens, heads, 2, splits), dtype=torch.float32, device=query.device)
     calls.forward_call(architecture, query, tail_query, pages, partial, lse, call).launch()
     calls.merge_call(partial, lse, output).launch()
     return output

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.layout import readable
+from easytorch.kernels.attention.logsumexp import fits_one_number, from_one_number, one_number
 from easytorch.kernels.ring import blocks
 from easytorch.kernels.ring.blocks import Block
 
@@ -33,16 +34,19 @@ def forward(block: Block) -> tuple[Tensor, Tensor]:
     output, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(block.query, block.key, block.value), 0.0, block.upper is not None, scale=block.call.scale
     )
-    return output.transpose(1, 2), logsumexp
+    if not fits_one_number(logsumexp):
+        return blocks.forward(block)
+    return output.transpose(1, 2), from_one_number(logsumexp)
 
 
 def backward(
     block: Block, output: Tensor, logsumexp: Tensor, grad: Tensor, bias_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _carries(block):
+    single = one_number(logsumexp)
+    if not _carries(block) or not fits_one_number(single):
         return blocks.backward(block, output, logsumexp, grad, bias_grad)
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_heads_first(grad, block.query, block.key, block.value, output), logsumexp, 0.0, block.upper is not None,
+        *_heads_first(grad, block.query, block.key, block.value, output), single, 0.0, block.upper is not None,
         scale=block.call.scale,
     )  # fmt: skip
     query, key, value = (gradient.transpose(1, 2) for gradient in gradients)

@@ -1,10 +1,10 @@
 """One tile of a ring: what every block kernel is given, and the kernel that defines it, in plain torch.
 
 A block kernel is a module with
-    forward(block) -> (output (B, R, H, Dv), logsumexp (B, H, R)), +inf for a row that sees nothing
+    forward(block) -> (output (B, R, H, Dv), logsumexp (B, H, 2, R))
     backward(block, output, logsumexp, grad, bias_grad) -> (query, key, value gradients)
 where output and logsumexp are those of the rows over all keys, and bias_grad, None or a float tensor of the shape of
-the block's bias, is added to in place.
+the block's bias, is added to in place. The logsumexp is in the two parts of attention/logsumexp.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.dropout import keep_mask
+from easytorch.kernels.attention.logsumexp import logsumexp_of, weights_of
 from easytorch.kernels.attention.native import working_dtype
 
 BLOCK = 256  # rows at a time: memory stays linear in the length
@@ -51,16 +52,15 @@ class Block(NamedTuple):
 
 def forward(block: Block) -> tuple[Tensor, Tensor]:
     """The definition of attention/contract.py for some rows over some keys."""
-    outputs, tops = [], []
+    outputs, parts = [], []
     for first in range(0, block.query.shape[1], BLOCK):
         part = _rows(block, first)
         scores, _ = _scores(part)
-        top = torch.logsumexp(scores, dim=-1)
-        top = torch.where(top == float("-inf"), float("inf"), top)
-        weights = torch.exp(scores - top[..., None])
+        logsumexp = logsumexp_of(scores)
+        weights = weights_of(scores, logsumexp)
         outputs.append(_weigh(_kept(part, weights), part.value))
-        tops.append(top)
-    return torch.cat(outputs, dim=1), torch.cat(tops, dim=2)
+        parts.append(logsumexp)
+    return torch.cat(outputs, dim=1), torch.cat(parts, dim=3)
 
 
 def backward(
@@ -80,7 +80,7 @@ def backward(
         row_grad = grad[:, first : first + rows].to(working)
         delta = (row_grad * output[:, first : first + rows].to(working)).sum(-1).transpose(1, 2)
         scores, capped = _scores(part)
-        weights = torch.exp(scores - logsumexp[:, :, first : first + rows, None])
+        weights = weights_of(scores, logsumexp[..., first : first + rows])
         grouped_grad = _grouped(row_grad, kv_heads)
         value_grad += torch.einsum("bkgrc,brkgd->bckd", _by_group(_kept(part, weights), kv_heads), grouped_grad)
         weight_grad = torch.einsum("brkgd,bckd->bkgrc", grouped_grad, value).flatten(1, 2)

@@ -17,8 +17,11 @@ from jax.sharding import PartitionSpec
 
 from easytorch.kernels.attention.call import map_tensors
 from easytorch.kernels.attention.jax_call import AttentionCall
+from easytorch.kernels.attention.jax_flash import logsumexp_parts, sink_weights
 from easytorch.kernels.attention.pallas_or_jax import flash_backward, flash_forward
 from easytorch.kernels.ring.plan import Tile, steps_of, tiles_of
+
+State = tuple[Array, Array, Array]  # the rows' running output, maximum, and sum of exponentials above it
 
 
 class Ring(NamedTuple):
@@ -49,18 +52,19 @@ def ring_forward(
     *,
     ring: Ring,
 ) -> tuple[Array, Array]:
-    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, T)."""
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> output (B, T, H, Dv), logsumexp float32 (B, H, 2, T)."""
 
     def local(query: Array, key: Array, value: Array, call: AttentionCall) -> tuple[Array, Array]:
         sinks = call.sinks
         batch, length, heads, _ = query.shape
         seen = jnp.full((heads,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
         output = jnp.zeros((batch, length, heads, value.shape[3]), jnp.float32)
-        state = output, jnp.broadcast_to(seen[:, None], (batch, heads, length))
+        m_i = jnp.broadcast_to(seen[:, None], (batch, heads, length))
+        state = output, m_i, jnp.where(m_i == -jnp.inf, 0.0, 1.0)
         held = key, value, call.key_segment_ids
 
-        def branch(tiles: tuple[Tile, ...]) -> Callable[..., tuple[Array, Array]]:
-            def run(state: tuple[Array, Array], held: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+        def branch(tiles: tuple[Tile, ...]) -> Callable[..., State]:
+            def run(state: State, held: tuple[Array, Array, Array | None]) -> State:
                 for tile in tiles:
                     part = _tile(tile, query, held, call)
                     state = _folded(state, tile, *flash_forward(*part))
@@ -73,8 +77,8 @@ def ring_forward(
             following = ring.shifted(held) if step + 1 < steps else held
             state = _switch(ring, step, query, key, call, branch, state, held)
             held = following
-        output, lse = state
-        return output.astype(query.dtype), jnp.where(lse == -jnp.inf, jnp.inf, lse)
+        output, m_i, l_i = state
+        return output.astype(query.dtype), logsumexp_parts(m_i, l_i, axis=2)
 
     given = (query, key, value, call)
     return _mapped(ring, local, given, ("btn", "lse"))(*given)
@@ -109,7 +113,7 @@ def ring_backward(
                 for tile in tiles:
                     rows, columns = slice(*tile.rows), slice(*tile.columns)
                     part = _tile(tile, query, held, call)
-                    given = output[:, rows], logsumexp[:, :, rows], grad[:, rows]
+                    given = output[:, rows], logsumexp[..., rows], grad[:, rows]
                     dq, dk, dv, *_ = flash_backward(*part, *given)
                     query_grad = query_grad.at[:, rows].add(dq)
                     key_grad = key_grad.at[:, columns].add(dk)
@@ -129,7 +133,7 @@ def ring_backward(
         sinks_grad = None
         if sinks is not None:
             delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
-            weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp)
+            weight = sink_weights(sinks, logsumexp)
             axes = [axis for axis in (ring.axis, ring.batch_axis) if axis is not None]
             sinks_grad = -lax.psum((weight * delta).sum(axis=(0, 2)), axes).astype(sinks.dtype)
         return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), sinks_grad
@@ -146,7 +150,7 @@ def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outpu
         "btn": PartitionSpec(ring.batch_axis, ring.axis, ring.head_axis, None),
         "ids": PartitionSpec(ring.batch_axis, ring.axis),
         "sinks": PartitionSpec(ring.head_axis),
-        "lse": PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis),
+        "lse": PartitionSpec(ring.batch_axis, ring.head_axis, None, ring.axis),
         None: None,
     }
     kinds = {"query_segment_ids": "ids", "key_segment_ids": "ids", "sinks": "sinks"}
@@ -199,12 +203,18 @@ def _tile(
     return query[:, rows], key[:, columns], value[:, columns], part
 
 
-def _folded(state: tuple[Array, Array], tile: Tile, output: Array, logsumexp: Array) -> tuple[Array, Array]:
-    """Take a tile into the rows' running output and logsumexp."""
+def _folded(state: State, tile: Tile, output: Array, logsumexp: Array) -> State:
+    """Take a tile into the rows' running output, maximum and sum."""
     rows = slice(*tile.rows)
-    total, lse = state
-    old, added = lse[:, :, rows], jnp.where(logsumexp == jnp.inf, -jnp.inf, logsumexp)
-    new = jnp.logaddexp(old, added)
-    base = jnp.where(new == -jnp.inf, 0.0, new)
-    kept, taken = (jnp.exp(part - base).transpose(0, 2, 1)[..., None] for part in (old, added))
-    return total.at[:, rows].set(total[:, rows] * kept + output * taken), lse.at[:, :, rows].set(new)
+    total, m_i, l_i = state
+    log_sum = logsumexp[:, :, 1]
+    m_tile = jnp.where(log_sum == jnp.inf, -jnp.inf, logsumexp[:, :, 0])
+    m_new = jnp.maximum(m_i[:, :, rows], m_tile)
+    origin = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+    kept = l_i[:, :, rows] * jnp.exp(m_i[:, :, rows] - origin)
+    taken = jnp.where(log_sum == jnp.inf, 0.0, jnp.exp(log_sum)) * jnp.exp(m_tile - origin)
+    both = kept + taken
+    divisor = jnp.where(both == 0.0, 1.0, both)
+    kept, taken = ((part / divisor).transpose(0, 2, 1)[..., None] for part in (kept, taken))
+    rescaled = total[:, rows] * kept + output * taken
+    return total.at[:, rows].set(rescaled), m_i.at[:, :, rows].set(m_new), l_i.at[:, :, rows].set(both)

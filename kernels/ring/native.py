@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.logsumexp import parts, weights_of
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.ring.blocks import Block
 from easytorch.kernels.ring.exchange import Ring
@@ -46,23 +47,23 @@ class Shard(NamedTuple):
 
 
 def forward(ring: Ring, shard: Shard, kernel: ModuleType) -> tuple[Tensor, Tensor]:
-    """output (B, T, H, Dv) in the query's dtype, logsumexp (B, H, T); a row that sees nothing has zeros and +inf."""
+    """output (B, T, H, Dv) in the query's dtype, zeros for a row that sees nothing; logsumexp (B, H, 2, T)."""
     batch, length, heads, _ = shard.query.shape
     working = working_dtype(shard.query)
     output = shard.query.new_zeros((batch, length, heads, shard.value.shape[3]), dtype=working)
     # a sink is a logit that every row has seen and that carries no value
     sinks = shard.call.sinks
     seen = shard.query.new_full((heads,), float("-inf"), dtype=working) if sinks is None else sinks.to(working)
-    logsumexp = seen[:, None].expand(batch, heads, length).clone()
+    maximum = seen[:, None].expand(batch, heads, length).clone()
+    total = (maximum > float("-inf")).to(working)
     held, steps = _held(shard), shard.steps(ring)
     for step in range(steps):
         following = ring.send(held) if step + 1 < steps else None
         for tile in shard.tiles(ring, (ring.rank - step) % ring.size):
-            _fold(output, logsumexp, tile, *kernel.forward(_block(shard, tile, held)))
+            _fold(output, maximum, total, tile, *kernel.forward(_block(shard, tile, held)))
         if following is not None:
             held = following()
-    logsumexp = torch.where(logsumexp == float("-inf"), float("inf"), logsumexp)
-    return output.to(shard.query.dtype), logsumexp
+    return output.to(shard.query.dtype), parts(maximum, total)
 
 
 def backward(
@@ -81,7 +82,7 @@ def backward(
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             bias_part = None if bias_sum is None else _part(bias_sum, tile)
             gradients = kernel.backward(
-                _block(shard, tile, held), output[:, rows], logsumexp[:, :, rows], grad[:, rows], bias_part
+                _block(shard, tile, held), output[:, rows], logsumexp[..., rows], grad[:, rows], bias_part
             )
             query_grad[:, rows] += gradients[0]
             for total, gradient in zip(sums, gradients[1:], strict=True):
@@ -96,7 +97,7 @@ def backward(
     sinks_grad = None
     if shard.call.sinks is not None:
         delta = (output.to(working) * grad.to(working)).sum(-1).transpose(1, 2)
-        weight = torch.exp(shard.call.sinks.to(working)[:, None] - logsumexp)
+        weight = weights_of(shard.call.sinks.to(working)[:, None, None], logsumexp)[..., 0]
         sinks_grad = -(weight * delta).sum(dim=(0, 2)).to(shard.call.sinks.dtype)
     dtype = shard.query.dtype
     if shard.call.bias is not None and bias_sum is not None:
@@ -110,16 +111,24 @@ def _held(shard: Shard) -> list[Tensor]:
     return [shard.key, shard.value] if ids is None else [shard.key, shard.value, ids]
 
 
-def _fold(output: Tensor, logsumexp: Tensor, tile: Tile, tile_output: Tensor, tile_logsumexp: Tensor) -> None:
-    """Take a tile into the rows' running output and logsumexp."""
+def _fold(
+    output: Tensor, maximum: Tensor, total: Tensor, tile: Tile, tile_output: Tensor, tile_logsumexp: Tensor
+) -> None:
+    """Take a tile into the rows' running output, maximum, and sum of exponentials above it."""
     rows = slice(*tile.rows)
-    old = logsumexp[:, :, rows]
-    added = torch.where(tile_logsumexp == float("inf"), float("-inf"), tile_logsumexp)
-    new = torch.logaddexp(old, added)
-    base = torch.where(new == float("-inf"), 0.0, new)  # exp(-inf - 0) is 0, exp(-inf + inf) is not
-    kept, taken = (torch.exp(part - base).transpose(1, 2)[..., None] for part in (old, added))
+    tile_maximum, log_sum = tile_logsumexp.unbind(2)
+    empty = log_sum == float("inf")
+    tile_maximum = torch.where(empty, float("-inf"), tile_maximum)
+    tile_total = torch.where(empty, 0.0, torch.exp(log_sum))
+    new = torch.maximum(maximum[:, :, rows], tile_maximum)
+    origin = torch.where(new == float("-inf"), 0.0, new)  # exp(-inf - 0) is 0, exp(-inf + inf) is not
+    kept = total[:, :, rows] * torch.exp(maximum[:, :, rows] - origin)
+    taken = tile_total * torch.exp(tile_maximum - origin)
+    both = kept + taken
+    divisor = torch.where(both == 0.0, 1.0, both)
+    kept, taken = (x.div_(divisor).transpose(1, 2)[..., None] for x in (kept, taken))
     output[:, rows].mul_(kept).add_(tile_output * taken)
-    old.copy_(new)
+    maximum[:, :, rows], total[:, :, rows] = new, both
 
 
 def _block(shard: Shard, tile: Tile, held: list[Tensor]) -> Block:

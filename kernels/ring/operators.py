@@ -69,7 +69,7 @@ _RING = "str group, str kernel, str layout"
     "-> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """output (B, T, H, Dv), logsumexp (B, H, T), and the seed all ranks drop by (0 where none does)."""
+    """output (B, T, H, Dv), logsumexp (B, H, 2, T), and the seed all ranks drop by (0 where none does)."""
     *fields, group, kernel, layout, seed_given, recording = rest
     shard = Shard(query, key, value, unflatten(fields), layout)
     ring = _ring(group)
@@ -86,7 +86,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     working = torch.float64 if query.dtype == torch.float64 else torch.float32
     return (
         query.new_empty((batch, length, heads, value.shape[3])),
-        query.new_empty((batch, heads, length), dtype=working),
+        query.new_empty((batch, heads, 2, length), dtype=working),
         query.new_empty((), dtype=torch.int64),
     )
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import triton_flash
-from easytorch.kernels.attention.call import AttentionCall, flatten
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ring.blocks import Block
-
-_easytorch = torch.ops.easytorch
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float) -> str | None:
@@ -20,7 +17,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float) 
 
 
 def forward(block: Block) -> tuple[Tensor, Tensor]:
-    return _easytorch.triton_flash_forward(block.query, block.key, block.value, *flatten(_call(block)))
+    return triton_flash.flash_forward(block.query, block.key, block.value, _call(block), natural=True)
 
 
 def backward(
@@ -30,9 +27,10 @@ def backward(
     if bias_grad is not None:
         assert call.bias is not None
         call = call._replace(bias=call.bias.float())  # whose gradient is then float32 too
-    query, key, value, bias, _ = _easytorch.triton_flash_backward(
-        grad, output, logsumexp.contiguous(), block.query, block.key, block.value, *flatten(call), bias_grad is not None
-    )
+    query, key, value, bias, _ = triton_flash.flash_backward(
+        grad, output, logsumexp.contiguous(), block.query, block.key, block.value, call, bias_grad is not None,
+        natural=True,
+    )  # fmt: skip
     if bias_grad is not None:
         bias_grad.add_(bias)
     return query, key, value

@@ -44,7 +44,7 @@ def programs():
             dropout_prob=0.1 if "seed" in extras else 0.0,
         )  # fmt: skip
         prefix = struct(B, dtype=jnp.int32) if "prefix" in extras else None
-        query, key, logsumexp = struct(B, T, H, D), struct(B, S, K, D), struct(B, H, T, dtype=jnp.float32)
+        query, key, logsumexp = struct(B, T, H, D), struct(B, S, K, D), struct(B, H, 2, T, dtype=jnp.float32)
         tensors = (query, key, key, call, prefix)
         for chip in CHIPS if name == "window" else ["v5e"]:
             compile_here = partial(compile_for_tpu, topology=CHIPS[chip], rule=Rule(**rule))

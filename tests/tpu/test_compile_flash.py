@@ -41,7 +41,7 @@ def programs():
                 *call.numbers,
             )  # fmt: skip
         given = (query, key, value, call)
-        output, logsumexp = struct(B, T, H, Dv, dtype=dtype), struct(B, H, T, dtype="float32")
+        output, logsumexp = struct(B, T, H, Dv, dtype=dtype), struct(B, H, 2, T, dtype="float32")
         for chip in CHIPS if name in EVERYWHERE else ["v5e"]:
             compile_here = partial(compile_for_tpu, topology=CHIPS[chip])
             yield f"{name}, {chip}, forward", partial(compile_here, flash_forward, *given)

@@ -32,7 +32,7 @@ def programs():
         return lower_for_export(jax.jit(partial(function, ring=ring)).trace(*given)).compile()
 
     query, key = struct(1, T, H, D), struct(1, T, K, D)
-    top = struct(1, H, T, axis=2, dtype=jnp.float32)
+    top = struct(1, H, 2, T, axis=3, dtype=jnp.float32)
     for name, (layout, left) in CASES.items():
         ring, given = Ring(mesh, "sp", layout), (query, key, key, AttentionCall(scale=D**-0.5, left=left, right=0))
         yield f"{name}, forward", partial(compile_sharded, ring_forward, ring, *given)

@@ -231,6 +231,17 @@ def check(arguments: dict[str, Any], dtype: torch.dtype) -> None:
     assert_same(got, expected, TOLERANCE[dtype])
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("level", [LOWEST, 1e30])
+def test_a_bias_as_large_throughout_a_row(level: float) -> None:
+    torch.manual_seed(0)
+    bias = torch.where(torch.arange(20, device=DEVICE)[:, None] % 3 == 0, level, rand(1, 1, 20, 40))
+    extra = {} if level == LOWEST else {"sinks": torch.tensor([0.5, level], device=DEVICE)}
+    check({**heads(t=20, s=40, d=16), "bias": bias, **extra}, torch.float32)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float32(name: str) -> None:
     torch.manual_seed(0)

@@ -85,6 +85,17 @@ def test_float32(name: str, assert_matches: Callable[..., None]) -> None:
     assert_matches(blocksparse_attention, definition, CASES[name](), torch.float32)
 
 
+@pytest.mark.parametrize("level", [torch.finfo(torch.float32).min, 1e30])
+def test_a_bias_as_large_throughout_a_row(level: float, assert_matches: Callable[..., None]) -> None:
+    bias = torch.where(
+        torch.arange(20, device=DEVICE)[:, None] % 3 == 0, level, torch.randn(1, 1, 20, 40, device=DEVICE)
+    )
+    given = {**heads(t=20, s=40), "bias": bias}
+    if level == 1e30:
+        given["sinks"] = torch.tensor([0.5, level], device=DEVICE)
+    assert_matches(blocksparse_attention, definition, given, torch.float32)
+
+
 # the interpreter takes seconds a case
 @pytest.mark.parametrize("name", ["documents"] if INTERPRETED else CASES)
 def test_float16(name: str, assert_matches: Callable[..., None]) -> None:

@@ -98,6 +98,16 @@ def check(arguments: dict[str, Any], dtype: torch.dtype) -> None:
     assert difference <= TOLERANCE[dtype] * scale, f"relative RMS error {float(difference / scale):.2e}"
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("level", [torch.finfo(torch.float32).min, 1e30])
+def test_a_bias_as_large_throughout_a_row(level: float, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(triton_op, "splits_of", lambda *_: splits)
+    bias = torch.full((2, 1, 1, 1), level, device=DEVICE).expand(2, 6, 1, 150)
+    sinks = {} if level != 1e30 else {"sinks": torch.tensor([level] * 3 + [0.0] * 3, device=DEVICE)}
+    check({**heads(s=150), "bias": bias, **sinks}, torch.float32)
+
+
 # one split writes the output itself: the interpreter runs what differs there
 WHOLE = ["no keys", "lengths", "mask that hides all", "sinks", "everything"] if INTERPRETED else CASES
 
