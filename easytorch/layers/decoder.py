@@ -20,6 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.basics import check_one_input
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, masks_by_layer_type
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import RotaryEmbedding, RotaryTables
@@ -113,7 +114,7 @@ class DecoderBackbone(_Base):
     @staticmethod
     def embedding(config: Any) -> nn.Embedding:
         """Token ids (B, T) -> (B, T, D)."""
-        return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        return nn.Embedding(config.vocab_size, config.hidden_size, padding_of(config))
 
     def cache(self, past_key_values: Cache | None) -> Cache:
         """The cache of keys and values: the given one, or a new one."""

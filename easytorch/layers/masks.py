@@ -57,8 +57,11 @@ def check_layer_types(
             f"num_hidden_layers={config.num_hidden_layers}"
         )
     for layer_type, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
-        if layer_type in layer_types and getattr(config, name, None) is None:
+        size = getattr(config, name, None)
+        if layer_type in layer_types and size is None:
             raise ValueError(f"{config.model_type}: config.layer_types has {layer_type}, and config.{name} is None")
+        if layer_type in layer_types and size < 1:
+            raise ValueError(f"{config.model_type}: config.{name}={size} must be 1 or more: a token sees itself")
 
 
 def window_of(config: PreTrainedConfig, layer_type: str) -> int | None:

@@ -33,12 +33,15 @@ class RotaryTables(nn.Module):
         """position_ids (B, T) -> cos, sin (B, T, R) by type of layer; x: hidden states, for their dtype and device."""
         return dict.fromkeys(layer_types, self(x, position_ids=position_ids))
 
+    def init_buffers(self) -> None:
+        """Fill the buffers after a load on the meta device."""
+        raise NotImplementedError
+
 
 class RotaryEmbedding(RotaryTables):
     """cos and sin of every position, for each rope type of transformers (linear, dynamic, yarn, longrope, llama3, ...).
 
-    Frequencies that depend on the length (dynamic, longrope) use the largest position of the call. The buffers have the
-    names that transformers initializes after loading on the meta device.
+    Frequencies that depend on the length (dynamic, longrope) use the largest position of the call.
     """
 
     partial: ClassVar[bool] = False  # rotates only `partial_rotary_factor` of a head if True, else all of it
@@ -51,7 +54,7 @@ class RotaryEmbedding(RotaryTables):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.rope_type: str = config.rope_parameters["rope_type"]
-        inv_freq, self.attention_scaling = self.frequencies(config, config.rope_parameters)
+        inv_freq, self.attention_scaling = self.initial_frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
@@ -61,12 +64,14 @@ class RotaryEmbedding(RotaryTables):
         device."""
         return _frequencies(config, rope if cls.partial else _of_whole_heads(config, rope), **how)
 
-    @classmethod
-    def compute_default_rope_parameters(
-        cls, config: PreTrainedConfig, device: torch.device | None = None, **_: object
-    ) -> tuple[torch.Tensor, float]:
-        """The frequencies of the "default" type, and 1.0: what transformers asks of a model for that type."""
-        return cls.frequencies(config, config.rope_parameters, device=device)
+    def initial_frequencies(self) -> Frequencies:
+        """Those of the buffers: of lengths that were trained."""
+        return self.frequencies(self.config, self.config.rope_parameters)
+
+    def init_buffers(self) -> None:
+        inverse = self.initial_frequencies().inverse
+        for buffer in (self.inv_freq, self.original_inv_freq):
+            initialization.copy_(buffer, inverse)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +115,6 @@ class LayerTypeRotaryEmbedding(RotaryTables):
             setattr(self, f"{layer_type}_attention_scaling", scaling)
 
     def init_buffers(self) -> None:
-        """Fill the buffers after a load on the meta device."""
         for layer_type in self.layer_types:
             for name in ("inv_freq", "original_inv_freq"):
                 initialization.copy_(getattr(self, f"{layer_type}_{name}"), self._frequencies(layer_type).inverse)
@@ -150,5 +154,10 @@ def _of_whole_heads(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str,
 
 
 def _frequencies(config: PreTrainedConfig, rope: dict[str, Any], **how: Any) -> Frequencies:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return inverse_frequencies(rope, head_dim=head_dim, max_position_embeddings=config.max_position_embeddings, **how)
+    longest = config.max_position_embeddings
+    return inverse_frequencies(rope, head_dim=head_dim_of(config), max_position_embeddings=longest, **how)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """The width of a head: what the config says, else its share of the hidden size."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

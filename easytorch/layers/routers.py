@@ -22,7 +22,7 @@ class Router(nn.Module):
     def __init__(self, config: Any, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
         self.top_k, self.num_experts = config.num_experts_per_tok, num_experts
-        if self.top_k is None or not 1 <= self.top_k <= num_experts:
+        if not isinstance(self.top_k, int) or num_experts is None or not 1 <= self.top_k <= num_experts:
             raise ValueError(
                 f"{config.model_type}: config.num_experts_per_tok={self.top_k} of {num_experts} experts; it must be "
                 f"1 to {num_experts}"

@@ -18,6 +18,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.basics import check_one_input
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, FirstTokenPooler, PostNormEncoder, PostNormLayer, SelfAttention
 from easytorch.layers.encoder_heads import TiedWordHead
 from easytorch.protocol.native import NativeModel
@@ -41,7 +42,7 @@ class BertEmbeddings(nn.Module):
                 f"transformers 4 computed the others"
             )
         width = self.width(config)
-        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=padding_of(config))
         self.add_positions(config, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import GemmaConfig, GenerationMixin
 
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.embedding import ScaledEmbedding
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -40,7 +41,7 @@ class GemmaModel(DecoderBackbone, GemmaPreTrainedModel):
 
     @staticmethod
     def embedding(config: Any) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, config.hidden_size**0.5)
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
 
 class GemmaForCausalLM(CausalLMHead, GemmaPreTrainedModel, GenerationMixin):

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, HunYuanDenseV1Config
 
+from easytorch.kernels.rotary.frequencies import Frequencies
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
 from easytorch.layers.norm import RMSNorm
-from easytorch.layers.rotary import RotaryEmbedding
+from easytorch.layers.rotary import RotaryEmbedding, head_dim_of
 from easytorch.models.mistral import MistralMLP
 from easytorch.protocol.native import NativeDecoder
 
@@ -21,17 +22,19 @@ class HunYuanDenseV1RotaryEmbedding(RotaryEmbedding):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if self.rope_type == "dynamic" and config.rope_parameters.get("alpha"):
-            self.rope_type = "ntk_alpha"
-            self.inv_freq, self.attention_scaling = self.compute_ntk_alpha_rope_parameters(config)
-            self.original_inv_freq = self.inv_freq.clone()
+        if self._alpha():
+            self.rope_type = "ntk_alpha"  # whose frequencies are of no length
 
-    @classmethod
-    def compute_ntk_alpha_rope_parameters(cls, config: Any, **_: object) -> tuple[torch.Tensor, float]:
-        """The frequencies of that type, by the name transformers' initialization looks for."""
-        rope, dim = config.rope_parameters, config.head_dim
-        theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
-        return cls.frequencies(config, {"rope_type": "default", "rope_theta": theta})
+    def _alpha(self) -> float | None:
+        rope = self.config.rope_parameters
+        return rope.get("alpha") if rope["rope_type"] == "dynamic" else None
+
+    def initial_frequencies(self) -> Frequencies:
+        alpha, dim = self._alpha(), head_dim_of(self.config)
+        if not alpha:
+            return super().initial_frequencies()
+        theta = self.config.rope_parameters["rope_theta"] * alpha ** (dim / (dim - 2))
+        return self.frequencies(self.config, {"rope_type": "default", "rope_theta": theta})
 
 
 class HunYuanDenseV1Attention(GroupedAttention):

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.basics import activation
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, QuestionAnsweringHead, SequenceClassificationHead
@@ -94,7 +95,7 @@ class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
 
     def add_modules(self, config: Any) -> None:
         hidden, embedded = config.hidden_size, config.word_embed_proj_dim
-        self.embed_tokens = nn.Embedding(config.vocab_size, embedded, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, embedded, padding_of(config))
         self.embed_positions = OPTLearnedPositionalEmbedding(config.max_position_embeddings, hidden)
         self.project_out = nn.Linear(hidden, embedded, bias=False) if embedded != hidden else None
         self.project_in = nn.Linear(embedded, hidden, bias=False) if embedded != hidden else None

@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
+from easytorch.layers.config_checks import check_counts
 from easytorch.layers.experts import NATIVE_INTERFACES as NATIVE_EXPERTS
 from easytorch.layers.experts import Experts
 from easytorch.layers.norm import ZeroCenteredRMSNorm
-from easytorch.layers.rotary import LayerTypeRotaryEmbedding
+from easytorch.layers.rotary import RotaryTables
 from easytorch.layers.routers import Router
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
@@ -46,6 +47,10 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
     # heads.
     optional_weights: ClassVar[tuple[str, ...]] = ()
     head_weights: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        check_counts(config)
+        super().__init__(config, *args, **kwargs)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -89,13 +94,14 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         return generate_batch(self, super().generate_batch, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """transformers' initialization, which would set the weight of every norm to one."""
+        """transformers' initialization, which would set the weight of every norm to one, and compute angles its way."""
+        if isinstance(module, RotaryTables):
+            module.init_buffers()
+            return
         initialize: Callable[[torch.nn.Module], None] = super()._init_weights
         initialize(module)
         if isinstance(module, ZeroCenteredRMSNorm):
             initialization.zeros_(module.weight)
-        if isinstance(module, LayerTypeRotaryEmbedding):
-            module.init_buffers()
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and the like. Moving to xla recreates every parameter, which would untie tied ones."""

@@ -71,10 +71,25 @@ def inverse_frequencies(
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"no rope type is called {kind!r}; known: {', '.join(ROPE_TYPES)}")
+    setting = _Setting(rope, head_dim, max_position_embeddings, seq_len, device)
+    _check_pairs(kind, setting)
     try:
-        return ROPE_TYPES[kind](_Setting(rope, head_dim, max_position_embeddings, seq_len, device))
+        return ROPE_TYPES[kind](setting)
     except KeyError as missing:
         raise ValueError(f"rope type {kind!r} needs {missing} in rope_parameters, got {dict(rope)}") from None
+
+
+def _check_pairs(kind: str, s: _Setting) -> None:
+    """`ValueError` unless the numbers of a head that turn are pairs, and longrope has two factors for each of them."""
+    turning = s.head_dim if kind == "proportional" else s.dim
+    given = f"rope type {kind!r} turns {turning} of the {s.head_dim} numbers of a head"
+    if turning % 2 or turning < 0:
+        raise ValueError(f"{given}, which must be pairs: change head_dim or partial_rotary_factor")
+    if kind == "dynamic" and turning == 2:
+        raise ValueError(f"{given}, and needs four at least: change head_dim or partial_rotary_factor")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if name in s.rope and len(s.rope[name]) != turning // 2:
+            raise ValueError(f"{given}: {name} must have {turning // 2} entries, got {len(s.rope[name])}")
 
 
 def cos_sin(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 
 import pytest
 import torch
 import transformers
+from transformers import LlamaConfig
 
 import easytorch
 from easytorch.bridge.errors import CheckpointError
@@ -258,3 +260,43 @@ def test_layer_types_that_a_family_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"config\.sliding_window is None"):
         easytorch.AutoModelForCausalLM.from_config(config)
     assert set(MASKS_OF) == {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+WRONG = (
+    ("num_attention_heads", 0, "config.num_attention_heads=0 must be an integer of 1 or more"),
+    ("num_attention_heads", -1, "config.num_attention_heads=-1 must be"),
+    ("num_key_value_heads", 0, "config.num_key_value_heads=0 must be"),
+    ("num_key_value_heads", 3, "config.num_attention_heads=4 must be a multiple of config.num_key_value_heads=3"),
+    ("head_dim", 0, "config.head_dim=0 must be"),
+    ("head_dim", -4, "config.head_dim=-4 must be"),
+    ("hidden_size", 0, "config.hidden_size=0 must be"),
+    ("intermediate_size", -1, "config.intermediate_size=-1 must be an integer of 0 or more"),
+    ("vocab_size", -1, "config.vocab_size=-1 must be"),
+    ("pad_token_id", 97, "config.pad_token_id=97 is not among the config.vocab_size=97 tokens"),
+    ("sliding_window", 0, "config.sliding_window=0 must be 1 or more"),
+)
+
+
+def test_counts_that_do_not_fit_are_refused_by_name(family) -> None:
+    base_class = getattr(importlib.import_module(f"easytorch.models.{family}"), FAMILIES[family].heads[0])
+    windows = "sliding_window" in FAMILIES[family].sizes
+    without_padding = family in ("gpt2", "gpt_neox")  # whose embedding has no such row
+    for name, value, words in WRONG:
+        config = FAMILIES[family].config()
+        unused = (name == "sliding_window" and not windows) or (name == "pad_token_id" and without_padding)
+        if unused or name not in {*vars(config), *config.attribute_map}:
+            continue
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=re.escape(f"{config.model_type}: {words}")):
+            base_class(config)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "yarn", "llama3"])
+def test_angles_need_no_head_dim_in_the_config(rope_type) -> None:
+    """A config may leave it to the hidden size, where transformers' own functions of these types want a number."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    given, named = (LlamaConfig(**FAMILIES["llama"].sizes, rope_parameters=rope, head_dim=dim) for dim in (None, 8))
+    given.head_dim = None
+    expected = easytorch.AutoModelForCausalLM.from_config(named).model.rotary_emb.inv_freq
+    assert torch.equal(easytorch.AutoModelForCausalLM.from_config(given).model.rotary_emb.inv_freq, expected)

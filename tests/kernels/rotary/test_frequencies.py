@@ -144,6 +144,14 @@ def test_errors() -> None:
         inverse_frequencies({"rope_type": "yaml", "rope_theta": 1e4}, **sizes)
     with pytest.raises(ValueError, match="rope type 'linear' needs 'factor' in rope_parameters"):
         inverse_frequencies({"rope_type": "linear", "rope_theta": 1e4}, **sizes)
+    half = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.4}
+    with pytest.raises(ValueError, match="'linear' turns 3 of the 8 numbers of a head, which must be pairs"):
+        inverse_frequencies(half, **sizes)
+    with pytest.raises(ValueError, match="'dynamic' turns 2 of the 8 numbers of a head, and needs four at least"):
+        inverse_frequencies(half | {"rope_type": "dynamic", "partial_rotary_factor": 0.25}, **sizes)
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}
+    with pytest.raises(ValueError, match=r"turns 8 of the 8 .*: long_factor must have 4 entries, got 3"):
+        inverse_frequencies(longrope, **sizes)
     frequencies = inverse_frequencies({"rope_theta": 1e4}, **sizes)
     with pytest.raises(ValueError, match=r"mrope_section \[1, 1, 1\] must add up to the 4 pairs"):
         cos_sin(torch.zeros(3, 1, 5), frequencies, mrope_section=[1, 1, 1])

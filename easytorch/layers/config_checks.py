@@ -1,0 +1,62 @@
+"""What a config must satisfy before a model is built of it: the numbers that otherwise fail deep inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# Counts, and the least that each may be. A config that lacks one, or has None there, has a default for it.
+_LEAST = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "num_hidden_layers": 0,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 1,
+    "intermediate_size": 0,
+    "max_position_embeddings": 1,
+    "moe_intermediate_size": 0,
+    "shared_expert_intermediate_size": 0,
+    "num_experts": 1,
+    "num_local_experts": 1,
+    "n_routed_experts": 1,
+    "decoder_sparse_step": 1,
+    "word_embed_proj_dim": 1,
+    "ffn_dim": 0,
+}
+
+
+def check_counts(config: PreTrainedConfig) -> None:
+    """`ValueError` for a count that is no integer, or too small, and for heads that do not share out evenly."""
+    for name, least in _LEAST.items():
+        value = getattr(config, name, None)
+        if value is None or (isinstance(value, Sequence) and not isinstance(value, str)):  # one for each stage
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{config.model_type}: config.{name}={value!r} must be an integer of {least} or more")
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(heads, int):
+        return
+    if isinstance(shared, int) and heads % shared:
+        raise ValueError(
+            f"{config.model_type}: config.num_attention_heads={heads} must be a multiple of "
+            f"config.num_key_value_heads={shared}"
+        )
+    hidden: Any = getattr(config, "hidden_size", None)
+    if isinstance(hidden, int) and getattr(config, "head_dim", None) is None and hidden < heads:
+        raise ValueError(
+            f"{config.model_type}: config.hidden_size={hidden} is less than config.num_attention_heads={heads}"
+        )
+
+
+def padding_of(config: PreTrainedConfig) -> int | None:
+    """`config.pad_token_id`, the row of the embedding that gets no gradient. `ValueError` if there is no such row."""
+    padding: int | None = config.pad_token_id
+    if padding is not None and not -config.vocab_size <= padding < config.vocab_size:
+        raise ValueError(
+            f"{config.model_type}: config.pad_token_id={padding} is not among the config.vocab_size="
+            f"{config.vocab_size} tokens"
+        )
+    return padding
