@@ -12,6 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from easytorch.kernels.grouped_matmul.routing import combine_experts, sort_by_expert
 from easytorch.layers.basics import activation
+from easytorch.layers.gate import gated
 from easytorch.operations import OperationRegistry
 
 grouped_matmul = OperationRegistry.create("grouped_matmul")
@@ -95,8 +96,7 @@ class Experts(nn.Module):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """(M, 2 * I) -> (M, I)."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
+        return gated(self.act_fn, *gate_up.chunk(2, dim=-1))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -11,12 +11,13 @@ from transformers import Cache
 
 from easytorch.layers.attention import interface_of
 from easytorch.layers.config import attn_implementation
+from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import all_full, window_of
 from easytorch.layers.rotary import rotary
 
 
-class GroupedAttention(nn.Module):
+class GroupedAttention(FusedProjections):
     """Grouped-query attention with rotary positions (arXiv:2305.13245, 2104.09864).
 
     A family overrides the step where it differs: `make_projections` and `project` (projections that are stored as one),
@@ -25,6 +26,7 @@ class GroupedAttention(nn.Module):
     the model. Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
     """
 
+    fused = ("q_proj", "k_proj", "v_proj")
     is_causal = True
     interleaved: ClassVar[bool] = False  # pairs that rotate together are adjacent, not half a head apart
     output_name: ClassVar[str] = "o_proj"
@@ -61,6 +63,7 @@ class GroupedAttention(nn.Module):
         self._features = {name: value for name, value in given.items() if value is not None}
         bias = config.attention_bias if bias is None else bias
         self.make_projections(bias, bias if out_bias is None else out_bias)
+        self.lay_projections()
 
     def make_projections(self, bias: bool, out_bias: bool) -> None:
         """The modules `project` and `project_output` call, under the names and in the order of transformers."""
@@ -74,9 +77,9 @@ class GroupedAttention(nn.Module):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(B, T, D) -> query (B, T, H, head_dim), key, value (B, T, K, head_dim); any more go to `project_output`."""
         batch, length, _ = hidden_states.shape
-        query = linear(self.q_proj, hidden_states).view(batch, length, -1, self.head_dim)
-        key = linear(self.k_proj, hidden_states).view(batch, length, -1, self.head_dim)
-        return query, key, linear(self.v_proj, hidden_states).view(batch, length, -1, self.head_dim)
+        query, key, value = self.projections(hidden_states)
+        shape = (batch, length, -1, self.head_dim)
+        return query.view(shape), key.view(shape), value.view(shape)
 
     def rotate(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ModelOutput,
@@ -22,6 +23,8 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.basics import keep_logits
+from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
+from easytorch.layers.deferred_logits import DeferredLogits, deferring, defers
 from easytorch.layers.linear import linear
 
 if TYPE_CHECKING:
@@ -65,10 +68,32 @@ class CausalLMHead(_Base):
         """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""
         return logits
 
-    def make_output(self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor, attention_mask: Any) -> Any:
+    def logits_finish(self) -> tuple[float, float | None] | None:
+        """What `finish_logits` does, as a factor and then a soft cap; None where it is something else."""
+        return (1.0, None) if type(self).finish_logits is CausalLMHead.finish_logits else None
+
+    def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        """transformers' loss of causal language models, of hidden states (B, T, D), without their logits.
+
+        None where it takes the logits: something else is computed of them, or listens to the head.
+        """
+        finish = self.logits_finish()
+        if finish is None or not self.training or self.loss_function is not ForCausalLMLoss:
+            return None
+        weight, bias = plain_parameters(self.lm_head)
+        if weight is None or hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
+            return None
+        scale, softcap = finish
+        hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
+        return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
+
+    def make_output(
+        self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor | DeferredLogits, attention_mask: Any
+    ) -> Any:
         """The model's output, from the backbone's `outputs`, the loss and the logits."""
+        output_class = deferring(self.output_class) if isinstance(logits, DeferredLogits) else self.output_class
         more = {name: outputs[name] for name in ("cross_attentions", "router_logits") if name in outputs}
-        return self.output_class(
+        return output_class(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -92,7 +117,8 @@ class CausalLMHead(_Base):
     ) -> ModelOutput:
         """As the backbone's, and logits (B, T, vocabulary) of the positions `logits_to_keep` names.
 
-        labels (B, T): the input tokens, -100 where ignored; shifted by one here.
+        labels (B, T): the input tokens, -100 where ignored; shifted by one here. In training the loss of a large
+        vocabulary is computed without the logits, which are formed if they are read.
         """
         outputs = self.base_model(
             input_ids=input_ids,
@@ -104,6 +130,11 @@ class CausalLMHead(_Base):
             **kwargs,
         )
         kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+        if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
+            loss = self.fused_loss(kept, labels, **kwargs)
+            if loss is not None:
+                deferred = DeferredLogits(lambda: self.finish_logits(linear(self.lm_head, kept)))
+                return self.make_output(outputs, loss, deferred, attention_mask)
         logits = self.finish_logits(linear(self.lm_head, kept))
         loss = None
         if labels is not None:

@@ -34,7 +34,7 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     accelerate, hooks, parametrizations) is called as it is, and so is one in a graph that is traced, for its name
     there.
     """
-    if type(layer) is not nn.Linear or _watched(layer):
+    if type(layer) is not nn.Linear or watched(layer):
         return layer(x)
     parameters = layer._parameters
     weight = parameters.get("weight")
@@ -54,7 +54,16 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def plain_weight(layer: nn.Module) -> torch.Tensor | None:
     """The weight of an `nn.Linear` that nothing stands in for or listens to; None of any other layer."""
-    return None if type(layer) is not nn.Linear or _watched(layer) else layer._parameters.get("weight")
+    return None if type(layer) is not nn.Linear or watched(layer) else layer._parameters.get("weight")
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias by what `linear` takes for such a layer: for eager calls where no gradient is recorded."""
+    if _few_rows(x, weight, bias):
+        return cpu.run(x, weight, bias)
+    if x.dtype == torch.float32 and x.is_cpu and weight.numel() >= max(smallest_weight(), SMALLEST_WEIGHT):
+        return _OPERATION(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -72,8 +81,8 @@ def _asked() -> bool:
     return forced_by_environment("linear") is not None or checking()
 
 
-def _watched(layer: nn.Linear) -> bool:
-    """True where calling the layer does more than `nn.Linear.forward`."""
+def watched(layer: nn.Module) -> bool:
+    """True where calling the layer does more than its class's `forward`."""
     return bool(
         layer._forward_hooks
         or layer._forward_pre_hooks

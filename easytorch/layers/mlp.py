@@ -8,11 +8,15 @@ import torch
 from torch import nn
 
 from easytorch.layers.basics import activation
+from easytorch.layers.fused_linear import FusedProjections
+from easytorch.layers.gate import gated
 from easytorch.layers.linear import linear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(FusedProjections):
     """down(act(gate(x)) * up(x)), arXiv:2002.05202: (..., D) -> (..., D)."""
+
+    fused = ("gate_proj", "up_proj")
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str | nn.Module, *, bias: bool = False) -> None:
         super().__init__()
@@ -20,9 +24,11 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = activation(act)
+        self.lay_projections()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.down_proj, self.act_fn(linear(self.gate_proj, x)) * linear(self.up_proj, x))
+        gate, up = self.projections(x)
+        return linear(self.down_proj, gated(self.act_fn, gate, up))
 
 
 class PlainMLP(nn.Module):

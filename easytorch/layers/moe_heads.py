@@ -9,6 +9,7 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers.deferred_logits import DeferredLogits
 from easytorch.layers.heads import CausalLMHead
 from easytorch.layers.routers import load_balancing_loss
 
@@ -27,7 +28,9 @@ class BalancedCausalLMHead(MoeCausalLMHead):
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts_per_tok = config.num_experts_per_tok
 
-    def make_output(self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor, attention_mask: Any) -> Any:
+    def make_output(
+        self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor | DeferredLogits, attention_mask: Any
+    ) -> Any:
         output = super().make_output(outputs, loss, logits, attention_mask)
         if outputs.router_logits:
             padding = attention_mask if getattr(attention_mask, "ndim", None) == 2 else None

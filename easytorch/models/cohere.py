@@ -90,3 +90,7 @@ class CohereForCausalLM(CausalLMHead, CoherePreTrainedModel, GenerationMixin):
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         scale = self.config.logit_scale
         return logits if scale is None else logits * scale
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        scale = self.config.logit_scale
+        return 1.0 if scale is None else scale, None

@@ -43,3 +43,6 @@ class Cohere2ForCausalLM(CausalLMHead, Cohere2PreTrainedModel, GenerationMixin):
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * self.config.logit_scale
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return self.config.logit_scale, None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import Gemma2Config, GenerationMixin
 
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.embedding import ScaledEmbedding
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -68,7 +69,7 @@ class Gemma2Model(DecoderBackbone, Gemma2PreTrainedModel):
 
     @staticmethod
     def embedding(config: Gemma2Config) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, config.hidden_size**0.5)
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
 
 class Gemma2ForCausalLM(CausalLMHead, Gemma2PreTrainedModel, GenerationMixin):
@@ -77,6 +78,9 @@ class Gemma2ForCausalLM(CausalLMHead, Gemma2PreTrainedModel, GenerationMixin):
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0, self.config.final_logit_softcapping
 
 
 class Gemma2ForSequenceClassification(SequenceClassificationHead, Gemma2PreTrainedModel):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import Cache, Gemma3TextConfig, GenerationMixin
 
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.embedding import ScaledEmbedding
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -53,7 +54,7 @@ class Gemma3TextModel(DecoderBackbone, Gemma3PreTrainedModel):
 
     @staticmethod
     def embedding(config: Any) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, config.hidden_size**0.5)
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
     def make_masks(
         self,
@@ -77,6 +78,9 @@ class Gemma3ForCausalLM(CausalLMHead, Gemma3PreTrainedModel, GenerationMixin):
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0, self.config.final_logit_softcapping
 
 
 class Gemma3TextForSequenceClassification(SequenceClassificationHead, Gemma3PreTrainedModel):

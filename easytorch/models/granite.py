@@ -53,3 +53,6 @@ class GraniteForCausalLM(CausalLMHead, GranitePreTrainedModel, GenerationMixin):
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits / self.config.logits_scaling
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0 / self.config.logits_scaling, None

@@ -86,3 +86,7 @@ class GraniteMoeForCausalLM(BalancedCausalLMHead, GraniteMoePreTrainedModel, Gen
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         scale = self.config.logits_scaling
         return logits if scale is None else logits / scale
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        scale = self.config.logits_scaling
+        return 1.0 if scale is None else 1.0 / scale, None

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, Phi3Config, PreTrainedConfig
 
 from easytorch.layers.basics import activation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.gate import gated
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from easytorch.layers.linear import linear
@@ -27,7 +28,7 @@ class Phi3MLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = linear(self.gate_up_proj, hidden_states).chunk(2, dim=-1)
-        return linear(self.down_proj, up * self.activation_fn(gate))
+        return linear(self.down_proj, gated(self.activation_fn, gate, up))
 
 
 class Phi3Attention(GroupedAttention):

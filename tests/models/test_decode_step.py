@@ -54,10 +54,10 @@ def _step(model: nn.Module) -> tuple[collections.Counter[str], int]:
 
 
 def _models(layers: int) -> tuple[nn.Module, nn.Module]:
-    """Ours and transformers'."""
+    """Ours and transformers', large enough for projections to be fused."""
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
+        hidden_size=256,
+        intermediate_size=256,
         vocab_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,
@@ -76,5 +76,5 @@ def test_a_layer_of_a_token_takes_few_calls() -> None:
     )
     assert aten.total() <= 0.8 * aten_of_theirs.total(), aten - aten_of_theirs  # 0.71 when this was written
     # operations choose and check, families have a method for each step, and each product asks whether C++ takes its few
-    # rows, which is Python; 1.60 when this was written
-    assert python <= 1.62 * python_of_theirs
+    # rows, which is Python; 1.90 when this was written, and 2.02 before projections were fused
+    assert python <= 1.92 * python_of_theirs

@@ -1,0 +1,52 @@
+"""transformers' loss of causal language models, of hidden states: the logits of a whole vocabulary are never formed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easytorch.layers.linear import watched
+from easytorch.operations import OperationRegistry
+
+fused_linear_cross_entropy = OperationRegistry.create("fused_linear_cross_entropy")
+
+
+def causal_lm_loss(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """hidden_states (B, T, D), weight (V, D), labels (B, T): `ForCausalLMLoss` of the logits, and its keywords.
+
+    The labels are shifted by one unless `shift_labels` are given. The losses' sum over `num_items_in_batch`, else over
+    the labels that count: NaN where none does, as there.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.reshape(-1).to(hidden_states.device)
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    total = fused_linear_cross_entropy(
+        rows, weight, shift_labels, bias, ignore_index=ignore_index, softcap=softcap, reduction="sum"
+    )
+    count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def plain_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of an `nn.Linear` that nothing listens to or stands in for, outside of a graph; else two None."""
+    if type(layer) is not nn.Linear or watched(layer) or torch.compiler.is_compiling():
+        return None, None
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
+    if not plain or "bias" not in layer._parameters or not (weight.is_cpu or weight.is_cuda):
+        return None, None
+    return weight, bias

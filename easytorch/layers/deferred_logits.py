@@ -1,0 +1,104 @@
+"""An output whose logits are formed when they are first read: training that only takes the loss never forms them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
+
+class DeferredLogits:
+    """Logits that are not formed yet. In torch's functions, and by its attributes, it is the tensor.
+
+    It stands in the output's `items()` and `values()`, so that what rebuilds an output (accelerate's mixed precision,
+    torch's pytrees) passes it on; `output.logits`, `output["logits"]`, an index and `to_tuple()` give the tensor.
+    """
+
+    def __init__(self, form: Callable[[], Tensor]) -> None:
+        self._form: Callable[[], Tensor] | None = form
+        self._formed: Tensor | None = None
+
+    def form(self) -> Tensor:
+        if self._form is not None:
+            self._formed, self._form = self._form(), None
+        assert self._formed is not None
+        return self._formed
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        formed = [[formed_of(one) for one in arg] if isinstance(arg, list) else formed_of(arg) for arg in args]
+        return function(*formed, **{name: formed_of(value) for name, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_form", "_formed"):
+            raise AttributeError(name)
+        return getattr(self.form(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.form()[index]
+
+    def __reduce__(self) -> Any:
+        return formed_of, (self.form(),)
+
+
+def formed_of(value: Any) -> Any:
+    """`value`, and the tensor itself of logits that are deferred."""
+    return value.form() if isinstance(value, DeferredLogits) else value
+
+
+class _Deferring:
+    """Mixed in before an output class with a field `logits`."""
+
+    @property
+    def logits(self) -> Any:
+        value = self.__dict__.get("logits")
+        return formed_of(value) if "_made" in self.__dict__ else value
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        self.__dict__["logits"] = value
+
+    def __post_init__(self) -> None:
+        made: Any = super()
+        made.__post_init__()  # which reads every field
+        self.__dict__["_made"] = True
+
+    def __getitem__(self, key: Any) -> Any:
+        output: Any = super()
+        if isinstance(key, int):
+            key = list(self.keys())[key]  # type: ignore[attr-defined]
+        return formed_of(output.__getitem__(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        output: Any = super()
+        return formed_of(output.get(key, default))
+
+    def __reduce__(self) -> Any:
+        """An output of the class itself, with the logits formed."""
+        fields: Any = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return type(self).__mro__[2], tuple(getattr(self, name) for name in fields)
+
+
+@functools.cache
+def deferring(output_class: type[ModelOutput]) -> type[ModelOutput]:
+    """`output_class`, an instance of which may be given `DeferredLogits`."""
+    return type(output_class.__name__, (_Deferring, output_class), {"__module__": __name__})
+
+
+def defers(hidden_states: Tensor, weight: Tensor) -> bool:
+    """True where autograd records a training step whose logits are worth not forming."""
+    return (
+        torch.is_grad_enabled()
+        and hidden_states.requires_grad
+        and hidden_states.shape[:-1].numel() * weight.shape[0] >= SMALLEST
+    )
+
+
+# The logits from which they are not formed: 16 MiB in float32. Smaller models keep transformers' bits.
+SMALLEST = 2**22

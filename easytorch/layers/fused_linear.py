@@ -1,0 +1,206 @@
+"""Projections of one input as one matrix product, while modules, parameters and checkpoints keep them apart.
+
+Parameters that lie side by side in one storage are read as one matrix: nothing is copied, and nothing new is saved.
+`lay_side_by_side` makes them so; a checkpoint's files often have them so already (safetensors sorts by name: gate and
+up, query and value).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from easytorch.layers.linear import linear, product, watched
+from easytorch.operations.dispatch.environment import untouched
+
+# The least numbers that the joint matrix has: smaller ones gain little, and a small model keeps transformers' bits.
+SMALLEST_WEIGHT = 2**16
+
+_ADDRESS = operator.itemgetter(0)
+
+
+class Neighbours(NamedTuple):
+    """Where the parameters of `FusedProjections` lay when it was last asked, and which of them followed one another."""
+
+    weights: tuple[Any, ...]  # address, shape and dtype of each
+    biases: tuple[Any, ...]  # None for none
+    runs: tuple[tuple[int, ...], ...]  # indices of layers whose product is one
+
+
+class FusedProjections(nn.Module):
+    """A module with `nn.Linear`s that share an input: `projections` runs them as one product where that may be.
+
+    fused: their names. A family may have none of that name, or another kind of module. They stay side by side when the
+    module is moved, cast or copied.
+    """
+
+    fused: ClassVar[tuple[str, ...]]
+    joins: bool = False  # large enough, and all plain, when it was made
+    _neighbours: Neighbours | None = None
+
+    def lay_projections(self) -> None:
+        """Move what `fused` names into one storage, where all of them are plain."""
+        layers: list[Any] = [self._modules.get(name) for name in self.fused]
+        if all(type(layer) is nn.Linear for layer in layers):
+            self.joins = sum(layer.weight.numel() for layer in layers) >= SMALLEST_WEIGHT
+            lay_side_by_side(layers)
+
+    def projections(self, x: Tensor) -> list[Tensor]:
+        """x (..., K) -> what each of `fused` makes of it, (..., N): views of one product, or products of their own.
+
+        One product where no gradient is recorded and no graph traced, nothing listens to the layers or stands in for
+        them, and their parameters lie side by side.
+        """
+        modules: Any = self._modules
+        if self.joins and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _reads_memory(x):
+            layers = [modules[name] for name in self.fused]
+            neighbours = self._find(layers)
+            if neighbours is not None:
+                return _by_runs(layers, neighbours.runs, x)
+        outputs = []
+        for name in self.fused:  # no comprehension: one more call, of those that a token's time is made of
+            outputs.append(linear(modules[name], x))
+        return outputs
+
+    def _find(self, layers: Sequence[Any]) -> Neighbours | None:
+        """Where the parameters lie now; None where one of them is not to be read past its layer."""
+        weights, biases = [], []
+        for layer in layers:
+            if type(layer) is not nn.Linear or watched(layer):
+                return None
+            parameters = layer._parameters
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if type(weight) is not nn.Parameter or "bias" not in parameters or not weight.is_contiguous():
+                return None
+            weights.append((weight.data_ptr(), weight.shape, weight.dtype))
+            biases.append(None if bias is None else (bias.data_ptr(), bias.shape, bias.dtype, bias.stride()))
+        found = self._neighbours
+        if found is None or found.weights != tuple(weights) or found.biases != tuple(biases):
+            self._neighbours = found = Neighbours(tuple(weights), tuple(biases), _fitting_runs(layers))
+        return found
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
+        together = self._together() or any(weight.is_meta for weight in self.parameters())
+        apply: Callable[..., Self] = super()._apply
+        apply(fn, recurse)
+        if together and not self._together():
+            self.lay_projections()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What `copy.deepcopy` and `pickle` end with; the former has copied each parameter by itself."""
+        super().__setstate__(state)
+        if not self._together():
+            self.lay_projections()
+
+    def _together(self) -> bool:
+        layers: list[Any] = [self._modules.get(name) for name in self.fused]
+        if any(type(layer) is not nn.Linear for layer in layers):
+            return False
+        return len(runs([layer.weight for layer in layers])) == 1
+
+
+def _reads_memory(x: Tensor) -> bool:
+    """True for an eager call. Autocast keeps the parameters that it has cast, but no view of them."""
+    plain = untouched() and (x.is_cpu or x.is_cuda) and torch._C._get_tracing_state() is None
+    return plain and not torch.is_autocast_enabled(x.device.type)
+
+
+def _by_runs(layers: Sequence[Any], together: Sequence[Sequence[int]], x: Tensor) -> list[Tensor]:
+    outputs: list[Any] = [None] * len(layers)
+    for run in together:
+        if len(run) == 1:
+            outputs[run[0]] = linear(layers[run[0]], x)
+            continue
+        first, bias = layers[run[0]]._parameters["weight"], layers[run[0]]._parameters["bias"]
+        sizes = [layers[index]._parameters["weight"].shape[0] for index in run]
+        rows, inputs = sum(sizes), first.shape[1]
+        weight = first.as_strided((rows, inputs), (inputs, 1))
+        bias = None if bias is None else bias.as_strided((rows,), (1,))
+        for index, part in zip(run, torch.split_with_sizes(product(x, weight, bias), sizes, -1), strict=True):
+            outputs[index] = part
+    return outputs
+
+
+def _fitting_runs(layers: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """`runs` of the layers, those that do not fit one matrix and one bias taken apart."""
+    found: list[tuple[int, ...]] = []
+    for run in runs([layer.weight for layer in layers]):
+        whole = _fit([layers[index] for index in run])
+        found += [tuple(run)] if whole else [(index,) for index in run]
+    return tuple(found)
+
+
+def _fit(layers: Sequence[nn.Linear]) -> bool:
+    """True where neighbours are one matrix, in one storage, and their biases one vector."""
+    weights: list[Any] = [layer.weight for layer in layers]
+    biases: list[Any] = [layer.bias for layer in layers]
+    first, rows = weights[0], sum(weight.shape[0] for weight in weights)
+    if any(one.shape[1:] != first.shape[1:] or not _beside(one, first) for one in weights):
+        return False
+    if rows * first.shape[1] < SMALLEST_WEIGHT or not _hold(first, rows * first.shape[1]):
+        return False
+    if all(bias is None for bias in biases):
+        return True
+    if any(type(bias) is not nn.Parameter or not _beside(bias, biases[0]) for bias in biases):
+        return False
+    return runs(biases) == [list(range(len(biases)))] and _hold(biases[0], rows)
+
+
+def _beside(one: Tensor, first: Tensor) -> bool:
+    return one.is_contiguous() and one.dtype is first.dtype and one.device == first.device
+
+
+def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
+    """Move the weights, and the biases, of layers with one input into one storage each, in this order.
+
+    Parameters stay the objects that they are. Those that are not plain, on a device without addresses, of several
+    dtypes, or shared with another tensor's storage are left where they are.
+    """
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    if not all(_movable(weight, weights[0]) for weight in weights):
+        return
+    _move(weights)
+    if all(bias is not None and _movable(bias, weights[0]) for bias in biases):
+        _move(biases)
+
+
+def _movable(parameter: Tensor, first: Tensor) -> bool:
+    plain = type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.grad is None
+    return plain and _addressed(parameter) and parameter.dtype == first.dtype and parameter.device == first.device
+
+
+def _addressed(tensor: Tensor) -> bool:
+    return tensor.is_cpu or tensor.is_cuda
+
+
+def _move(parameters: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        rows = joined.split([parameter.shape[0] for parameter in parameters])
+        for parameter, part in zip(parameters, rows, strict=True):
+            parameter.data = part
+
+
+def runs(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of tensors, those that follow one another in memory together, in the order they lie in."""
+    found: list[list[int]] = []
+    end = -1
+    for address, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)], key=_ADDRESS):
+        if address == end:
+            found[-1].append(index)
+        else:
+            found.append([index])
+        tensor = tensors[index]
+        end = address + tensor.numel() * tensor.element_size()
+    return found
+
+
+def _hold(first: Tensor, numbers: int) -> bool:
+    """True where the storage of `first` holds so many numbers from its start: neighbours may be of another storage."""
+    storage = first.untyped_storage()
+    return (first.storage_offset() + numbers) * first.element_size() <= storage.nbytes()

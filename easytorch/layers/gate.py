@@ -1,0 +1,39 @@
+"""`gated(act, gate, up)`: act(gate) * up, by the `swiglu` and `geglu` operations where the activation is theirs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+
+from easytorch.layers.linear import watched
+from easytorch.operations import OperationRegistry
+
+swiglu = OperationRegistry.create("swiglu")
+geglu = OperationRegistry.create("geglu")
+
+_SILU = (nn.SiLU, SiLUActivation)
+
+
+def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """(..., N), (..., N) -> (..., N). An activation that something listens to is called as the module that it is."""
+    if gate.dtype is not up.dtype or watched(act):
+        return act(gate) * up
+    kind = type(act)
+    if kind in _SILU:
+        return swiglu(gate, up)
+    if approximate := _approximation(act):
+        return geglu(gate, up, approximate)
+    return act(gate) * up
+
+
+def _approximation(act: nn.Module) -> str | None:
+    """That of F.gelu where this module is nothing else; transformers has some by formulas of their own roundings."""
+    if type(act) is nn.GELU:
+        return act.approximate
+    if type(act) is GELUActivation and act.act is F.gelu:
+        return "none"
+    if type(act) is GELUTanh and getattr(act.act, "func", None) is F.gelu:
+        return "tanh"
+    return None

@@ -1,0 +1,185 @@
+"""Training computes the loss of the hidden states: transformers' numbers, and logits only where they are read."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import easytorch
+from easytorch.layers import deferred_logits
+from easytorch.layers.deferred_logits import DeferredLogits
+from tests.models.families import CAUSAL, FAMILIES
+
+IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+SCALED = ("gemma2", "gemma3_text", "cohere", "cohere2", "granite", "granitemoe", "phi", "opt", "mixtral", "llama")
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch) -> None:
+    monkeypatch.setattr(deferred_logits, "SMALLEST", 0)
+
+
+@pytest.fixture
+def formed(monkeypatch) -> list[int]:
+    """How often logits were formed of deferred ones."""
+    times, form = [], DeferredLogits.form
+    monkeypatch.setattr(DeferredLogits, "form", lambda self: (times.append(1), form(self))[1])
+    return times
+
+
+def models(make_pair, family="llama", **changes):
+    row = FAMILIES[family]
+    config = row.config(**dict.fromkeys(row.dropouts, 0.0) | changes)
+    ours, theirs = make_pair(CAUSAL[family], config, row.reference)
+    return ours.train(), theirs.train()
+
+
+def compare(ours, theirs, **inputs) -> None:
+    """Loss and every gradient; ours without logits."""
+    outputs = [model(**inputs) for model in (ours, theirs)]
+    assert isinstance(outputs[0].__dict__["logits"], DeferredLogits) and not isinstance(outputs[1], type(outputs[0]))
+    torch.testing.assert_close(outputs[0].loss, outputs[1].loss, **TOLERANCE, equal_nan=True)
+    for output in outputs:
+        output.loss.backward()
+    for (name, given), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(given.grad, expected.grad, **TOLERANCE, equal_nan=True, msg=name)
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_loss_and_gradients(family, make_pair) -> None:
+    labels = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
+    compare(*models(make_pair, family), input_ids=IDS, labels=labels)
+
+
+@pytest.mark.parametrize("more", [
+    {"num_items_in_batch": 7},
+    {"num_items_in_batch": torch.tensor(7)},
+    {"ignore_index": 90},
+    {"shift_labels": IDS.flip(0)},
+    {"shift_labels": IDS.flip(0).masked_fill(IDS > 50, -100), "num_items_in_batch": 3},
+    {"labels": torch.full_like(IDS, -100)},
+], ids=str)  # fmt: skip
+def test_keywords_of_the_loss(more, make_pair) -> None:
+    compare(*models(make_pair, tie_word_embeddings=True), **{"input_ids": IDS, "labels": IDS} | more)
+
+
+def test_router_losses_join(make_pair) -> None:
+    compare(*models(make_pair, "mixtral"), input_ids=IDS, labels=IDS, output_router_logits=True)
+
+
+def test_bfloat16_is_as_exact_as_transformers(make_pair) -> None:
+    ours, theirs = models(make_pair)
+    exact = theirs.double()(IDS, labels=IDS).loss
+    errors = [(model.bfloat16()(IDS, labels=IDS).loss - exact).abs() for model in (ours, theirs)]
+    assert errors[0] <= 1.3 * errors[1] + 1e-3
+
+
+def test_logits_are_formed_once_and_when_they_are_read(make_pair, formed) -> None:
+    ours, theirs = models(make_pair)
+    expected = theirs(IDS, labels=IDS).logits
+    output = ours(IDS, labels=IDS)
+    assert output["loss"] is output.loss is output[0] and "logits" in output
+    assert list(output) == list(theirs(IDS, labels=IDS)) and not formed
+    logits = output.logits
+    assert type(logits) is torch.Tensor and output["logits"] is output[1] is output.get("logits") is logits
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    torch.testing.assert_close(ours(IDS, labels=IDS).to_tuple()[1], expected, **TOLERANCE)
+    torch.testing.assert_close(ours(IDS, labels=IDS, return_dict=False)[1], expected, **TOLERANCE)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(ours(IDS, labels=IDS))).logits.detach(), expected.detach())
+
+
+def test_a_loss_of_the_logits_reaches_the_weights(make_pair) -> None:
+    ours, theirs = models(make_pair)
+    for model in (ours, theirs):
+        output = model(IDS, labels=IDS)
+        (output.loss + output.logits.square().mean()).backward()
+    for given, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(given.grad, expected.grad, **TOLERANCE)
+
+
+def test_an_output_that_is_rebuilt_keeps_them_deferred(make_pair, formed) -> None:
+    """As accelerate does for mixed precision, torch for DDP with a static graph."""
+    output = models(make_pair)[0](IDS, labels=IDS)
+    leaves, spec = pytree.tree_flatten(output)
+    again = [type(output)(dict(output.items())), pytree.tree_unflatten(leaves, spec)]
+    assert not formed
+    for other in again:
+        assert torch.equal(other.logits, output.logits) and torch.equal(other.loss, output.loss)
+    stand_in = dict(models(make_pair)[0](IDS, labels=IDS).items())["logits"]
+    assert stand_in.shape == (2, 10, 97) and torch.argmax(stand_in, dim=-1).shape == (2, 10)
+    assert torch.cat([stand_in, stand_in]).shape == (4, 10, 97) and stand_in[0, 0].shape == (97,)
+
+
+@pytest.mark.parametrize("change", ["evaluation", "no gradients", "hook", "head", "loss", "keep", "finish"])
+def test_what_needs_the_logits_forms_them(change, make_pair) -> None:
+    """In evaluation, and where something else than transformers' loss takes them, or listens."""
+    ours, theirs = models(make_pair)
+    seen, inputs = [], {"input_ids": IDS, "labels": IDS}
+    if change == "evaluation":
+        ours.eval()
+    elif change == "hook":
+        ours.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape))
+    elif change == "head":
+        ours.lm_head = nn.Sequential(ours.lm_head)
+    elif change == "loss":
+        ours.loss_function = theirs.loss_function = lambda logits, labels, **_: logits.square().mean()
+    elif change == "keep":
+        inputs |= {"logits_to_keep": torch.arange(10)}
+    elif change == "finish":
+        ours.__class__ = type("Halved", (type(ours),), {"finish_logits": lambda self, logits: logits / 2})
+    with torch.set_grad_enabled(change != "no gradients"):
+        output, expected = ours(**inputs), theirs(**inputs)
+    assert type(output) is type(expected)
+    if change == "finish":
+        torch.testing.assert_close(output.logits * 2, expected.logits, **TOLERANCE)
+    else:
+        torch.testing.assert_close(output.loss, expected.loss, **TOLERANCE)
+    assert not seen or seen == [(2, 10, 97)]
+
+
+def test_small_models_form_them(make_pair, monkeypatch) -> None:
+    monkeypatch.setattr(deferred_logits, "SMALLEST", 2 * 10 * 97 + 1)
+    ours, _ = models(make_pair)
+    assert type(ours(IDS, labels=IDS).__dict__["logits"]) is torch.Tensor
+
+
+def test_trainer_trains_and_evaluates(make_pair, tmp_path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+    for model in models(make_pair):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+            report_to=[], save_strategy="no", use_cpu=True, logging_strategy="no", disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(3, 1)]
+        trainer = Trainer(
+            model=model, args=arguments, train_dataset=rows, eval_dataset=rows,
+            compute_metrics=lambda result: {"shape": list(result.predictions.shape)},
+        )  # fmt: skip
+        trained = trainer.train().training_loss
+        evaluated = trainer.evaluate()
+        assert evaluated["eval_shape"] == [6, 10, 97]
+        losses.append((trained, evaluated["eval_loss"]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_checkpointing_and_compiling(make_pair) -> None:
+    ours, theirs = models(make_pair)
+    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(ours, theirs, input_ids=IDS, labels=IDS)
+    compiled = torch.compile(models(make_pair)[0], backend="eager")
+    torch.testing.assert_close(compiled(IDS, labels=IDS).loss, theirs(IDS, labels=IDS).loss, **TOLERANCE)
+
+
+def test_labels_outside_of_the_vocabulary_are_named() -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config()).train()
+    with pytest.raises(ValueError, match=r"labels must be in 0\.\.96 or ignore_index = -100, got .* to 97"):
+        model(IDS, labels=IDS.clone().fill_(97))
