@@ -121,7 +121,7 @@ def draw_changes(rng: random.Random, family: str) -> dict[str, Any]:
     if "ffn_dim" in names:
         changes["ffn_dim"] = rng.choice((17, 40))
         changes["word_embed_proj_dim"] = rng.choice((hidden, 12))
-    if "head_dim" in names:
+    if "head_dim" in names and "qk_rope_head_dim" not in names:
         changes["head_dim"] = None if hidden % heads == 0 and hidden // heads % 2 == 0 and rng.random() < 0.1 else dim
         if changes["head_dim"] is None:
             dim = hidden // heads
@@ -154,7 +154,8 @@ def draw_windows(rng: random.Random, names: dict[str, Any], layers: int, changes
         if "layer_types" not in names and rng.random() < 0.2:
             changes["sliding_window"] = None
     if "layer_types" in names:
-        kinds = ("full_attention", "sliding_attention")
+        own = names["layer_types"] if "linear_attention" in (names["layer_types"] or ()) else ("sliding_attention",)
+        kinds = sorted({"full_attention", *own})
         changes["layer_types"] = [rng.choice(kinds) for _ in range(layers)] if rng.random() < 0.7 else None
     if "max_window_layers" in names:
         changes["max_window_layers"] = rng.randint(0, layers)

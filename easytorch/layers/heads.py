@@ -46,6 +46,11 @@ def labels_of(config: PreTrainedConfig) -> int:
     return config.num_labels
 
 
+def _owner(owner: type, name: str) -> type:
+    """The class that `owner` has this attribute of."""
+    return next(one for one in owner.__mro__ if name in vars(one))
+
+
 class CausalLMHead(_Base):
     """Logits of the next token, at every requested position. `GenerationMixin` comes after it among the bases."""
 
@@ -68,22 +73,23 @@ class CausalLMHead(_Base):
         """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""
         return logits
 
-    def logits_finish(self) -> tuple[float, float | None] | None:
-        """What `finish_logits` does, as a factor and then a soft cap; None where it is something else."""
-        return (1.0, None) if type(self).finish_logits is CausalLMHead.finish_logits else None
+    def logits_finish(self) -> tuple[float, float | None]:
+        """What `finish_logits` of the same class does, as a factor and then a soft cap, or None for no cap."""
+        return 1.0, None
 
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
         """transformers' loss of causal language models, of hidden states (B, T, D), without their logits.
 
         None where it takes the logits: something else is computed of them, or listens to the head.
         """
-        finish = self.logits_finish()
-        if finish is None or not self.training or self.loss_function is not ForCausalLMLoss:
+        if not self.training or self.loss_function is not ForCausalLMLoss:
+            return None
+        if _owner(type(self), "finish_logits") is not _owner(type(self), "logits_finish"):
             return None
         weight, bias = plain_parameters(self.lm_head)
         if weight is None or hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
             return None
-        scale, softcap = finish
+        scale, softcap = self.logits_finish()
         hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
         return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
 

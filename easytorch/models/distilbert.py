@@ -18,6 +18,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.basics import activation, check_one_input
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import PostNormEncoder, SelfAttention
 from easytorch.layers.encoder_heads import (
     EncoderMaskedLM,
@@ -38,7 +39,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: DistilBertConfig) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.dim, padding_idx=config.pad_token_id)
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.dim, padding_idx=padding_of(config))
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.dim)
         self.LayerNorm = nn.LayerNorm(config.dim, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)

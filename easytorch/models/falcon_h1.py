@@ -11,6 +11,7 @@ from torch import nn
 from transformers import FalconH1Config, GenerationMixin, initialization
 
 from easytorch.layers import mamba2_mixer
+from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.embedding import ScaledEmbedding
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -136,7 +137,7 @@ class FalconH1Model(DecoderBackbone, FalconH1PreTrainedModel):
 
     @staticmethod
     def embedding(config: Any) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id, config.embedding_multiplier)
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.embedding_multiplier)
 
     def make_masks(self, inputs_embeds: torch.Tensor, *given: Any) -> Masks:
         both = HybridBackbone.masks_of
