@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, initialization
 
-from easytorch.kernels.rotary.frequencies import Frequencies, cos_sin, inverse_frequencies
+from easytorch.kernels.rotary.frequencies import Frequencies as Frequencies
+from easytorch.kernels.rotary.frequencies import cos_sin, inverse_frequencies
 from easytorch.operations import OperationRegistry
 
 rotary = OperationRegistry.create("rotary")

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, HunYuanDenseV1Config
 
-from easytorch.kernels.rotary.frequencies import Frequencies
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
 from easytorch.layers.norm import RMSNorm
-from easytorch.layers.rotary import RotaryEmbedding, head_dim_of
+from easytorch.layers.rotary import Frequencies, RotaryEmbedding, head_dim_of
 from easytorch.models.mistral import MistralMLP
 from easytorch.protocol.native import NativeDecoder
 
