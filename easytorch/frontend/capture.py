@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -35,6 +36,10 @@ def capture(
         program = export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
     except GuardOnDataDependentSymNode as error:
         raise DataDependentError(_reason(error)) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        size = "" if isinstance(error, DataDependentOutputException) else "the size of "
+        reason = f"{error.func}: {size}its result depends on the data and is not known when the program is compiled"
+        raise DataDependentError(reason) from error
     return functionalize(program)
 
 

@@ -45,10 +45,14 @@ class Context:
         """`graph` as a closure for the builder: its parameters come first, then `captured`."""
 
         def function(builder: Builder, *parameters: Op) -> tuple[Op, ...]:
-            results = self._inline(graph, Context(builder, self._inline), (*parameters, *captured))
+            results = self._inline(graph, self.within(builder), (*parameters, *captured))
             return tuple(results) if isinstance(results, tuple | list) else (results,)
 
         return function
+
+    def within(self, builder: Builder) -> Context:
+        """The context of a closure that `builder` records."""
+        return Context(builder, self._inline)
 
     # --- constants
 

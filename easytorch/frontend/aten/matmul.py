@@ -65,6 +65,11 @@ def baddbmm(ctx: Context, x: Op, batch1: Op, batch2: Op, *, beta: Number = 1, al
     return _plus(ctx, x, bmm(ctx, batch1, batch2), beta, alpha)
 
 
+@lowering(aten.addbmm.default)
+def addbmm(ctx: Context, x: Op, batch1: Op, batch2: Op, *, beta: Number = 1, alpha: Number = 1) -> Op:
+    return _plus(ctx, x, ctx.builder.dot_general(batch1, (0, 2), (), batch2, (0, 1), ()), beta, alpha)
+
+
 @lowering(aten.addmv.default)
 def addmv(ctx: Context, x: Op, mat: Op, vec: Op, *, beta: Number = 1, alpha: Number = 1) -> Op:
     return _plus(ctx, x, mv(ctx, mat, vec), beta, alpha)

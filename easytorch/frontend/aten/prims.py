@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import torch
 
 from easytorch.backends.builder import Builder
@@ -128,3 +129,39 @@ def hypot(ctx: Context, x: Op, other: Op) -> Op:
     length = b.mul(large, b.sqrt(b.add(b.mul(ratio, ratio), ctx.scalar(1, large.shape.dtype))))
     unbounded = b.logical_or(b.equal(first, infinite), b.equal(second, infinite))
     return ctx.cast(b.where(unbounded, infinite, length), kind)
+
+
+@lowering(prims.nextafter.default)
+def nextafter(ctx: Context, x: Op, other: Op) -> Op:
+    """The next number after x on the way to `other`: its bits, counted, plus or minus one."""
+    b, kind = ctx.builder, x.shape.dtype
+    integer = _SAME_SIZE[kind.size]
+    bits, zero, one = b.bitcast(x, integer), ctx.scalar(0, integer), ctx.scalar(1, integer)
+    smallest = ctx.scalar(1, integer)
+    towards_zero = b.not_equal(b.greater_than(other, x), b.greater_than(x, ctx.scalar(0, kind)))
+    stepped = b.bitcast(b.where(towards_zero, b.sub(bits, one), b.add(bits, one)), kind)
+    least = b.bitcast(ctx.expand(smallest, x.shape.dimensions), kind)
+    from_zero = b.where(b.greater_than(other, x), least, b.neg(least))
+    found = b.where(b.equal(b.shift_left(bits, one), zero), from_zero, stepped)
+    found = b.where(b.equal(x, other), other, found)
+    return b.where(b.logical_or(b.is_nan(x), b.is_nan(other)), b.add(x, other), found)
+
+
+@lowering(prims.frexp.default)
+def frexp(ctx: Context, x: Op) -> tuple[Op, Op]:
+    """x as a number from 1/2 to 1 times a power of two; what is not finite, or zero, as itself."""
+    b, kind = ctx.builder, x.shape.dtype
+    integer, info = _SAME_SIZE[kind.size], ml_dtypes.finfo(kind.numpy)
+    places, most = int(info.nmant), 2 ** int(info.iexp) - 1
+    half = most // 2 - 1  # the exponent's bits of 1/2
+    zero = ctx.scalar(0, kind)
+    normal = b.greater_or_equal(b.abs(x), ctx.scalar(float(info.smallest_normal), kind))
+    scaled = b.where(normal, x, b.mul(x, ctx.scalar(2.0 ** (places + 1), kind)))
+    bits = b.bitcast(scaled, integer)
+    exponent = b.bitwise_and(b.shift_right_logical(bits, ctx.scalar(places, integer)), ctx.scalar(most, integer))
+    others = ctx.scalar(~(most << places), integer)
+    mantissa = b.bitcast(b.bitwise_or(b.bitwise_and(bits, others), ctx.scalar(half << places, integer)), kind)
+    shift = b.where(normal, ctx.scalar(half, integer), ctx.scalar(half + places + 1, integer))
+    exponent = ctx.cast(b.sub(exponent, shift), DType.INT32)
+    itself = b.logical_or(b.equal(x, zero), b.logical_not(b.is_finite(x)))
+    return b.where(itself, x, mantissa), b.where(itself, ctx.scalar(0, DType.INT32), exponent)
