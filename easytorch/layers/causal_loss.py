@@ -46,7 +46,8 @@ def plain_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     if type(layer) is not nn.Linear or watched(layer) or torch.compiler.is_compiling():
         return None, None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
-    if not plain or "bias" not in layer._parameters or not (weight.is_cpu or weight.is_cuda):
+    if weight is None or type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+        return None, None
+    if "bias" not in layer._parameters or not (weight.is_cpu or weight.is_cuda):
         return None, None
     return weight, bias

@@ -57,7 +57,7 @@ def check_layer_types(
             f"num_hidden_layers={config.num_hidden_layers}"
         )
     for layer_type, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
-        size = getattr(config, name, None)
+        size: Any = getattr(config, name, None)
         if layer_type in layer_types and size is None:
             raise ValueError(f"{config.model_type}: config.layer_types has {layer_type}, and config.{name} is None")
         if layer_type in layer_types and size < 1:

@@ -126,6 +126,7 @@ def sink_weights(call: AttentionCall, lse: Tensor) -> Tensor:
     """(B, H, T): what of each row's probability its sink takes."""
     from easytorch.kernels.attention.triton_flash_calls import LOG2E, natural_scores
 
+    assert call.sinks is not None
     maximum, log_sum = lse.unbind(2)
     if natural_scores(call):
         return torch.exp(call.sinks.float()[:, None] - maximum - log_sum)
