@@ -1,4 +1,4 @@
-"""Tiles by ATen's flash kernel for the CPU, where the tile is whole or cut by its diagonal; the others as defined."""
+"""Tiles by ATen's flash kernel for the CPU where the tile is full or causal; other tiles by the definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 def supports(
     query: Tensor, value: Tensor, *, dense: bool, segments: bool, softcap: float | None, dropout_prob: float
 ) -> str | None:
-    """None, or what of the call ATen's kernel cannot take for any tile."""
+    """None, or the reason why ATen's kernel can compute no tile of the call."""
     if dense or segments:
         return "ATen's kernel would form a mask of the whole block"
     if softcap is not None:
@@ -55,8 +55,8 @@ def backward(
 
 def _carries(block: Block) -> bool:
     if block.upper is not None and block.call.scale <= 0.0:
-        return False  # ATen's kernel hides what is not causal before it multiplies by the scale
-    # an empty tensor ends it with a division by zero
+        return False  # ATen's kernel applies the causal mask before the scale
+    # an empty tensor makes it divide by zero
     return block.lower is None and block.upper in (None, 0) and min(block.query.numel(), block.key.numel()) > 0
 
 

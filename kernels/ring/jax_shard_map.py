@@ -1,8 +1,8 @@
-"""The ring in jax: `shard_map` over one axis of a mesh, keys and values sent on by `ppermute`, in one program.
+"""The ring in jax: `shard_map` over one axis of a mesh, keys and values passed on by `ppermute`, in one program.
 
-Whole arrays in and out, sharded along the sequence; in the "zigzag" layout they are the ranks' shards one after
-another. A rank's tiles are those of plan.py: what differs between ranks is a branch of a `lax.switch`, so a tile that
-is masked out costs nothing. Tiles are computed by attention/pallas_or_jax.py. See native.py for the algorithm.
+Whole arrays in and out, sharded along the sequence; in the "zigzag" layout they are the ranks' shards concatenated. A
+rank's tiles are those of plan.py: ranks differ by the branch of a `lax.switch`, so a fully masked tile costs nothing.
+Tiles are computed by attention/pallas_or_jax.py. See native.py for the algorithm.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def ring_backward(
         steps = _steps(ring, query, key, call)
         for step in range(steps):
             following = ring.shifted(held) if step + 1 < steps else held
-            if step:  # the sums of these keys, so far
+            if step:  # the sums over these keys so far
                 sums = ring.shifted(sums)
             query_grad, sums = _switch(ring, step, query, key, call, branch, (query_grad, sums), held)
             held = following
@@ -165,11 +165,11 @@ def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outpu
 def _switch(
     ring: Ring, step: int, query: Array, key: Array, call: AttentionCall, branch: Callable[..., Any], *operands: Any
 ) -> Any:
-    """The tiles of this rank at this step: a branch for each different plan among the ranks."""
+    """The tiles of this rank at this step: one branch for each different plan of the ranks."""
     lengths = query.shape[1], key.shape[1]
     plans = [
         tuple(
-            tile._replace(first_row=0, first_column=0)  # only dropout would need where a tile stands
+            tile._replace(first_row=0, first_column=0)  # only dropout would need a tile's position
             for tile in tiles_of(
                 rank, (rank - step) % ring.size, ring.size, ring.layout, *lengths, call.left, call.right
             )

@@ -1,9 +1,10 @@
-"""Attention over a sharded sequence: keys and values go round a ring, each rank folds in what it sees of them.
+"""Attention over a sharded sequence: keys and values are passed around a ring, and each rank merges in those that it
+attends to.
 
 Ring attention, https://arxiv.org/abs/2310.01889, with the online softmax of https://arxiv.org/abs/2205.14135 between
-tiles. Sending overlaps with computing: the next keys are under way while the present ones are used, and in backward the
-gradients of keys and values follow one step behind. No tile forms more than a block of rows of scores, and what no rank
-sees is neither computed nor, at the end of the ring, sent. The result does not depend on timing.
+tiles. Communication overlaps with computation: the next keys are in transit while the current ones are used, and in
+backward the gradients of keys and values follow one step behind. No tile forms more than a block of rows of scores, and
+what no rank sees is neither computed nor, at the end of the ring, sent. The result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def forward(ring: Ring, shard: Shard, kernel: ModuleType) -> tuple[Tensor, Tenso
     batch, length, heads, _ = shard.query.shape
     working = working_dtype(shard.query)
     output = shard.query.new_zeros((batch, length, heads, shard.value.shape[3]), dtype=working)
-    # a sink is a logit that every row has seen and that carries no value
+    # a sink is a logit of every row, without a value
     sinks = shard.call.sinks
     seen = shard.query.new_full((heads,), float("-inf"), dtype=working) if sinks is None else sinks.to(working)
     maximum = seen[:, None].expand(batch, heads, length).clone()
@@ -87,7 +88,7 @@ def backward(
             query_grad[:, rows] += gradients[0]
             for total, gradient in zip(sums, gradients[1:], strict=True):
                 total[:, columns] += gradient
-        if before is not None:  # what the ranks before gave to the same keys
+        if before is not None:  # the gradients of the same keys from earlier ranks
             for total, earlier in zip(sums, before(), strict=True):
                 total += earlier
         if following is not None:
@@ -106,7 +107,7 @@ def backward(
 
 
 def _held(shard: Shard) -> list[Tensor]:
-    """What travels: key, value and, where there are segments, the keys' ids."""
+    """What is sent: key, value and, with segments, the keys' ids."""
     ids = shard.call.key_segment_ids
     return [shard.key, shard.value] if ids is None else [shard.key, shard.value, ids]
 

@@ -1,7 +1,7 @@
-"""native.py as torch operators: `easytorch::ring_forward` and `_backward`, on the ranks of a process group.
+"""native.py as custom operators: `easytorch::ring_forward` and `_backward`, on the ranks of a process group.
 
-They work under autograd, torch.compile (no graph break) and torch.export; the group is named by its `group_name`, and
-"" is one process alone.
+They work under autograd, torch.compile (no graph break) and torch.export; the group is given by its `group_name`; "" is
+a single process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def attention(
         if size > 1:
             agree(_ring(group), dict.fromkeys(_COMPARED, 0), str(problem), query.device)
         raise
-    layout = layout if size > 1 else "contiguous"  # the chunks of one rank are in order already
+    layout = layout if size > 1 else "contiguous"  # a single rank's chunks are in order already
     if call.seed is not None:
         call = call._replace(seed=call.seed.to(query.device))
     return ring_forward(
@@ -69,7 +69,7 @@ _RING = "str group, str kernel, str layout"
     "-> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """output (B, T, H, Dv), logsumexp (B, H, 2, T), and the seed all ranks drop by (0 where none does)."""
+    """output (B, T, H, Dv), logsumexp (B, H, 2, T), and the dropout seed of all ranks (0 without dropout)."""
     *fields, group, kernel, layout, seed_given, recording = rest
     shard = Shard(query, key, value, unflatten(fields), layout)
     ring = _ring(group)
@@ -116,7 +116,7 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     tensors, numbers = split(inputs)
     ctx.mark_non_differentiable(*output[1:])
-    # the last of them is the seed: all ranks drop by this one
+    # the last one is the common dropout seed
     ctx.save_for_backward(*output[:2], *tensors[:-1], output[2])
     ctx.static = numbers[:-2]
 
@@ -152,9 +152,9 @@ _agreed: set[tuple[Any, ...]] = set()
 
 
 def _common_seed(ring: Ring, group: str, shard: Shard, seed_given: bool, recording: bool) -> int:
-    """The seed of rank 0, once the ranks have found that they make the same call.
+    """The seed of rank 0, after checking that the ranks make the same call.
 
-    On an accelerator that question makes the host wait, so a call like one before is not asked about again.
+    On an accelerator the check synchronizes with the host, so a call like an earlier one is not checked again.
     """
     query, key, call = shard.query, shard.key, shard.call
     drops = call.seed is not None
@@ -174,7 +174,7 @@ def _common_seed(ring: Ring, group: str, shard: Shard, seed_given: bool, recordi
     return seeds[0]
 
 
-def _ring(group: Any) -> Ring:  # a str; torch has a type of its own for the names of groups
+def _ring(group: Any) -> Ring:  # a str; torch has its own type for group names
     return ProcessRing(_resolve_process_group(group)) if group else Alone()
 
 

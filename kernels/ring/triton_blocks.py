@@ -10,7 +10,7 @@ from easytorch.kernels.ring.blocks import Block
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float) -> str | None:
-    """None, or why the kernels cannot take the call's tiles."""
+    """None, or the reason why the kernels cannot compute the call's tiles."""
     if dropout_prob > 0.0:
         return "the Triton kernels drop weights by their place in the tile, not in the whole sequence"
     return triton_flash.supports(query, key, value)
@@ -37,4 +37,4 @@ def backward(
 
 
 def _call(block: Block) -> AttentionCall:
-    return block.call._replace(seed=None, dropout_prob=0.0)  # the ring gives a seed without dropout too
+    return block.call._replace(seed=None, dropout_prob=0.0)  # the ring passes a seed without dropout too
