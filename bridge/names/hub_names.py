@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from easytorch.bridge.rules.table import modern_name
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -75,11 +77,15 @@ class HubNames:
         return self.model.all_tied_weights_keys
 
     def to_hub(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A state dict as `save_pretrained` would write it: views of the tensors where the layouts allow."""
+        """A state dict as `save_pretrained` would write it: views of the tensors where the layouts allow.
+
+        But for norms, which it writes under the names of before transformers 1.0 in families that still read those
+        (ESM), and whose checkpoints on the Hub have the names in memory.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         reverted: dict[str, torch.Tensor] = revert_weight_conversion(self.model, dict(state_dict))
-        return reverted
+        return {modern_name(name): tensor for name, tensor in reverted.items()}
 
     def hub_name(self, module_name: str) -> str | None:
         """The name on disk of the weight `module_name` in memory; None where it is not a single tensor there."""

@@ -59,6 +59,14 @@ _DEEPEST_TREE = 5
 _LEGACY_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
+def modern_name(name: str) -> str:
+    """The name that a norm's weight from before transformers 1.0 has now; any other is the same."""
+    for old, new in _LEGACY_ENDINGS.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
 @dataclass(frozen=True)
 class CompiledRule:
     """One reading of a rule, with or without its prefix. `number` is its place in the table."""
@@ -214,11 +222,7 @@ class RuleTable:
         return known
 
     def _modern(self, name: str) -> str:
-        name = self._aliases.get(name, name)
-        for old, new in _LEGACY_ENDINGS.items():
-            if name.endswith(old):
-                return name.removesuffix(old) + new
-        return name
+        return modern_name(self._aliases.get(name, name))
 
     def unknown_torch(self, name: str) -> str:
         """The error message for a torch name without a rule."""

@@ -101,7 +101,8 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
 def _interruption(error: Exception) -> BaseException | None:
     from easytorch.bridge.core.interruptions import interruption_of
 
-    return interruption_of(error)
+    found: BaseException | None = interruption_of(error)
+    return found
 
 
 def _one_line(error: BaseException) -> str:

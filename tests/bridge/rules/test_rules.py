@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from easytorch.bridge.convert import convert
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
@@ -146,6 +147,23 @@ def test_unknown_names_tell_the_nearest_known():
         plan_to_torch(_infos("bert/pooler/dens/kernel"), table, tie=True, same=_never)
     with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight.*shape \(2,\).*2 dimensions"):
         plan_from_torch(_infos("pooler.dense.weight", shape=(2,)), table, tie=True, same=_never)
+
+
+def test_norms_that_transformers_saves_under_old_names(tmp_path):
+    """ESM's: `LayerNorm.gamma` in files of transformers 5, `LayerNorm.weight` in those on the Hub and in memory."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = transformers.EsmConfig(vocab_size=30, pad_token_id=1, mask_token_id=2, **sizes)
+    model = transformers.EsmForMaskedLM(settings)
+    model.save_pretrained(tmp_path / "torch")
+    for to in ("flax", "easydel"):
+        convert(tmp_path / "torch", tmp_path / to, to=to)
+        convert(tmp_path / to, tmp_path / f"{to} back", to="torch")
+        back, info = transformers.EsmForMaskedLM.from_pretrained(tmp_path / f"{to} back", output_loading_info=True)
+        assert not any(info.values())
+        assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_legacy_names_are_aliases():
