@@ -2,7 +2,7 @@
 
     python scripts/bench_recurrent.py [--threads 2] [--rounds 5] [--dtype float32] [CASE ...]
 
-Cases: mamba2 and mamba (prefill of 4096 tokens), qwen3_5 (the same, three layers of Gated DeltaNet and one of
+Cases: mamba2 and mamba (prefill of 4096 tokens), qwen3_5 (the same, one layer of Gated DeltaNet and one of
 attention), deepseek (one token after 4096, layers without experts). Both classes take turns; a ratio is the median of
 the ratios within a round. Nothing else should run: the load of the machine is printed.
 """
@@ -50,10 +50,12 @@ _QWEN = {
 # name -> config, and the layers it has
 CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: transformers.Mamba2Config(
-        **_COMMON, hidden_size=768, num_heads=24, n_groups=1, num_hidden_layers=4
+        **_COMMON, hidden_size=768, num_heads=24, n_groups=1, num_hidden_layers=2
     ),
     "mamba": lambda: transformers.MambaConfig(**_COMMON, hidden_size=768, num_hidden_layers=1),
-    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_COMMON, **_QWEN, num_hidden_layers=4),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
+        **_COMMON, **_QWEN, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    ),
     "deepseek": lambda: transformers.DeepseekV3Config(**_COMMON, **_DEEPSEEK, num_hidden_layers=4),
 }
 

@@ -102,7 +102,9 @@ class DynamicDecoder(Decoder):
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         self._position = self._position + 1
         self._seen = pad(self._seen, (0, 1), value=1)
-        return self._call(tokens[:, None], self._seen, self._position, self._cache)
+        # a state has taken the padding in: transformers' Mamba would multiply one token by the whole mask
+        mask = self._seen if self._cache_name == "past_key_values" else None
+        return self._call(tokens[:, None], mask, self._position, self._cache)
 
 
 class StaticDecoder(Decoder):
