@@ -137,14 +137,10 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: torch.Tensor, *, use_cache: bool | None = None, is_first_iteration: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
-        inputs: dict[str, Any] = prepare(
-            input_ids, use_cache=use_cache, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if use_cache and not is_first_iteration:
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """The padding is in the state after the prompt."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
             inputs["attention_mask"] = None
         return inputs
 
