@@ -396,7 +396,8 @@ def slogdet(ctx: Context, a: Op) -> tuple[Op, Op, Op, Op]:
     diagonal = _diagonal(ctx, factors)
     sign = b.mul(b.reduce_product(b.sign(diagonal), 1), _parity(ctx, pivots, a.shape.dtype))
     logarithm = b.reduce_sum(b.log(b.abs(diagonal)), 1)
-    return (*(_unstack(ctx, x, a) for x in (sign, logarithm, factors)), _unstack(ctx, pivots, a))
+    sign, logarithm, factors, pivots = (_unstack(ctx, x, a) for x in (sign, logarithm, factors, pivots))
+    return sign, logarithm, factors, pivots
 
 
 # --- Householder
