@@ -165,6 +165,15 @@ class EncoderMaskedLM(EncoderHead):
         """(B, T, D) -> (B, T, vocabulary)"""
         raise NotImplementedError
 
+    def predicted(
+        self, hidden_states: torch.Tensor, labels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states (..., D) that logits are made of, and their labels."""
+        return hidden_states, labels
+
+    def loss_of(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
     @can_return_tuple
     def forward(
         self,
@@ -185,10 +194,13 @@ class EncoderMaskedLM(EncoderHead):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        logits = self.words(outputs.last_hidden_state)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        hidden_states, labels = self.predicted(outputs.last_hidden_state, labels)
+        logits = self.words(hidden_states)
         return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            loss=None if labels is None else self.loss_of(logits, labels, **kwargs),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 

@@ -75,5 +75,15 @@ ENCODER_FAMILIES = {
         dropouts=("dropout", "attention_dropout"),
         variants=({"sinusoidal_pos_embds": True, "activation": "relu"},),
     ),
+    "modernbert": _encoder(
+        "ModernBert",
+        sizes={"intermediate_size": 48, "local_attention": 6}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+        dropouts=("embedding_dropout", "attention_dropout", "mlp_dropout"),
+        variants=(
+            {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "decoder_bias": False},
+            {"layer_types": ["sliding_attention"] * 2, "hidden_activation": "relu", "classifier_bias": True},
+        ),
+    ),
     "mpnet": _encoder("MPNet", variants=({"hidden_act": "relu"},), reference="eager"),
 }

@@ -405,6 +405,23 @@ def test_flash_is_chosen_where_tiles_are_skipped(features: dict[str, Any], bfloa
     assert attention().choose(q, q, q, **features).implementation == "flash"
 
 
+@pytest.mark.parametrize(
+    ("length", "window", "expected"),
+    [
+        (256, (16, 16), "sdpa"),
+        (512, (64, 64), "flash"),
+        (1024, (64, 64), "blocksparse"),
+        (1024, 65, "blocksparse"),
+        (1024, (128, 128), "flash"),
+        (1024, (300, 300), "sdpa"),
+        (1024, (None, 64), "sdpa"),
+    ],
+)
+def test_a_window_on_both_sides_skips_tiles(length: int, window: Any, expected: str) -> None:
+    q = torch.empty(1, length, 16, 8)
+    assert attention().choose(q, q, q, sliding_window=window).implementation == expected
+
+
 def test_keywords_only_and_any_order() -> None:
     q, k = heads(), heads(count=2)
     expected = native.attention(q, k, k, causal=True)[0]
