@@ -1,6 +1,6 @@
-"""The C++ kernels against torch's own ways, in one run: products of few rows, and whole decoding of a Llama of 0.44 B.
+"""The C++ kernels against torch's own ways, in one run: products of few rows, attention of one query, whole decoding.
 
-    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products | decode ...]
+    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products | attention | decode ...]
 
 Every figure is a median over rounds in which all ways take turns, so that load and clock meet them alike; a ratio is
 the median of the ratios within a round. Weights are used in turn, more than the caches hold. `read` is a plain
@@ -25,6 +25,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.decode import aten as decode_aten
+from easytorch.kernels.decode import cpu as decode_cpu
 from easytorch.kernels.linear import cpu, onednn
 from easytorch.kernels.quantized_matmul import aten
 from easytorch.kernels.quantized_matmul import cpu as quantized_cpu
@@ -32,6 +34,8 @@ from easytorch.kernels.quantized_matmul.weight import quantize
 
 # (M, N, K) of the products, and the rounds of each; bytes of weights that no cache holds.
 SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
+# (B, H, K, S, D) of attention of one query.
+ATTENTIONS = [(1, 16, 8, 64, 64), (1, 16, 8, 1024, 64), (1, 32, 8, 4096, 128), (8, 32, 8, 4096, 128)]
 ROUNDS, BYTES = 15, 2**28
 
 
@@ -102,6 +106,33 @@ def products() -> dict[str, Any]:
     return found
 
 
+def attention() -> dict[str, Any]:
+    """One query over a cache (B, K, S, D), and one laid out (B, S, K, D)."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for batch, heads, kv_heads, keys, dim in ATTENTIONS:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            for layout in ("BKSD", "BSKD"):
+                query = torch.randn(batch, heads, 1, dim, generator=generator).to(dtype)
+                shape = (batch, kv_heads, keys, dim) if layout == "BKSD" else (batch, keys, kv_heads, dim)
+                caches = [torch.randn(shape, generator=generator).to(dtype) for _ in "kv"]
+                key, value = caches if layout == "BKSD" else (cache.transpose(1, 2) for cache in caches)
+                given = [x.transpose(1, 2) for x in (query, key, value)]
+                measured = medians(
+                    {
+                        "cpu": lambda _, given=given: decode_cpu.decode(*given),
+                        "aten": lambda _, given=given: decode_aten.decode(*given),
+                        "sdpa": lambda _, q=query, k=key, v=value: F.scaled_dot_product_attention(
+                            q, k, v, enable_gqa=True
+                        ),
+                        "read": lambda _, caches=caches: [cache.view(torch.float32).max() for cache in caches],
+                    },
+                    max(1, 2**23 // caches[0].numel()),
+                    rounds=7,
+                )
+                found[f"B{batch} H{heads}/{kv_heads} S{keys} D{dim} {layout} {str(dtype)[6:]}"] = measured
+    return found
+
+
 def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     """Tokens a second through plain `generate`, of the native Llama and transformers'."""
     import transformers
@@ -132,7 +163,7 @@ def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     return found
 
 
-PARTS = {"products": products, "decode": decode}
+PARTS = {"products": products, "attention": attention, "decode": decode}
 
 
 @torch.no_grad()

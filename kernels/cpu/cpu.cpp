@@ -4,6 +4,7 @@
 
 namespace easytorch {
 
+void register_decode(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
 
@@ -11,6 +12,7 @@ namespace {
 
 struct Registration {
   Registration() {
+    register_decode(library);
     register_linear(library);
     register_quantized_matmul(library);
   }

@@ -6,6 +6,12 @@
 // The dtypes of numbers, as the kernels name them.
 enum Element : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
+// How x is packed for a weight of some dtype; see pack.h.
+struct SkinnyPacking {
+  int32_t dtype;
+  int32_t step;
+};
+
 // What is computed, and where it lies. x has been packed: `step` columns of row 0, of row 1, ... of row M - 1, the next
 // `step` columns of row 0, ...; zeros fill up the last step.
 struct SkinnyProduct {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #include <stdexcept>
 #include <string>
@@ -99,19 +100,31 @@ class Tensor {
   AtenTensorHandle handle_;
 };
 
-// A new tensor on the CPU; the sizes are those of `like` but for the last.
-inline uint64_t empty_like_rows(const Tensor& like, int64_t last) {
-  int64_t sizes[64], strides[64], stride = 1;
-  require(like.dim >= 1 && like.dim <= 64, "a tensor of 1 to 64 dimensions is needed");
-  for (int64_t d = like.dim - 1; d >= 0; --d) {
-    sizes[d] = d == like.dim - 1 ? last : like.sizes[d];
+// An argument of type float as it lies on the stack.
+inline double number_of(uint64_t value) {
+  double number;
+  memcpy(&number, &value, sizeof number);
+  return number;
+}
+
+// A new tensor on the CPU, contiguous.
+inline uint64_t empty(int64_t dim, const int64_t* sizes, int32_t dtype) {
+  int64_t strides[64], stride = 1;
+  for (int64_t d = dim - 1; d >= 0; --d) {
     strides[d] = stride;
     stride *= sizes[d] > 0 ? sizes[d] : 1;
   }
   AtenTensorHandle handle = nullptr;
-  check(aoti_torch_empty_strided(like.dim, sizes, strides, like.dtype, aoti_torch_device_type_cpu(), 0, &handle),
-        "a new tensor");
+  check(aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle), "a new tensor");
   return reinterpret_cast<uint64_t>(handle);
+}
+
+// A new tensor on the CPU; the sizes are those of `like` but for the last.
+inline uint64_t empty_like_rows(const Tensor& like, int64_t last) {
+  require(like.dim >= 1 && like.dim <= 64, "a tensor of 1 to 64 dimensions is needed");
+  int64_t sizes[64];
+  for (int64_t d = 0; d < like.dim; ++d) sizes[d] = d == like.dim - 1 ? last : like.sizes[d];
+  return empty(like.dim, sizes, like.dtype);
 }
 
 // Where the rows (all dimensions but the last) of a tensor begin, in numbers.

@@ -82,6 +82,16 @@ inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }  // b where either is NaN
+inline Floats rounded(Floats v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+// v * 2**n, n whole numbers of -126 to 127
+inline Floats scaled(Floats v, Floats n) { return _mm512_scalef_ps(v, n); }
+inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline __m256 halved(Floats v) {
   return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
@@ -108,6 +118,23 @@ inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }  // b where either is NaN
+inline Floats rounded(Floats v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+// v * 2**n, n whole numbers of -126 to 127
+inline Floats scaled(Floats v, Floats n) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(v, _mm256_castsi256_ps(exponent));
+}
+inline float largest(Floats v) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
 inline __m256 halved(Floats v) { return v; }
 inline float sum(Floats v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -154,6 +181,39 @@ inline Floats add(Floats a, Floats b) {
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
   for (int i = 0; i < WIDTH; ++i) c.at[i] += a.at[i] * b.at[i];
   return c;
+}
+inline Floats divide(Floats a, Floats b) {
+  for (int i = 0; i < WIDTH; ++i) a.at[i] /= b.at[i];
+  return a;
+}
+inline Floats maximum(Floats a, Floats b) {  // b where either is NaN
+  for (int i = 0; i < WIDTH; ++i) b.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i];
+  return b;
+}
+inline Floats minimum(Floats a, Floats b) {  // b where either is NaN
+  for (int i = 0; i < WIDTH; ++i) b.at[i] = a.at[i] < b.at[i] ? a.at[i] : b.at[i];
+  return b;
+}
+inline Floats rounded(Floats v) {  // of less than 2**22
+  for (int i = 0; i < WIDTH; ++i) v.at[i] = (v.at[i] + 12582912.0f) - 12582912.0f;
+  return v;
+}
+inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
+  for (int i = 0; i < WIDTH; ++i) no.at[i] = a.at[i] < b.at[i] ? yes.at[i] : no.at[i];
+  return no;
+}
+// v * 2**n, n whole numbers of -126 to 127
+inline Floats scaled(Floats v, Floats n) {
+  for (int i = 0; i < WIDTH; ++i) {
+    const float whole = n.at[i] == n.at[i] ? n.at[i] : 0.0f;  // a conversion of NaN is not defined
+    v.at[i] *= from_bits(static_cast<uint32_t>(static_cast<int32_t>(whole) + 127) << 23);
+  }
+  return v;
+}
+inline float largest(Floats v) {
+  float found = v.at[0];
+  for (int i = 1; i < WIDTH; ++i) found = v.at[i] > found ? v.at[i] : found;
+  return found;
 }
 inline float sum(Floats v) {
   float total = 0.0f;

@@ -34,7 +34,7 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import check_tensors
 from easytorch.kernels.attention.layout import four_dims, readable
 from easytorch.kernels.attention.native import attend, working_dtype
-from easytorch.kernels.decode import native
+from easytorch.kernels.decode import cpu, native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
 from easytorch.kernels.decode.contract import resolve
@@ -111,8 +111,8 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv), as models and their caches hold them -> (B, 1, H, Dv).
 
     `decode` of a call without features, which generation makes at each layer of each token: over a short cache its
-    steps take longer than the attention itself. None where the general path is needed: another layout, dtype or size,
-    a traced graph, and invalid arguments, for which `decode` raises.
+    steps take longer than the attention itself. By the C++ operator where it is ahead. None where the general path is
+    needed: another layout, dtype or size, a traced graph, and invalid arguments, for which `decode` raises.
     """
     if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
         return None
@@ -126,7 +126,12 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     if length != 1 or k != (batch, kv_heads, keys, dim) or v[0] != batch or dim == 0 or keys == 0 or kv_heads == 0:
         return None
     dtype = query.dtype
-    if heads % kv_heads or key.numel() >= _LARGE or dtype not in FLOATS or key.dtype != dtype or value.dtype != dtype:
+    if heads % kv_heads or dtype not in FLOATS or key.dtype != dtype or value.dtype != dtype:
+        return None
+    attended = cpu.one_token(query, key, value, dim**-0.5 if scale is None else scale)
+    if attended is not None:
+        return attended
+    if key.numel() >= _LARGE:
         return None
     rows = readable(query.reshape(batch, kv_heads, heads // kv_heads, dim))
     output = F.scaled_dot_product_attention(rows, key, value, scale=scale)

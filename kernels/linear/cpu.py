@@ -61,8 +61,14 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.layout is _STRIDED
         and weight.layout is _STRIDED
         and (bias is None or _adds(bias, weight))
-        and not recording(x, weight, bias)
-        and eager()
+        # `recording` and `eager` without their calls: this is asked of each product of each layer of each token
+        and not (
+            torch.is_grad_enabled()
+            and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        )
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
         and not torch.is_autocast_enabled("cpu")
         and forward_ad._current_level < 0

@@ -3,13 +3,6 @@
 
 #include "../cpu/skinny.h"
 
-#include "../cpu/skinny.h"
-
-struct SkinnyPacking {
-  int32_t dtype;
-  int32_t step;
-};
-
 struct SkinnyFunctions {
   // How x is packed for a weight of `dtype`.
   SkinnyPacking (*packing)(int32_t dtype);

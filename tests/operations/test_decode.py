@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from easytorch.kernels.attention.native import attention
-from easytorch.kernels.decode import aten, aten_products, aten_split
+from easytorch.kernels.cpu import library
+from easytorch.kernels.decode import aten, aten_products, aten_split, cpu
 from easytorch.kernels.decode.native import decode as definition
 from easytorch.kernels.interop import installed
+from easytorch.kernels.linear import preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import relative_rms_error
 
+needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
 B, S, H, K, D, DV = 3, 63, 6, 2, 60, 36
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 MIXED = torch.tensor([0, 17, S])
@@ -98,7 +101,10 @@ def test_equals_the_definition(backend: str, case: str, lengths: str, dtype: tor
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("lengths", ["all", "mixed"])
-def test_without_a_gradient(lengths: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["aten", pytest.param("cpu", marks=needs_library)])
+def test_without_a_gradient(
+    backend: str, lengths: str, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The paths that autograd cannot follow; blocks smaller than the keys, and a last one that is not full."""
     monkeypatch.setattr(aten, "_LARGE", 0)
     monkeypatch.setattr(aten, "_faster_by_products", lambda key: dtype != torch.bfloat16)
@@ -122,7 +128,7 @@ def test_without_a_gradient(lengths: str, case: str, dtype: torch.dtype, monkeyp
         for name, value in given.items()
     }
     untouched = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
-    got = decode("aten")(**given).attention_outputs
+    got = decode(backend)(**given).attention_outputs
     assert got.dtype == dtype
     assert relative_rms_error(got, definition(**double)) <= TOLERANCE[dtype]
     if case == "mask_nothing":
@@ -232,7 +238,8 @@ def test_lengths_beyond_the_keys() -> None:
         decode("aten")(*tensors(), lengths=torch.tensor([1, S + 1, 2]))
 
 
-def test_attention_of_one_query_takes_it() -> None:
+def test_attention_of_one_query_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
     operation, (query, key, value) = OperationRegistry.create("attention"), tensors()
     choice = operation.choose(query, key, value, causal=True)
     assert (choice.implementation, choice.backend) == ("decode", "aten")
@@ -245,6 +252,39 @@ def test_attention_of_one_query_takes_it() -> None:
     with pytest.raises(UnsupportedOperationError, match="one query token"):
         forced = OperationRegistry.create("attention", OperationMetadata(backend="decode"))
         forced(query.expand(B, 2, H, D), key, value)
+
+
+@needs_library
+def test_where_the_cpp_operator_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    query, key, value = tensors()
+
+    def chosen(operation: OperationImpl, *given: torch.Tensor, **features: Any) -> tuple[str | None, str]:
+        choice = operation.choose(*given, **features)
+        return choice.implementation, choice.backend
+
+    for operation in (OperationRegistry.create("attention"), decode()):
+        for features in ({}, {"causal": True}, {"softcap": 2.0, "sinks": torch.zeros(H)}, {"mask": torch.ones(S) > 0}):
+            assert chosen(operation, query, key, value, **features)[1] == "cpu"
+        assert chosen(operation, *tensors(H), causal=True)[1] == "cpu"
+        for given, features in (
+            ((query.double(), key.double(), value.double()), {}),
+            ((query.clone().requires_grad_(), key, value), {}),
+            ((query, key, value), {"bias": torch.zeros(S, requires_grad=True)}),
+            ((query, key, value), {"dropout_prob": 0.5}),
+        ):
+            assert chosen(operation, *given, **features)[1] != "cpu"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert chosen(operation, query, key, value)[1] != "cpu"
+    for setting in ({"runtime_softmax_dtype": torch.float64}, {"softmax_scale": 0.5}):
+        made = OperationRegistry.create("attention", OperationMetadata(**setting))
+        assert made.choose(query, key, value).backend != "cpu"
+    for refused, reason in (
+        ({"dropout_prob": 0.5}, "no dropout"),
+        ({"bias": torch.zeros(S).requires_grad_()}, "no gr"),
+    ):
+        with pytest.raises(UnsupportedOperationError, match=reason):
+            decode("cpu")(query, key, value, **refused)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -288,6 +328,14 @@ def test_what_one_token_leaves_to_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         (query, None, value),
     ):
         assert operation.one_token(*others, 1.0) is None
+    with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
+        patch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+        assert cpu.one_token(query, key, value, 1.0) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+        assert cpu.one_token(query.clone().requires_grad_(), key, value, 1.0) is None
+        assert cpu.one_token(query.double(), key.double(), value.double(), 1.0) is None
+        assert (cpu.one_token(query, key, value, 1.0) is None) == (library.missing() is not None)
     for scale in (1, True, "1", float("nan"), float("inf"), torch.tensor(1.0)):
         assert operation.one_token(query, key, value, scale) is None
     for setting in (
@@ -346,7 +394,8 @@ def test_vmap_and_grad(lengths: torch.Tensor | None, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_check_mode(case: str, compared: list[str]) -> None:
+def test_check_mode(case: str, compared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
     decode("aten")(*tensors(), lengths=MIXED, **CASES[case]())
     OperationRegistry.create("attention")(*tensors(), **CASES[case]())
     assert compared == ["decode:aten"] * 2
@@ -366,8 +415,8 @@ def test_autocast_and_checkpointing() -> None:
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for library in ("triton", "jax"):
-        monkeypatch.setitem(installed.INSTALLED, library, True)
+    for package in ("triton", "jax"):
+        monkeypatch.setitem(installed.INSTALLED, package, True)
     args, features = decode().typical_call()
     expected = {"cpu": "aten", "cuda": "triton", "rocm": "triton", "tpu": "xla"}
     attention = OperationRegistry.create("attention")

@@ -443,7 +443,7 @@ def test_a_call_runs_what_choosing_chooses(settings: dict[str, float], features:
     ran: list[tuple[str, str, dict[str, Any]]] = []
     assert isinstance(operation, Attention)
     for name, implementation in operation.implementations.items():
-        for method in ("forward_native", "forward_cpu"):
+        for method in set(implementation.backends().values()):
             run = functools.partial(lambda name, method, *_, **given: ran.append((name, method, given)), name, method)
             setattr(implementation, method, run)
     operation(q, k, k, **features)

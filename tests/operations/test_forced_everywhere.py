@@ -26,11 +26,12 @@ _spec.loader.exec_module(everywhere)
 
 SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
+EAGER_INFERENCE = [("decode", "cpu")]  # refuse graphs and gradients
 FORCED = [
     pytest.param(name, backend, id=f"{name}:{backend}", marks=pytest.mark.jax_cpu if backend == "xla" else ())
     for name, sample in SAMPLES.items()
     for backend in OperationRegistry.create(sample.operation).backends()
-    if backend not in NOT_HERE
+    if backend not in NOT_HERE and (sample.operation, backend) not in EAGER_INFERENCE
 ]
 
 # They read bytes as another dtype: torch.jit.trace (2.13) ends any `tensor.view(dtype)` with an assertion of its own.
@@ -115,6 +116,20 @@ def test_compiled_exported_and_traced(name: str, backend: str) -> None:
     check_exported(call, leaves)
     if (name, backend) not in UNTRACEABLE:
         check_traced(call, leaves)
+
+
+@pytest.mark.parametrize(("name", "backend"), EAGER_INFERENCE)
+def test_what_is_for_eager_inference_refuses_the_rest(name: str, backend: str) -> None:
+    call, leaves = forced(name, backend)
+    close(call(*leaves), everywhere.Call(SAMPLES[name])(*leaves))
+    for run, reason in (
+        (lambda: torch.jit.trace(call, tuple(leaves)), "graphs and"),
+        (lambda: torch.func.vmap(call)(*(x[None] for x in leaves)), "graphs and"),
+        (lambda: torch.export.export(call, tuple(leaves)), "graphs and"),
+        (lambda: gradients(call, leaves), "no gradient"),
+    ):
+        with pytest.raises(UnsupportedOperationError, match=reason):
+            run()
 
 
 @pytest.mark.parametrize(("name", "backend"), [x for x in FORCED if x.values[0] in ("flash", "sdpa", "blocksparse")])

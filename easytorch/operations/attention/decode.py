@@ -7,11 +7,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.decode import aten, native, torch_xla_op
+from easytorch.kernels.decode import aten, cpu, native, torch_xla_op
 from easytorch.kernels.decode.contract import not_one_query
+from easytorch.kernels.linear import preference
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -30,6 +32,10 @@ class DecodeAttention(AttentionImpl):
     kernels/decode/contract.py says what `lengths` means.
     """
 
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "one query: heads share a reading of the cache")
+
     @classmethod
     def get_impl_name(cls) -> tuple[str, ...]:
         return ("decode", "autoregressive_decodeattn")
@@ -40,6 +46,8 @@ class DecodeAttention(AttentionImpl):
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
+        if backend == "cpu":
+            return cpu.supports(query, key, value, features)
         if backend == "aten":
             return aten.supports(query, key, value, dropout_prob=features.get("dropout_prob", 0.0))
         if backend == "xla":
@@ -52,7 +60,15 @@ class DecodeAttention(AttentionImpl):
         query = args[0] if args else kwargs["query"]
         if (reason := not_one_query(query)) is not None:  # the definition refuses it too: nothing to fall back to
             raise UnsupportedOperationError(reason)
+        if platform == "cpu" and (choice := self.choose_cpp(*named(*args, **kwargs))) is not None:
+            return choice
         return super().choose_freely(platform, args, kwargs)
+
+    def choose_cpp(self, query: Tensor, key: Tensor, value: Tensor, features: Any) -> Choice | None:
+        """The C++ operator where it carries the call and is ahead; measured on CPUs with dot products of bfloat16."""
+        if not (self._settled_as_given and preference.BFLOAT16_DOT_PRODUCTS and query.is_cpu):
+            return None
+        return self._cpp if self.supports_features("cpu", query, key, value, features) is None else None
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
@@ -67,6 +83,13 @@ class DecodeAttention(AttentionImpl):
     ) -> AttentionOutput:
         query, key, value, settled = self.prepare(query, key, value, features)
         return AttentionOutput(attention_outputs=aten.decode(query, key, value, **settled))
+
+    @backend("cpu")
+    def forward_cpp(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=cpu.decode(query, key, value, **settled))
 
     @backend("triton")
     def forward_gpu(
@@ -89,3 +112,8 @@ class DecodeAttention(AttentionImpl):
         query = torch.empty(8, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(8, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
         return (query, cache, cache), {"causal": True}
+
+
+def named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The arguments of an attention however they were given."""
+    return query, key, value, features

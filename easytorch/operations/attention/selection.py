@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from torch import Tensor
 
 from easytorch.kernels.decode import aten as aten_decode
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
-from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
+from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention, named
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.attention.sdpa import SdpaAttention
@@ -49,6 +49,7 @@ class Attention(AttentionImpl):
             cls.primary_name(): cls(inner)
             for cls in (SdpaAttention, FlashAttention, BlockSparseAttention, VanillaAttention, DecodeAttention)
         }
+        self._decode = cast(DecodeAttention, self.implementations["decode"])
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
         orders = {**PREFERENCES, "cpu": cpu_order.ANY}
         self._preferred = {  # platform -> preference -> the choice of a call that it carries
@@ -76,11 +77,15 @@ class Attention(AttentionImpl):
             query, key, value = args
             features = kwargs
         else:
-            query, key, value, features = _named(*args, **kwargs)
+            query, key, value, features = named(*args, **kwargs)
         if not BEYOND_THE_CONTRACT.isdisjoint(features):
             choice = self.implementations["blocksparse"].choose_freely(platform, args, kwargs)
             return choice._replace(reason=f"chunks and prefixes; {choice.reason}")
         preferences = PREFERENCES.get(platform)
+        if preferences is None and query.dim() == 4 and query.shape[1] == 1:
+            in_cpp = self._decode.choose_cpp(query, key, value, features)
+            if in_cpp is not None:
+                return in_cpp
         if preferences is None:
             preferences = cpu_order.preferences(query, key, value, features)
         elif preferences and query.dim() == 4 and query.shape[1] == 1:
@@ -150,7 +155,3 @@ class Attention(AttentionImpl):
         if platform == platform_of_device(query.device.type):
             log_fallback(self._name, platform, reason, instead, level)
         return reason
-
-
-def _named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    return query, key, value, features

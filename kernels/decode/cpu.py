@@ -1,0 +1,115 @@
+"""Decoding attention by the C++ operator: a key is read once for the heads that share it (cpu*.cpp here)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.layout import matrix_of
+from easytorch.kernels.cpu import library
+from easytorch.kernels.decode.contract import resolve
+from easytorch.kernels.interop.torch_func import eager, recording
+from easytorch.kernels.linear import preference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+# What stands for an argument that is absent: the operator takes tensors only.
+_NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (torch.bool, torch.float32, torch.int64))
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
+    """None when `decode` carries this call, else the reason. Asking may build the library."""
+    bias, sinks = features.get("bias"), features.get("sinks")
+    if query.dtype not in _FLOATS:
+        return f"it computes in float32, bfloat16 and float16, got {query.dtype}"
+    if features.get("dropout_prob", 0.0) > 0.0:
+        return "it has no dropout"
+    if not eager() or torch._C._get_tracing_state() is not None:
+        return "graphs and torch.func's transforms are ATen's"
+    if recording(query, key, value, bias, sinks) or forward_ad._current_level >= 0:
+        return "it has no gradient"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast wants another dtype"
+    for tensor in (query, key, value, bias, sinks):
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.layout is not _STRIDED):
+            return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
+    return library.missing()
+
+
+def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
+    """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
+    """
+    call = resolve(query, key, value, lengths, **features)
+    if (reason := supports(query, key, value, features)) is not None:
+        raise NotImplementedError(reason)
+    return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), lengths, call, library.BEST)
+
+
+def run(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: AttentionCall, level: int
+) -> Tensor:  # fmt: skip
+    """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv) of a resolved call."""
+    batch, heads, keys = query.shape[0], query.shape[1], key.shape[2]
+    mask = call.mask
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
+        same = (call.query_segment_ids == call.key_segment_ids)[:, None, None]
+        mask = same if mask is None else mask & same
+    scores = (batch, heads, 1, keys)
+    return torch.ops.easytorch_cpu.decode.default(
+        query,
+        _side_by_side(key),
+        _side_by_side(value),
+        _NO_MASK if mask is None else _matrix(mask, scores),
+        _NO_NUMBERS if call.bias is None else _matrix(_number(call.bias), scores),
+        _NO_NUMBERS if call.sinks is None else _number(call.sinks).contiguous(),
+        _NO_LENGTHS if lengths is None else lengths.to(torch.int64),
+        call.scale,
+        0.0 if call.softcap is None else call.softcap,
+        -1 if call.left is None else call.left,
+        level,
+    )
+
+
+def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
+    """`run` of a call without features, on plain dense tensors that fit each other and in no graph that is compiled.
+
+    None where ATen is to compute it; the operator was measured faster on CPUs with the dot products of bfloat16.
+    """
+    # what `supports` asks, without a call of Python for each question: this is at each layer of each token
+    if (
+        not preference.BFLOAT16_DOT_PRODUCTS
+        or query.dtype not in _FLOATS
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch.is_autocast_enabled("cpu")
+        or forward_ad._current_level >= 0
+        or library.missing() is not None
+    ):
+        return None
+    return torch.ops.easytorch_cpu.decode.default(
+        query, key, value, _NO_MASK, _NO_NUMBERS, _NO_NUMBERS, _NO_LENGTHS, scale, 0.0, -1, library.BEST
+    )
+
+
+def _side_by_side(cache: Tensor) -> Tensor:
+    return cache if cache.stride(3) == 1 or cache.shape[3] == 1 else cache.contiguous()
+
+
+def _matrix(tensor: Tensor, scores: tuple[int, ...]) -> Tensor:
+    matrix = matrix_of(tensor)
+    assert matrix is not None
+    return matrix.expand(scores)
+
+
+def _number(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _FLOATS else tensor.to(torch.float32)
