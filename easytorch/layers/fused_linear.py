@@ -101,7 +101,9 @@ class FusedProjections(nn.Module):
         layers: list[Any] = [self._modules.get(name) for name in self.fused]
         if any(type(layer) is not nn.Linear for layer in layers):
             return False
-        return len(runs([layer.weight for layer in layers])) == 1
+        weights = [layer.weight for layer in layers]
+        # sharded and quantized parameters, and those of XLA, have no address to ask for
+        return all(type(one) is nn.Parameter and _addressed(one) for one in weights) and len(runs(weights)) == 1
 
 
 def _reads_memory(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import easytorch
 from easytorch.layers import fused_linear
@@ -277,3 +278,13 @@ def test_compiled_and_exported() -> None:
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, **TOLERANCE)
         program = torch.export.export(one, (IDS,), {"use_cache": False}, strict=False).module()
         torch.testing.assert_close(program(IDS, use_cache=False).logits, expected, **TOLERANCE)
+
+
+def test_parameters_without_an_address_are_left(monkeypatch) -> None:
+    """As those of FSDP and torchao: of a subclass without a storage of its own, which is not asked for an address."""
+    one = model()
+    one.model.layers[0].self_attn.k_proj.weight = nn.Parameter(TwoTensor(torch.ones(16, 32), torch.ones(16, 32)))
+    monkeypatch.setattr(TwoTensor, "data_ptr", lambda self: pytest.fail("asked for an address"), raising=False)
+    one.double()
+    with torch.no_grad():
+        assert one(IDS).logits.shape == (1, 8, 97)
