@@ -82,13 +82,13 @@ def define(library: str, forward: Forward, weight_grad: WeightGrad) -> Forward:
 
     def run(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         arguments = (x, weight, group_sizes, bias, transposed)
-        if not eager():
+        if torch.jit.is_tracing() or not eager():  # an autograd.Function cannot be saved in a trace
             return multiply(*arguments)
         return Product.apply(*arguments) if recording(x, weight, bias) else forward(*arguments)
 
     def run_groups(left: Tensor, right: Tensor, group_sizes: Tensor) -> Tensor:
         arguments = (left, right, group_sizes)
-        if not eager():
+        if torch.jit.is_tracing() or not eager():  # an autograd.Function cannot be saved in a trace
             return multiply_groups(*arguments)
         return Outer.apply(*arguments) if recording(left, right) else weight_grad(*arguments)
 

@@ -79,11 +79,14 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
 
     def run(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
-        if eager() and not recording(x, bias, weight.scale):  # without the operator, which costs 40 us
+        tracing = torch.jit.is_tracing()
+        if eager() and not (tracing or recording(x, bias, weight.scale)):  # without the operator, which costs 40 us
             return forward(rows, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
-        # as bytes: opcheck and other tools cannot multiply or compare fp8
+        # as bytes: opcheck and other tools cannot multiply or compare fp8; but torch.jit (2.13) does not save a trace
+        # that views a tensor as another dtype
+        data = weight.data if tracing else weight.data.view(torch.uint8)
         tensors = (
-            weight.data.view(torch.uint8),
+            data,
             weight.scale.detach(),
             weight.zero,
             weight.packed,

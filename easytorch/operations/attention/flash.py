@@ -10,7 +10,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import aten_op, blocked, varlen
 from easytorch.kernels.interop.installed import missing
-from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
+from easytorch.kernels.interop.torch_func import REFUSAL, transforming, transforming_in_graph
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.output import AttentionOutput
@@ -47,6 +47,8 @@ class FlashAttention(AttentionImpl):
         if backend == "aten":
             return REFUSAL if transforming_in_graph() else None
         if backend == "xla":
+            if transforming():
+                return REFUSAL
             if query.dtype == torch.float64:
                 return "XLA attention computes in float32, not float64"
             return missing("jax")

@@ -12,7 +12,7 @@ from torch import Tensor
 from easytorch.kernels.attention.contract import check_softcap
 from easytorch.kernels.interop.arguments import check_scale
 from easytorch.kernels.interop.installed import missing
-from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.interop.torch_func import recording, transforming_in_graph
 from easytorch.kernels.ragged_page import grouped, native, opaque
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
@@ -54,6 +54,12 @@ class PagedImpl(OperationImpl):
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
+        if transforming_in_graph():
+            raise UnsupportedOperationError(
+                f"{self.primary_name()} cannot be transformed by torch.func inside torch.compile: a graph does not "
+                "follow the numbers of the block tables, and torch.func takes no gradient of an operator; transform "
+                "outside of the compiled function"
+            )
         return super().choose_on(platform, args, kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
