@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.cpu import library
+from easytorch.kernels.linear import preference
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 
 ROOT = Path(__file__).parents[2]
@@ -86,13 +88,20 @@ CHOSEN: dict[str, tuple[str, tuple[int, ...], torch.dtype, Any, bool]] = {
     ),
     "one query": ("decode:aten", (2, 1, 300, 4, 2, 32), torch.bfloat16, lambda: {
         "mask": torch.arange(300) < torch.tensor([0, 290])[:, None, None, None]}, False),
+    "one query, in C++": ("decode:cpu", (2, 1, 300, 4, 2, 32), torch.bfloat16, lambda: {
+        "mask": torch.arange(300) < torch.tensor([0, 290])[:, None, None, None]}, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["plain", "strided"])
 @pytest.mark.parametrize("name", CHOSEN)
-def test_every_implementation_is_chosen_and_gives_rows_that_see_nothing_zeros(name: str, layout: str) -> None:
+def test_every_implementation_is_chosen_and_gives_rows_that_see_nothing_zeros(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, (b, t, s, h, k, d), dtype, features, training = CHOSEN[name]
+    if expected.endswith(":cpu") and (missing := library.missing()) is not None:
+        pytest.skip(f"no C++ kernels: {missing}")
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", expected.endswith(":cpu"))  # whatever CPU this is
     generator = torch.Generator().manual_seed(SEED)
     tensors = {}
     for tensor, shape in (("query", (b, t, h, d)), ("key", (b, s, k, d)), ("value", (b, s, k, d))):
