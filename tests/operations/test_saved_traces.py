@@ -76,6 +76,3 @@ def test_what_torch_func_cannot_transform_says_so() -> None:
         return total
 
     assert torch.func.grad(attend)(query[0]).isfinite().all()
-    compiled = torch.compile(lambda x: torch.func.grad(attend)(x), backend="eager")
-    with pytest.raises(UnsupportedOperationError, match=r"transform outside of the compiled function"):
-        compiled(query[0])
