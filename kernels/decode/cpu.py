@@ -25,19 +25,20 @@ _NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None when `decode` carries this call, else the reason. Asking may build the library."""
-    bias, sinks = features.get("bias"), features.get("sinks")
-    if query.dtype not in _FLOATS:
+    # what is no tensor, or of a dtype that attention does not take, is `resolve`'s to refuse
+    given = [x for x in (query, key, value, features.get("bias"), features.get("sinks")) if isinstance(x, Tensor)]
+    if query.dtype == torch.float64:
         return f"it computes in float32, bfloat16 and float16, got {query.dtype}"
     if features.get("dropout_prob", 0.0) > 0.0:
         return "it has no dropout"
     if not eager() or torch._C._get_tracing_state() is not None:
         return "graphs and torch.func's transforms are ATen's"
-    if recording(query, key, value, bias, sinks) or forward_ad._current_level >= 0:
+    if recording(*given) or forward_ad._current_level >= 0:
         return "it has no gradient"
     if torch.is_autocast_enabled("cpu"):
         return "autocast wants another dtype"
-    for tensor in (query, key, value, bias, sinks):
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.layout is not _STRIDED):
+    for tensor in given:
+        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
             return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
     return library.missing()
 
