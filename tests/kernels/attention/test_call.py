@@ -40,7 +40,7 @@ ONE_BY_ONE = {
     "kernels/blocksparse/torch_tile.py": "arithmetic of a part of a call: the sinks of some heads",
     "kernels/decode/triton_op.py": "supports is asked before there is a record",
     "kernels/decode/torch_xla_op.py": "supports is asked before there is a record",
-    "kernels/decode/triton_calls.py": "the launch that merges splits takes the sinks alone",
+    "kernels/attention/jax_flash.py": "arithmetic of a part of a call: what the sinks take of a row",
     "kernels/decode/triton_kernels.py": "a Triton kernel takes its arguments one by one",
     "kernels/attention/triton_flash_forward.py": "a Triton kernel takes its arguments one by one",
     "kernels/blocksparse/triton_forward.py": "a Triton kernel takes its arguments one by one",
@@ -48,6 +48,7 @@ ONE_BY_ONE = {
     "kernels/ragged_page/contract.py": "resolve_features makes the record of them",
     "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
     "easytorch/operations/attention/flash.py": "varlen: the signature of flash_attn_varlen_func",
+    "easytorch/layers/causal_loss.py": "the softcap of logits, not of scores",
     "easytorch/layers/attention.py": "the signature that transformers calls",
     "easytorch/layers/grouped_attention.py": "a model's setting, made once with the layer",
 }
