@@ -136,8 +136,9 @@ def test_a_new_run_does_not_mix_with_an_old_one(settings):
 
 
 def test_a_block_longer_than_the_models_positions_is_refused(settings):
+    sizes = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16}
     with pytest.raises(ValueError, match="max_position_embeddings 16"):
-        train(settings(model={"model_type": "llama", "hidden_size": 32, "max_position_embeddings": 16}))
+        train(settings(model=sizes))
 
 
 def test_bad_settings_are_refused_before_anything_is_written(settings):
