@@ -29,7 +29,7 @@ from easytorch.layers.encoder_heads import (
     EncoderTokenClassification,
 )
 from easytorch.layers.linear import linear
-from easytorch.layers.masks import FULL, SLIDING, Masks
+from easytorch.layers.masks import FULL, SLIDING, Masks, types_of_config
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding, rotary
 from easytorch.protocol.native import NativeModel
@@ -80,7 +80,7 @@ class ModernBertAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.Wqkv = nn.Linear(hidden_size, 3 * hidden_size, bias=config.attention_bias)
         # the config counts the keys on one side, attention the query too
-        self.sliding_window = config.sliding_window + 1 if config.layer_types[layer_idx] == SLIDING else None
+        self.sliding_window = config.sliding_window + 1 if types_of_config(config)[layer_idx] == SLIDING else None
         self.Wo = nn.Linear(hidden_size, hidden_size, bias=config.attention_bias)
         self.out_drop = nn.Dropout(config.attention_dropout)
 
@@ -119,7 +119,7 @@ class ModernBertEncoderLayer(GradientCheckpointingLayer):
         self.attn = ModernBertAttention(config, layer_idx)
         self.mlp_norm = new_norm(config)
         self.mlp = ModernBertMLP(config)
-        self.attention_type = config.layer_types[layer_idx]
+        self.attention_type = types_of_config(config)[layer_idx]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
@@ -234,14 +234,15 @@ class ModernBertModel(ModernBertPreTrainedModel):
             inputs_embeds = None if inputs_embeds is None else documents.pack(inputs_embeds)
             position_ids, attention_mask = documents.pack(position_ids), {FULL: None, SLIDING: None}
         hidden_states = self.embeddings(input_ids, inputs_embeds)
-        if not isinstance(attention_mask, dict):
-            attention_mask = self.make_masks(hidden_states, attention_mask)
-        positions = self.rotary_emb.by_layer_type(hidden_states, position_ids, self.config.layer_types)
-        for layer in self.layers:
-            kind = layer.attention_type
+        masks: Masks = (
+            attention_mask if isinstance(attention_mask, dict) else self.make_masks(hidden_states, attention_mask)
+        )
+        kinds = types_of_config(self.config)
+        positions = self.rotary_emb.by_layer_type(hidden_states, position_ids, kinds)
+        for layer, kind in zip(self.layers, kinds, strict=True):
             hidden_states = layer(
                 hidden_states,
-                attention_mask[kind],
+                masks[kind],
                 position_embeddings=positions[kind],
                 documents=documents,
                 **kwargs,
