@@ -109,6 +109,12 @@ class DistilBertPreTrainedModel(NativeModel):
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]  # noqa: RUF012
     head_weights = (r"^(vocab_transform|vocab_layer_norm|vocab_projector|pre_classifier|classifier|qa_outputs)\.",)
 
+    def __init__(self, config: DistilBertConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.sinusoidal_pos_embds:
+            # Construction computes the table; Flax's checkpoints leave it out.
+            self.optional_weights = (r"embeddings\.position_embeddings\.weight$",)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -45,7 +45,7 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
 
     # Patterns of weight names: those that any checkpoint of the family may lack or have in addition, and those of its
     # heads.
-    optional_weights: ClassVar[tuple[str, ...]] = ()
+    optional_weights: tuple[str, ...] = ()
     head_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
