@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -28,9 +28,12 @@ _LEAST = {
 }
 
 
-def check_counts(config: PreTrainedConfig) -> None:
-    """`ValueError` for a count that is no integer, or too small, and for heads that do not share out evenly."""
-    for name, least in _LEAST.items():
+def check_counts(config: PreTrainedConfig, least_counts: Mapping[str, int]) -> None:
+    """`ValueError` for a count that is no integer, or too small, and for heads that do not share out evenly.
+
+    least_counts: the least that a family takes, where it is another than most families'.
+    """
+    for name, least in {**_LEAST, **least_counts}.items():
         value = getattr(config, name, None)
         if value is None or (isinstance(value, Sequence) and not isinstance(value, str)):  # one for each stage
             continue

@@ -91,6 +91,7 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
 class GraniteMoeHybridPreTrainedModel(NativeMoeDecoder):
     config: GraniteMoeHybridConfig
     config_class = GraniteMoeHybridConfig
+    least_counts = {"num_local_experts": 0}  # noqa: RUF012 - without experts every layer has the MLP that all share
     _no_split_modules = ["GraniteMoeHybridDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "router_logits": OutputRecorder(GraniteMoeTopKRouter, index=0),

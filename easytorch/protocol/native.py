@@ -47,9 +47,11 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
     # heads.
     optional_weights: tuple[str, ...] = ()
     head_weights: ClassVar[tuple[str, ...]] = ()
+    # The least of counts in a config that this family takes, where others take no such number.
+    least_counts: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        check_counts(config)
+        check_counts(config, self.least_counts)
         super().__init__(config, *args, **kwargs)
 
     @classmethod

@@ -80,13 +80,20 @@ def _laid_out(value: Any, layout: str) -> Any:
 
 
 def _results(name: str, backend: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the result, and the gradient of every floating argument."""
+    """The tensors of the result, and the gradient of every floating argument, where the backend has gradients."""
     leaves = {
         n: x.detach().requires_grad_()
         for n, x in arguments.items()
         if isinstance(x, Tensor) and x.is_floating_point() and n not in TABLES
     }
-    result = OperationRegistry.create(name, OperationMetadata(backend=backend))(**{**arguments, **leaves})
+    operation = OperationRegistry.create(name, OperationMetadata(backend=backend))
+    try:
+        result = operation(**{**arguments, **leaves})
+    except UnsupportedOperationError as refusal:
+        if "no gradient" not in str(refusal):
+            raise
+        leaves = {}
+        result = operation(**arguments)
     if isinstance(result, OperationOutput):
         result = [x for n, x in result.to_dict().items() if n != "attention_weights" and x is not None]
     outputs = list(result) if isinstance(result, list | tuple) else [result]
