@@ -8,8 +8,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from easytorch.bridge.core.sizes import human_size
+
 _T = TypeVar("_T")
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def get_module_repr(module: nn.Module) -> str:
@@ -95,9 +96,4 @@ def _tensor_repr(tensor: torch.Tensor) -> str:
 
 
 def _size(module: nn.Module) -> str:
-    """The bytes of the parameters, in decimal units."""
-    size = float(sum(parameter.nbytes for parameter in module.parameters()))
-    unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
+    return human_size(sum(parameter.nbytes for parameter in module.parameters()))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from easytorch.bridge.core.nested import flat
 from easytorch.protocol import conversion
 from easytorch.protocol.state import graphother, graphstate, split_module
 from easytorch.protocol.train_state import OptimizerState, TrainState
@@ -139,7 +140,7 @@ def _apart(tree: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _by_name(model: PreTrainedModel, params: Any, stats: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a tree of weights, or of slots, by the names of the model's parameters, in the tree's dtype."""
-    dtype = _torch_dtype(next(_leaves(params)))
+    dtype = _torch_dtype(next(iter(flat(params).values())))
     tree = {"params": params, **stats} if stats else params
     config = conversion.plain_config(model.config)
     built: nn.Module = conversion.from_flax(type(model), config, tree, copy=True, dtype=dtype)
@@ -195,11 +196,3 @@ def _replaced(tree: Any, node: Mapping[str, Any]) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(_replaced(child, node) for child in tree)
     return tree
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, Mapping | list | tuple):
-        for child in _children(tree):
-            yield from _leaves(child)
-    else:
-        yield tree

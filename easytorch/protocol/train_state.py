@@ -22,12 +22,15 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
+from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.storage.atomic import new_folder
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.state import GraphDef, State, checked, merge_module, merge_params_dict, split_module
 
 TENSORS, STATE, CONFIG = "train_state.safetensors", "train_state.json", "config.json"
+# Some hundred bytes a tensor.
+_STATE_LIMIT = 1 << 28
 # Slots of torch's own optimizers that have their parameter's shape.
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum")
 
@@ -157,7 +160,9 @@ def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
     `CheckpointError` for a folder that is none, is damaged, or holds another model.
     """
     folder = Path(folder)
-    content = _read_json(folder / STATE)
+    if not (folder / STATE).is_file():
+        raise CheckpointError("is not there; pass a folder that TrainState.save wrote", file=folder / STATE)
+    content = read_json(folder / STATE, limit=_STATE_LIMIT)
     if content.get("format") != "easytorch train state" or content.get("version") != 1:
         raise CheckpointError("is no train state of version 1, as TrainState.save writes it", file=folder / STATE)
     try:
@@ -183,20 +188,6 @@ def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"does not fit {type(model).__name__}: {error}", file=folder) from error
     return TrainState(step, GraphDef(model), parts["params"], parts["buffers"], optimizer)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            "is not there; a train state is a folder that TrainState.save wrote", file=file
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read ({error}); save the state again", file=file) from error
-    if not isinstance(content, dict):
-        raise CheckpointError("is no train state", file=file)
-    return content
 
 
 def _kind(optimizer: Optimizer) -> str:

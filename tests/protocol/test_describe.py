@@ -35,7 +35,7 @@ def test_text(model):
     assert "(layers): ModuleList()" in text and "(0-2): 3 x LlamaDecoderLayer()" in text
     assert text.count("q_proj") == 1 and "weight: float32 (97, 32)" in text
     count = sum(one.numel() for one in model.parameters())
-    assert text.endswith(f"{count:,} parameters, {4 * count / 1e3:.3g} kB")
+    assert text.endswith(f"{count:,} parameters, {4 * count / 1e3:.3g} KB")
     assert protocol.get_module_repr(model.lm_head) == "weight: float32 (97, 32)"
     shallow = protocol.prettify_nnx(model, indent="> ", max_depth=1)
     assert "embed_tokens" not in shallow and all(line.startswith("> ") for line in shallow.splitlines())

@@ -269,9 +269,14 @@ def test_folders_that_are_no_state(tmp_path):
     with pytest.raises(CheckpointError, match="is damaged"):
         protocol.load_state(tmp_path / "state", model_class=type(model))
     text = tmp_path / "state" / "train_state.json"
-    for content in ("[]", "{", json.dumps({"format": "easytorch train state", "version": 2})):
+    wrong = {
+        "[]": "holds a JSON list, not an object",
+        "{": "is not valid JSON",
+        json.dumps({"format": "easytorch train state", "version": 2}): "is no train state of version 1",
+    }
+    for content, message in wrong.items():
         text.write_text(content)
-        with pytest.raises(CheckpointError, match=r"train_state.json: (is no train state|cannot be read)"):
+        with pytest.raises(CheckpointError, match=rf"train_state\.json: {message}"):
             protocol.load_state(tmp_path / "state", model_class=type(model))
 
 
