@@ -12,8 +12,8 @@ from easytorch.backends.errors import BackendError
 if TYPE_CHECKING:
     import torch
 
-# What torch does not pass on to numpy, as integers of the size.
-_CARRIERS = {1: "uint8", 2: "int16"}
+# The integers of the same size as which numpy and torch exchange the types that numpy lacks.
+_STORAGE_DTYPES = {1: "uint8", 2: "int16"}
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -24,7 +24,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     here = tensor.detach().cpu().resolve_conj().resolve_neg()
     if hasattr(np, dtype.value):
         return here.numpy()
-    return here.view(getattr(torch, _CARRIERS[dtype.size])).numpy().view(dtype.numpy)
+    return here.view(getattr(torch, _STORAGE_DTYPES[dtype.size])).numpy().view(dtype.numpy)
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
@@ -39,4 +39,4 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     if hasattr(np, dtype.value):
         # torch knows numpy's types by their names in C: `ulonglong` is none to it.
         return torch.from_numpy(array if array.dtype is dtype.numpy else array.view(dtype.numpy))
-    return torch.from_numpy(array.view(_CARRIERS[dtype.size])).view(getattr(torch, dtype.value))
+    return torch.from_numpy(array.view(_STORAGE_DTYPES[dtype.size])).view(getattr(torch, dtype.value))

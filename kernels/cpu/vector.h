@@ -89,7 +89,7 @@ inline Floats rounded(Floats v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_N
 inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
-// v * 2**n, n whole numbers of -126 to 127
+// v * 2**n, n integers of -126 to 127
 inline Floats scaled(Floats v, Floats n) { return _mm512_scalef_ps(v, n); }
 inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
@@ -125,7 +125,7 @@ inline Floats rounded(Floats v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEARES
 inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
   return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
-// v * 2**n, n whole numbers of -126 to 127
+// v * 2**n, n integers of -126 to 127
 inline Floats scaled(Floats v, Floats n) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(v, _mm256_castsi256_ps(exponent));
@@ -202,7 +202,7 @@ inline Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
   for (int i = 0; i < WIDTH; ++i) no.at[i] = a.at[i] < b.at[i] ? yes.at[i] : no.at[i];
   return no;
 }
-// v * 2**n, n whole numbers of -126 to 127
+// v * 2**n, n integers of -126 to 127
 inline Floats scaled(Floats v, Floats n) {
   for (int i = 0; i < WIDTH; ++i) {
     const float whole = n.at[i] == n.at[i] ? n.at[i] : 0.0f;  // a conversion of NaN is not defined

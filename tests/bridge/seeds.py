@@ -26,7 +26,7 @@ CONFIG = {
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Torch-like names; a matrix, a bf16 vector, whole numbers, a truth value, nothing at all."""
+    """Torch-like names; a matrix, a bf16 vector, int64, a bool, and an empty array."""
     return {
         "embeddings.word_embeddings.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
         "encoder.layer.0.output.dense.bias": np.arange(3).astype(ml_dtypes.bfloat16),

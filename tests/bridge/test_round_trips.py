@@ -26,7 +26,7 @@ TARGETS = pytest.mark.parametrize(
 )
 # What a checkpoint of today holds. Beyond that, formats differ.
 COMMON = {"float32", "float16", "bfloat16"}
-# What is not GGUF holds these too: it has no whole numbers of 64 bits that weights would be kept in, nor bool.
+# What is not GGUF holds these too: it keeps weights in no int64, nor in bool.
 ORDINARY = COMMON | {"int8", "int32", "int64", "uint8", "bool", "float64"}
 
 # GGUF states what model it holds.

@@ -161,7 +161,7 @@ def test_opcheck_and_second_derivatives() -> None:
     torch.library.opcheck(torch.ops.easytorch.onednn_linear.default, (x, weight, bias))
     torch.library.opcheck(torch.ops.easytorch.onednn_linear.default, (x, weight, None))
 
-    # whole numbers this small are exact in float32: what is compared is the formula, not the order of its sums
+    # integers this small are exact in float32: what is compared is the formula, not the order of its sums
     x, weight, bias = (torch.randint(-1, 2, t.shape).float().requires_grad_() for t in (x, weight, bias))
 
     def second(function) -> torch.Tensor:

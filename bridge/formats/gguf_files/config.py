@@ -110,9 +110,9 @@ _OTHERWISE: dict[str, dict[str, str | None]] = {
     "mt5": _T5_KEYS,
     "umt5": _T5_KEYS,
 }
-# Whole numbers are unsigned of 32 bits in the metadata, the others float32.
-_WHOLE = frozenset((*_NUMBERS, *_T5_KEYS)) - _FRACTIONS.keys()
-_LARGEST_WHOLE, _LARGEST_FLOAT = 2**32 - 1, float(np.finfo(np.float32).max)
+# Integers are unsigned of 32 bits in the metadata, the others float32.
+_INTEGERS = frozenset((*_NUMBERS, *_T5_KEYS)) - _FRACTIONS.keys()
+_LARGEST_INTEGER, _LARGEST_FLOAT = 2**32 - 1, float(np.finfo(np.float32).max)
 _SLIDING = ("gemma2", "gemma3_text")
 _CAUSAL_HEADS = {"bert": "BertModel", **dict.fromkeys(("t5", "mt5", "umt5"), "ForConditionalGeneration")}
 # What Llama 3.1 and 3.2 were trained with, and with which the file's factors are compared.
@@ -169,10 +169,10 @@ def fields_of(config: Config) -> dict[str, int | float | bool | str]:
 def _refuse_unstorable(fields: Mapping[str, int | float | bool | str], config: Config) -> None:
     """Refuses numbers that the types of GGUF's metadata do not hold, which its writer cannot pack."""
     for key, value in fields.items():
-        whole = isinstance(value, int) or key in _WHOLE
-        if isinstance(value, str) or (0 <= value <= _LARGEST_WHOLE if whole else abs(value) <= _LARGEST_FLOAT):
+        integer = isinstance(value, int) or key in _INTEGERS
+        if isinstance(value, str) or (0 <= value <= _LARGEST_INTEGER if integer else abs(value) <= _LARGEST_FLOAT):
             continue
-        range_ = f"a number from 0 to {_LARGEST_WHOLE}" if whole else "a float32"
+        range_ = f"a number from 0 to {_LARGEST_INTEGER}" if integer else "a float32"
         name = _NUMBERS.get(key) or _FRACTIONS.get(key) or key
         raise CheckpointError(
             f"{name} is {value!r}, and GGUF's `{key}` is {range_}; correct it",

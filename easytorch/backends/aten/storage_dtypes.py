@@ -16,9 +16,9 @@ from easytorch.backends.dtypes import DType
 
 _WORDS = {DType.UINT16: torch.int16, DType.UINT32: torch.int32, DType.UINT64: torch.int64}
 _FLOAT8 = tuple(dtype for dtype in DType if dtype.is_float and dtype.size == 1)
-# The types of torch tensors; int4 and uint4 are none.
+# The dtypes that torch has tensors of: all but int4 and uint4.
 HELD = tuple(dtype for dtype in DType if dtype.bits >= 8)
-# Above this a float32 rounds to no finite number; torch saturates some of these types, IEEE's rule for them is NaN.
+# Above this a float32 overflows float8_e4m3fn: NaN by IEEE's rule, where torch saturates some of these types.
 _FN_LIMIT = 464.0
 
 
@@ -39,17 +39,17 @@ def has_storage_dtype(dtype: DType) -> bool:
 
 
 def is_word(dtype: DType) -> bool:
-    """An unsigned type that is stored as a signed one."""
+    """Whether `dtype` is an unsigned integer that is stored as a signed one."""
     return dtype in _WORDS
 
 
 def is_float8(dtype: DType) -> bool:
-    """A float of one byte."""
+    """Whether `dtype` is a float of one byte."""
     return dtype in _FLOAT8
 
 
 def is_narrow(dtype: DType) -> bool:
-    """A float narrower than float32."""
+    """Whether `dtype` is a float narrower than float32."""
     return dtype.is_float and dtype.size < 4
 
 
@@ -61,14 +61,14 @@ def wide(x: Tensor, dtype: DType) -> Tensor:
 
 
 def narrow(x: Tensor, dtype: DType) -> Tensor:
-    """What `wide` widened, rounded back: x is float32 if `dtype` is a narrow float."""
+    """The inverse of `wide`, rounding: x is float32 if `dtype` is a narrow float."""
     if dtype is DType.FLOAT8_E4M3FN:
         x = torch.where(x.abs() > _FN_LIMIT, torch.nan, x)
     return x.to(held(dtype)).view(torch.uint8) if dtype in _FLOAT8 else x.to(storage_dtype(dtype))
 
 
 def swapped(dtype: DType) -> Callable[[Tensor], Tensor]:
-    """Turns carried unsigned integers into signed ones in the same order, and back; others stay."""
+    """Maps unsigned integers, stored as signed ones, to signed integers of the same order, and back; others stay."""
     if dtype not in _WORDS:
         return lambda x: x
     top = -(2 ** (dtype.bits - 1))
@@ -82,20 +82,20 @@ def integers(x: Tensor, dtype: DType) -> Tensor:
 
 
 def indices(x: Tensor, dtype: DType) -> Tensor:
-    """Integers as int64 indices, which compare as they should: uint64 values beyond them are the greatest."""
+    """Integers as int64 indices in the order of their values: uint64 values of 2**63 or more become 2**63 - 1."""
     wide = integers(x, dtype)
     return torch.where(wide < 0, 2**63 - 1, wide) if dtype is DType.UINT64 else wide
 
 
 def lowest(dtype: DType) -> int | float:
-    """What no element is less than, of a real type as `swapped` or `wide` gives it: -inf where the type has one."""
+    """The least element of a real dtype in the order of `swapped` or `wide`: -inf where the dtype has one."""
     if dtype.is_float:
         return -highest(dtype)
     return 0 if dtype is DType.BOOL else torch.iinfo(storage_dtype(dtype)).min
 
 
 def highest(dtype: DType) -> int | float:
-    """What no element is greater than, likewise."""
+    """The greatest element of a real dtype in the same order: inf where the dtype has one."""
     if dtype.is_float:
         finite = is_float8(dtype) and dtype is not DType.FLOAT8_E5M2
         return torch.finfo(held(dtype)).max if finite else torch.inf

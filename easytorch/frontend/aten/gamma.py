@@ -134,8 +134,8 @@ def _zeta(x: Term, q: Term) -> Term:
     negative = q < 0.0
     found = _zeta_of_positive(x, rest.where(negative, q))
     found = (found + sign * below).where(negative, found)
-    whole = q.equals(q.floor())
-    found = found.but((q <= 0.0) & ~x.equals(x.floor()), math.nan).but((q <= 0.0) & whole, math.inf)
+    integer = q.equals(q.floor())
+    found = found.but((q <= 0.0) & ~x.equals(x.floor()), math.nan).but((q <= 0.0) & integer, math.inf)
     return found.but(x < 1.0, math.nan).but(x.equals(1.0), math.inf)
 
 

@@ -54,7 +54,7 @@ class _Sampler:
         return b.clamp(number(0), at, number(size - 1))
 
     def read(self, places: Sequence[Op]) -> Op:
-        """(N, C, *outputs) at whole places (N, *outputs), zeros outside."""
+        """(N, C, *outputs) at integer places (N, *outputs), zeros outside."""
         b, ctx = self.b, self.ctx
         outputs = places[0].shape.dimensions
         inside: Op | None = None

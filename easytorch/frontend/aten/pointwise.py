@@ -124,7 +124,7 @@ def remainder(ctx: Context, x: Op | Number, other: Op | Number) -> Op:
 
 @lowering(aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar)
 def pow(ctx: Context, x: Op | Number, exponent: Op | Number) -> Op:
-    """Small whole powers are products, as in ATen: they are exact where a power function is not."""
+    """Small integer powers are products, as in ATen: they are exact where a power function is not."""
     kind = ctx.promote(x, exponent)
     b = ctx.builder
     if isinstance(x, Op) and not isinstance(exponent, Op):
@@ -447,7 +447,7 @@ def sign(ctx: Context, x: Op) -> Op:
     return b.sub(ctx.cast(above, kind), ctx.cast(below, kind))
 
 
-def _to_whole(*names: str) -> None:
+def _round_to_integer(*names: str) -> None:
     for name in names:
 
         def function(ctx: Context, x: Op, method: str = name) -> Op:
@@ -456,7 +456,7 @@ def _to_whole(*names: str) -> None:
         lowering(getattr(aten, name).default)(function)
 
 
-_to_whole("floor", "ceil", "round")
+_round_to_integer("floor", "ceil", "round")
 
 
 def truncate(ctx: Context, x: Op) -> Op:

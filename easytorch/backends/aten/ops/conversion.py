@@ -51,19 +51,19 @@ def converter(source: DType, target: DType) -> Callable[[Tensor], Tensor]:
 def _truncated(x: Tensor, target: DType) -> Tensor:
     signed = target.value.startswith("int")
     low, high = (-(2 ** (target.bits - 1)), 2 ** (target.bits - 1)) if signed else (0, 2**target.bits)
-    whole = x.trunc()
-    inside = torch.where((whole >= low) & (whole < float(high)), whole, 0)
+    truncated = x.trunc()
+    inside = torch.where((truncated >= low) & (truncated < float(high)), truncated, 0)
     if target is DType.UINT64:
         upper = inside >= 2.0**63
-        whole_numbers = torch.where(upper, inside - 2.0**63, inside).to(torch.int64)
-        result = torch.where(upper, whole_numbers.bitwise_xor(_TOP), whole_numbers)
-        return torch.where(whole >= float(high), -1, result)
-    result = torch.where(whole < low, low, inside.to(torch.int64))
-    return torch.where(whole >= float(high), high - 1, result).to(storage_dtype(target))
+        words = torch.where(upper, inside - 2.0**63, inside).to(torch.int64)
+        result = torch.where(upper, words.bitwise_xor(_TOP), words)
+        return torch.where(truncated >= float(high), -1, result)
+    result = torch.where(truncated < low, low, inside.to(torch.int64))
+    return torch.where(truncated >= float(high), high - 1, result).to(storage_dtype(target))
 
 
 def _unsigned_to_float(x: Tensor, target: DType) -> Tensor:
-    """The value of a carried uint64, rounded once: its half with the lost bit kept is in range."""
+    """uint64 stored as int64 to float, rounded once: half of it, its last bit kept, is in int64's range."""
     float_type = torch.float64 if target is DType.FLOAT64 else torch.float32
     half = ((x >> 1) & (2**63 - 1)) | (x & 1)
     return torch.where(x < 0, half.to(float_type) * 2, x.to(float_type))

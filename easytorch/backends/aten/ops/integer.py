@@ -57,7 +57,7 @@ def _safe(x: Tensor) -> Tensor:
 
 
 def _divide_words(x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
-    """Quotient and remainder of carried uint64; x1 of 2**63 or more goes into x0 at most once.
+    """Quotient and remainder of uint64 stored as int64; x1 of 2**63 or more goes into x0 at most once.
 
     Otherwise half of x0 divided, doubled, is one less at most (Warren, Hacker's Delight, 9-3).
     """
@@ -137,7 +137,7 @@ def bind_shift_right_logical(context: NodeContext) -> Kernel:
 
 
 def _amount(x1: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Where a shift is by fewer than all bits, and by how many; a carried word with its top bit set is not."""
+    """Where a shift is by fewer than all bits, and by how many. An unsigned amount with its top bit set is more."""
     inside = (x1 >= 0) & (x1 < dtype.bits)
     return inside, torch.where(inside, x1, 0)
 

@@ -26,7 +26,7 @@ def _upper(x: Tensor) -> Tensor:
 
 
 def _below(x: Tensor, y: Tensor) -> Tensor:
-    """x < y of carried uint64."""
+    """x < y of uint64 stored as int64."""
     return x.bitwise_xor(_TOP) < y.bitwise_xor(_TOP)
 
 

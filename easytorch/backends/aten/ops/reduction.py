@@ -50,7 +50,7 @@ def identity_of(dtype: DType, kind: ReduceOpType) -> int | float:
 
 
 def values(dtype: DType, kind: ReduceOpType) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """From carried elements to values that are summed or compared (narrow floats in float32), and back."""
+    """From elements as stored to the values that are reduced (narrow floats in float32), and back."""
     if dtype.is_float and dtype.size < 4:
         return (lambda x: wide(x, dtype)), (lambda x: narrow(x, dtype))
     if kind in (ReduceOpType.MAX, ReduceOpType.MIN):

@@ -68,8 +68,8 @@ def _atan2(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
 
 
 def _round_nearest_afz(x: np.ndarray) -> np.ndarray:
-    whole = np.trunc(x)
-    return np.asarray(np.copysign(np.where(np.abs(x - whole) >= 0.5, np.abs(whole) + 1, np.abs(whole)), x))
+    truncated = np.trunc(x)
+    return np.asarray(np.copysign(np.where(np.abs(x - truncated) >= 0.5, np.abs(truncated) + 1, np.abs(truncated)), x))
 
 
 def _reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
@@ -206,14 +206,14 @@ def _convert(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 def _truncated(x: np.ndarray, dtype: DType) -> np.ndarray:
     """Floats to integers: towards zero, clamped, NaN to 0."""
-    whole = np.trunc(x.astype(np.float64))
+    truncated = np.trunc(x.astype(np.float64))
     signed = dtype.value.startswith("int")
     least = -(2 ** (dtype.bits - 1)) if signed else 0
     most = 2 ** (dtype.bits - (1 if signed else 0)) - 1
-    inside = np.where(np.isnan(whole) | (whole < least) | (whole >= float(most)), 0, whole)
+    inside = np.where(np.isnan(truncated) | (truncated < least) | (truncated >= float(most)), 0, truncated)
     integers = inside.astype(np.int64 if signed else np.uint64)
-    integers = np.where(whole < least, np.array(least, integers.dtype), integers)
-    return np.where(whole >= float(most), np.array(most, integers.dtype), integers).astype(dtype.numpy)
+    integers = np.where(truncated < least, np.array(least, integers.dtype), integers)
+    return np.where(truncated >= float(most), np.array(most, integers.dtype), integers).astype(dtype.numpy)
 
 
 def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
