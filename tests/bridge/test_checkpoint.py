@@ -37,7 +37,7 @@ def tree(tiny_torch: Path, tmp_path: Path) -> Path:
 
 def test_a_folder(tree: Path, calls: dict[str, int]) -> None:
     with open_checkpoint(tree) as checkpoint:
-        checkpoint.renamed("torch")
+        checkpoint.in_scheme("torch")
     assert calls == {"classify": 1, "unwrapped": 1}
 
 
@@ -45,7 +45,7 @@ def test_a_step_of_a_run(tree: Path, tmp_path: Path, calls: dict[str, int]) -> N
     for step in (10, 20, 30):
         shutil.copytree(tree, tmp_path / "run" / str(step))
     with open_checkpoint(tmp_path / "run", step=20) as checkpoint:
-        checkpoint.renamed("torch")
+        checkpoint.in_scheme("torch")
     assert calls == {"classify": 1, "unwrapped": 1}
 
 
