@@ -82,7 +82,7 @@ class Checkpoint(ContextManager):
         self._step = step
         self._dropped = tuple(dropped)
         self._config = config
-        self._side: TorchBuffers | None = None
+        self._torch_buffers: TorchBuffers | None = None
         self._torch = reader
         self._outlined: Architecture | None = None
 
@@ -148,7 +148,7 @@ class Checkpoint(ContextManager):
         # What config.json has to say then depends on transformers' config classes.
         return replace(self.architecture if apart else self._known, apart=apart)
 
-    def renamed(self, scheme: str, *, strict: bool = True) -> NamedWeights:
+    def in_scheme(self, scheme: str, *, strict: bool = True) -> NamedWeights:
         """The weights under the names of `scheme`.
 
         strict: where names change, the weights are held against the architecture, and a tied repeat is left out only
@@ -164,8 +164,8 @@ class Checkpoint(ContextManager):
             if scheme == TORCH:
                 return NamedWeights(weights, notes=self._left_out())
             # From one container to another, tensors without a name in the scheme stay in the file beside.
-            side, kept, tied = self._kept_beside()
-            self._torch = self._torch if side is None else side
+            buffers, kept, tied = self._open_torch_buffers()
+            self._torch = self._torch if buffers is None else buffers
             return NamedWeights(weights, {name: name for name in kept}, dict.fromkeys(tied, ""), self._left_out())
         refuse_quantized(self.needed_config.content, self.needed_config.file)
         self._outlined = self._by_outline(scheme) if strict else None
@@ -206,9 +206,9 @@ class Checkpoint(ContextManager):
                 file=self.reader.files[0],
             )
         same = same_data(self._weights)
-        side = None
+        buffers = None
         if scheme == TORCH:
-            side, kept, tied = self._kept_beside()
+            buffers, kept, tied = self._open_torch_buffers()
             plan = plan_to_torch(tensors, table, tie=True, same=same, kept=kept, tied=tied)
             plan.keep(kept.values())
         else:
@@ -216,13 +216,14 @@ class Checkpoint(ContextManager):
         refuse_missing(plan, table, self._dropped_names())
         plan.notes += self._left_out()
         self._torch = self._weights
-        return _named_weights(PlannedReader(self._weights, plan, side, self.temp_arrays), plan)
+        return _named_weights(PlannedReader(self._weights, plan, buffers, self.temp_arrays), plan)
 
-    def _kept_beside(self) -> tuple[TorchBuffers | None, Mapping[str, TensorInfo], list[str]]:
+    def _open_torch_buffers(self) -> tuple[TorchBuffers | None, Mapping[str, TensorInfo], list[str]]:
         """The file of torch tensors beside a tree, which stays open; those tensors, and the repeats that torch had."""
-        if self._side is None:
-            self._side = TorchBuffers.beside(self.reader.files[0])
-        return (None, {}, []) if self._side is None else (self._side, self._side.tensors, self._side.tied)
+        if self._torch_buffers is None:
+            self._torch_buffers = TorchBuffers.beside(self.reader.files[0])
+        buffers = self._torch_buffers
+        return (None, {}, []) if buffers is None else (buffers, buffers.tensors, buffers.tied)
 
     def _dropped_names(self) -> set[str]:
         """The names that the tensors left out by the user would have among the weights."""
@@ -260,7 +261,7 @@ class Checkpoint(ContextManager):
 
     def _to_torch(self, strict: bool) -> NamedWeights:
         rules = get_scheme(self.scheme).rules(self.needed_config, self._known, self._weights.tensors)
-        side, kept, tied = self._kept_beside()
+        buffers, kept, tied = self._open_torch_buffers()
         table = compile_rules(rules)
         if beside := tuple((name, None, BUFFER) for name in kept if not table.knows(name)):
             table = compile_rules((*rules, *beside))
@@ -273,7 +274,7 @@ class Checkpoint(ContextManager):
             self._check(plan.targets, table)
         _refuse_unused(plan, self._weights.tensors, table, kept)
         plan.notes += [*_cut_off(plan, self._weights.tensors), *self._left_out()]
-        self._torch = PlannedReader(self._weights, plan, side, self.temp_arrays)
+        self._torch = PlannedReader(self._weights, plan, buffers, self.temp_arrays)
         return _named_weights(self._torch, plan)
 
     def _from_torch(self, torch: NamedWeights, scheme: str, *, checked: bool) -> NamedWeights:
@@ -303,7 +304,7 @@ class Checkpoint(ContextManager):
 
     @property
     def torch_reader(self) -> Reader:
-        """The weights by torch's names, available after `renamed`."""
+        """The weights by torch's names, available after `in_scheme`."""
         return by_hub_names(self._weights, self._known.names) if self.scheme == TORCH else self._torch
 
     def read_torch(self, name: str) -> np.ndarray:
@@ -316,8 +317,8 @@ class Checkpoint(ContextManager):
 
     def close(self) -> None:
         self.reader.close()
-        if self._side is not None:
-            self._side.close()
+        if self._torch_buffers is not None:
+            self._torch_buffers.close()
 
 
 def open_checkpoint(

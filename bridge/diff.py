@@ -109,7 +109,7 @@ def diff(
 
 def _reader(checkpoint: Checkpoint, scheme: str, rules: Rules | None) -> Reader:
     if rules is None or checkpoint.scheme == scheme:
-        return checkpoint.renamed(scheme).reader
+        return checkpoint.in_scheme(scheme).reader
     return checkpoint.by_rules(rules, scheme).reader
 
 

@@ -35,7 +35,7 @@ def load_tree(
         open_checkpoint(local, prefer="tree", config=config, writable=kept) as checkpoint,
     ):
         wanted = scheme or ("flax" if checkpoint.scheme == TORCH else checkpoint.scheme)
-        reader = checkpoint.renamed(wanted, strict=False).reader
+        reader = checkpoint.in_scheme(wanted, strict=False).reader
         place = placing(framework, shardings)
         return nested({name: place(name, reader.read(name)) for name in reader.tensors})
 

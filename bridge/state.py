@@ -39,7 +39,7 @@ def load_torch_state_dict(
     The tensors are writable: untransposed ones are a private map of the file, others have their own memory.
     """
     with open_checkpoint(Path(path), prefer="tree", config=config, writable=True) as checkpoint:
-        reader = checkpoint.renamed(TORCH, strict=False).reader
+        reader = checkpoint.in_scheme(TORCH, strict=False).reader
         return _apart({name: to_torch(reader.read(name)) for name in reader.tensors})
 
 

@@ -8,7 +8,7 @@ A type is built from its own config made small (easytorch/auto/tiny.py). Its log
 compared with stock's, and where the two differ with both in float64, which shows whether the model itself makes that
 much of float32's rounding (Gemma 3n's 35 layers do: stock is 2.0e-4 from float64). Where the front-end refuses a type,
 `torch.compile(backend="easytorch")` is tried, which may break the graph and run the rest. Each type is a process of its
-own, of limited time and memory. --out is gone on from.
+own, of limited time and memory. --out is resumed from.
 """
 
 from __future__ import annotations

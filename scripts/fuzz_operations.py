@@ -382,7 +382,7 @@ def run(name: str, backend: str | None, given: Arguments) -> Any:
     except Exception as error:
         return error
     if isinstance(result, OperationOutput):
-        # which path forms the weights too is its own affair
+        # which path returns the weights too is its own affair
         result = [x for n, x in result.to_dict().items() if n != "attention_weights" and x is not None]
     return list(result) if isinstance(result, list | tuple) else [result]
 

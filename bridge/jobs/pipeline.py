@@ -69,7 +69,7 @@ class Conversion:
         self._rules = rules
         self._drop = sorted(drop)
         if rules is None:
-            self._named: NamedWeights = checkpoint.renamed(target.scheme)
+            self._named: NamedWeights = checkpoint.in_scheme(target.scheme)
         else:
             self._named = checkpoint.by_rules(rules, target.scheme)
         if self._cast is not None:

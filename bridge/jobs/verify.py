@@ -225,7 +225,7 @@ def _jax_outputs(
 
     function = getattr(importlib.import_module(f"easytorch.bridge.forwards.{forward.module}"), forward.function)
     with jax.default_device(jax.devices("cpu")[0]):
-        reader = checkpoint.renamed("flax", strict=False).reader
+        reader = checkpoint.in_scheme("flax", strict=False).reader
         tree = nested({name: jnp.asarray(reader.read(name).astype(np.float32)) for name in reader.tensors})
         base, content = tree.get(checkpoint.architecture.base, tree), settings.to_dict()
         states = function(base, content, **{name: jnp.asarray(array) for name, array in inputs.items()})

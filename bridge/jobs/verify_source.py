@@ -40,7 +40,7 @@ def lost_tensor(
     config = Config(checkpoint.needed_config.file, content)
     given = checkpoint.torch_reader
     with open_checkpoint(written, scheme=None if scheme == TORCH else scheme, config=config) as back:
-        found = back.renamed(TORCH).reader
+        found = back.in_scheme(TORCH).reader
         places = _places(checkpoint, given, found)
         tolerance = _ROUNDED if rounds else _COMPUTED if cast is None else 4 * float(ml_dtypes.finfo(cast).eps)
         for name in given.tensors:
@@ -58,12 +58,12 @@ def lost_tensor(
 
 def _lost_beside(checkpoint: Checkpoint, named: NamedWeights, written: Path) -> str | None:
     """A tensor that should be kept beside the weights and is missing or changed."""
-    side = TorchBuffers.beside(written)
-    if side is None:
+    buffers = TorchBuffers.beside(written)
+    if buffers is None:
         return next((f"{name!r} does not come back" for name in named.kept), None)
-    with side:
+    with buffers:
         for name, given in named.kept.items():
-            if name not in side.tensors or not identical(checkpoint.read_torch(given), side.read(name)):
+            if name not in buffers.tensors or not identical(checkpoint.read_torch(given), buffers.read(name)):
                 return f"{name!r} does not come back"
     return None
 

@@ -283,7 +283,7 @@ def _shares(view: np.ndarray, arrays: list[np.ndarray]) -> bool:
 
 
 def _by_path(shardings: Shardings) -> Callable[[str], Any]:
-    """`shardings`, given in any form, as a function of the path."""
+    """`shardings`, one for all, a tree or a function, as a function of the path."""
     if shardings is None or hasattr(shardings, "device_set"):
         return lambda path: shardings
     if callable(shardings):

@@ -24,7 +24,7 @@ from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.names.native_rules import native_rules
 from easytorch.bridge.names.outline import OutlinedNames
-from easytorch.bridge.names.submodels import Member, members_of, table_of_names
+from easytorch.bridge.names.submodels import Submodel, submodels_of, table_of_names
 from easytorch.bridge.rules.table import (
     ALIAS,
     BUFFER,
@@ -75,7 +75,7 @@ def outlined_rules(
     if rows.unknown and depends:
         return None
     if rows_of is None:
-        rows.add_from_tables([] if table is None else [Member("", table, "")])
+        rows.add_from_tables([] if table is None else [Submodel("", table, "")])
     for sibling in names.siblings():
         if not rows.unknown:
             break
@@ -102,7 +102,7 @@ def convention_rules(names: HubNames, given: Iterable[str] = (), rows_of: RowsOf
     rows = _Rows(frozenset(given) - names.fused, rows_of or model_rows, statistics=rows_of is None)
     rows.add(names)
     if rows_of is None:
-        rows.add_from_tables(members_of(names))
+        rows.add_from_tables(submodels_of(names))
     for model_class in _siblings(type(names.model)):
         if not rows.unknown:
             break
@@ -146,13 +146,13 @@ class _Rows:
             for row in others:
                 self._append(*row)
 
-    def add_from_tables(self, members: list[Member]) -> None:
+    def add_from_tables(self, submodels: list[Submodel]) -> None:
         """Adds rows for leaves that a family's table names and this model lacks: Flax may hold more than torch."""
-        for name, member in product(self.unknown, members):
-            if (inside := _inside(name.removeprefix("params/"), member.start.replace(".", "/"))) and member.table:
-                found = member.table.flax_rule(inside)
-                name = name if found is None else member.start + found[0].torch[0].fill(found[1])
-            for row in _in_table(name, member):
+        for name, submodel in product(self.unknown, submodels):
+            if (inside := _inside(name.removeprefix("params/"), submodel.start.replace(".", "/"))) and submodel.table:
+                found = submodel.table.flax_rule(inside)
+                name = name if found is None else submodel.start + found[0].torch[0].fill(found[1])
+            for row in _in_table(name, submodel):
                 self._add(*row)
 
     def add_aliases(self, names: HubNames) -> None:
@@ -217,11 +217,11 @@ def model_rows(names: HubNames) -> Iterator[Row]:
     from transformers.core_model_loading import dot_natural_key
 
     modules = dict(names.model.named_modules())
-    members = members_of(names)
+    submodels = submodels_of(names)
     paths: dict[str, Path] = {}
     for name, tensor in names.tensors.items():
-        rows = next((rows for member in members if (rows := _in_table(name, member))), [])
-        for row in rows or [_by_convention(name, tensor, names, modules, members)]:
+        rows = next((rows for submodel in submodels if (rows := _in_table(name, submodel))), [])
+        for row in rows or [_by_convention(name, tensor, names, modules, submodels)]:
             if row[2] not in TIES:
                 paths[name] = row[1]
             yield row
@@ -235,14 +235,14 @@ def model_rows(names: HubNames) -> Iterator[Row]:
 
 
 def _by_convention(
-    name: str, tensor: torch.Tensor, names: HubNames, modules: Mapping[str, torch.nn.Module], members: list[Member]
+    name: str, tensor: torch.Tensor, names: HubNames, modules: Mapping[str, torch.nn.Module], submodels: list[Submodel]
 ) -> Row:
     if not tensor.dtype.is_floating_point:
         return (name,), None, BUFFER
     place = names.places[name]
     owner = modules.get(place.name.rpartition(".")[0]) if place.name in names.state else None
     path, transform = leaf_of(name, owner, tensor.dim())
-    inside = [member for member in members if name.startswith(member.start)]
+    inside = [submodel for submodel in submodels if name.startswith(submodel.start)]
     return (name,), inside[-1].with_level(path), transform
 
 
@@ -266,9 +266,9 @@ def _inside(name: str, start: str) -> str:
     return name.removeprefix(start) if name.startswith(start) else ""
 
 
-def _in_table(name: str, member: Member) -> list[Row]:
-    """The rows the family of `member` has for `name`."""
-    start, table = member.start, member.table
+def _in_table(name: str, submodel: Submodel) -> list[Row]:
+    """The rows the family of `submodel` has for `name`."""
+    start, table = submodel.start, submodel.table
     if table is None or not name.startswith(start):
         return []
     inside, path = name.removeprefix(start), start.replace(".", "/")
@@ -277,7 +277,7 @@ def _in_table(name: str, member: Member) -> list[Row]:
     rows: list[Row] = []
     if (match := table.torch_rule(inside)) is not None:
         rule, _, bindings = match
-        parts = tuple(start + side.fill(bindings) for side in rule.torch)
+        parts = tuple(start + pattern.fill(bindings) for pattern in rule.torch)
         transform = SPARE if rule.kind == SPARE else rule.transform
         rows.append((parts, path + rule.flax.fill(bindings), transform))
     if (tie := table.tie(inside)) is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Member:
+class Submodel:
     """A model, or a submodel whose class is in another file of transformers.
 
     `start` is the beginning of its hub names, `table` its family's, `level` the Flax folder around its leaves ("" or
@@ -30,16 +30,16 @@ class Member:
     level: str
 
     def with_level(self, path: str) -> str:
-        """A path in the model, with the level that this member has in Flax."""
+        """A path in the model, with the level that this submodel has in Flax."""
         head = self.start.replace(".", "/")
         return f"{head}{self.level}{path.removeprefix(head)}"
 
 
-def members_of(names: HubNames) -> list[Member]:
+def submodels_of(names: HubNames) -> list[Submodel]:
     """The model itself and the models in it, outer ones first."""
     from transformers import PreTrainedModel
 
-    found: list[Member] = []
+    found: list[Submodel] = []
     files: dict[str, str] = {}
     for prefix, module in names.model.named_modules():
         if not isinstance(module, PreTrainedModel):
@@ -48,7 +48,7 @@ def members_of(names: HubNames) -> list[Member]:
         # A stack of a model, or the base model of a head, is not a submodel.
         if not any(file == other and start.startswith(outer) for outer, other in files.items()):
             files[start] = file
-            found.append(Member(_on_disk(start, names), _table(module), _level(module)))
+            found.append(Submodel(_on_disk(start, names), _table(module), _level(module)))
     return found
 
 

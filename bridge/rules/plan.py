@@ -133,7 +133,7 @@ def plan_to_torch(
         for rule, name in table.tied_to(path):
             alone = rule.kind == TIED_ALWAYS or (rule.kind == TIED and table.torch_rule(name) is None)
             if name not in made and name not in plan.tied and (name in tied or displaced or (alone and not tie)):
-                plan.steps.append(_renamed(step, name))
+                plan.steps.append(_with_target(step, name))
     return plan
 
 
@@ -366,6 +366,6 @@ def _as_it_is(info: TensorInfo) -> Step:
     return Step((info.name,), (info,), get_transform("identity"), False)
 
 
-def _renamed(step: Step, name: str) -> Step:
+def _with_target(step: Step, name: str) -> Step:
     (target,) = step.targets
     return Step(step.sources, (TensorInfo(name, target.shape, target.dtype),), step.transform, step.reverse)

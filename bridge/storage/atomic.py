@@ -19,7 +19,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.exchange import exchange, rename_new
 from easytorch.bridge.storage.fsync import flush, os_error_of, sync
 from easytorch.bridge.storage.journal import Journal, Key, differences
-from easytorch.bridge.storage.staging_folder import PartialFolder, left_behind, make
+from easytorch.bridge.storage.staging_folder import StagingFolder, left_behind, make
 
 
 def refuse_existing(destination: Path) -> None:
@@ -78,7 +78,7 @@ def staged(
     made = [parent for parent in destination.parents if not os.path.lexists(parent)]
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        partial = make(destination) if found is None else found
+        staging_folder = make(destination) if found is None else found
     except OSError as error:
         _remove_empty(made)
         raise CheckpointError(f"cannot be written: {error.strerror}", file=destination) from error
@@ -87,11 +87,11 @@ def staged(
         raise
     keep = False
     try:
-        journal = None if key is None else Journal(partial.journal, partial.folder, key)
-        yield Staging(partial.folder, journal, notes)
-        whole = partial.folder if file is None else partial.folder / file
-        flush([whole])
-        _publish(whole, partial, destination, replace)
+        journal = None if key is None else Journal(staging_folder.journal, staging_folder.folder, key)
+        yield Staging(staging_folder.folder, journal, notes)
+        complete = staging_folder.folder if file is None else staging_folder.folder / file
+        flush([complete])
+        _publish(complete, staging_folder, destination, replace)
         sync(destination.parent)
     except CheckpointError:
         raise
@@ -107,9 +107,9 @@ def staged(
         raise
     finally:
         if keep:
-            partial.release()
+            staging_folder.release()
         else:
-            partial.remove()
+            staging_folder.remove()
         _remove_empty(made)
 
 
@@ -118,47 +118,49 @@ def sweep(destination: Path) -> list[str]:
     return _sweep(destination, None)[1]
 
 
-def _sweep(destination: Path, key: Key | None) -> tuple[PartialFolder | None, list[str]]:
+def _sweep(destination: Path, key: Key | None) -> tuple[StagingFolder | None, list[str]]:
     """`sweep`, but the folder of the same conversion (`key`) is kept and returned."""
     dead, living = left_behind(destination)
-    notes = [f"{root}: another process is writing the same destination" for root in living]
+    notes = [f"{root}: another process is writing to the same destination" for root in living]
     found = None
-    for partial in dead:
-        differing = None if key is None else differences(partial.journal, key)
-        if partial.finish_exchange(destination):
-            notes.append(f"{destination}: finished by a killed run; its last step is done now")
+    for staging_folder in dead:
+        differing = None if key is None else differences(staging_folder.journal, key)
+        if staging_folder.finish_exchange(destination):
+            notes.append(f"{destination}: a killed run had finished writing it; moved into place now")
         elif differing == [] and found is None:
-            notes.append(f"{partial.root}: gone on from; a killed run left it")
-            found = partial
+            notes.append(f"{staging_folder.root}: resumed; a killed run left it")
+            found = staging_folder
             continue
         elif differing:
             other = " and ".join(differing)
-            notes.append(f"{partial.root}: removed; a killed run left it, with another {other}, so this starts anew")
+            notes.append(
+                f"{staging_folder.root}: removed; a killed run with another {other} left it, so nothing is resumed"
+            )
         else:
-            notes.append(f"{partial.root}: removed; a killed run left it")
-        partial.remove()
+            notes.append(f"{staging_folder.root}: removed; a killed run left it")
+        staging_folder.remove()
     return found, notes
 
 
-def _publish(whole: Path, partial: PartialFolder, destination: Path, replace: bool) -> None:
+def _publish(complete: Path, staging_folder: StagingFolder, destination: Path, replace: bool) -> None:
     if not replace or not os.path.lexists(destination):
         try:
-            rename_new(whole, destination)
+            rename_new(complete, destination)
         except FileExistsError:
             refuse_existing(destination)
             raise
         return
-    if whole.is_dir() != destination.is_dir():
+    if complete.is_dir() != destination.is_dir():
         refuse_existing(destination)
-    if whole.is_file():
-        whole.replace(destination)
+    if complete.is_file():
+        complete.replace(destination)
         return
-    # From here on `partial.folder` may be the old one, from which no run may resume.
-    partial.journal.unlink(missing_ok=True)
-    if not exchange(whole, destination):
-        partial.old.parent.mkdir()
-        destination.rename(partial.old)
-        whole.rename(destination)
+    # From here on `staging_folder.folder` may be the old one, from which no run may resume.
+    staging_folder.journal.unlink(missing_ok=True)
+    if not exchange(complete, destination):
+        staging_folder.old.parent.mkdir()
+        destination.rename(staging_folder.old)
+        complete.rename(destination)
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -18,7 +18,7 @@ _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 def rename_new(source: Path, target: Path) -> None:
     """Renames `source` to `target`; `FileExistsError` when that exists, even as a broken link."""
-    if _renamed(source, target, _NO_REPLACE):
+    if _renameat2(source, target, _NO_REPLACE):
         return
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -27,10 +27,10 @@ def rename_new(source: Path, target: Path) -> None:
 
 def exchange(one: Path, other: Path) -> bool:
     """Swaps two paths atomically; False, and nothing done, where that is not possible."""
-    return _renamed(one, other, _EXCHANGE)
+    return _renameat2(one, other, _EXCHANGE)
 
 
-def _renamed(source: Path, target: Path, flag: int) -> bool:
+def _renameat2(source: Path, target: Path, flag: int) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -22,7 +22,7 @@ from easytorch.bridge.storage.exchange import rename_new
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
-class PartialFolder:
+class StagingFolder:
     """One such folder, owned by this process until `release` or `remove`."""
 
     def __init__(self, root: Path, destination: Path, lock: int) -> None:
@@ -51,8 +51,8 @@ class PartialFolder:
         return True
 
 
-def make(destination: Path) -> PartialFolder:
-    """A new, empty partial folder beside `destination`, whose parent exists; `OSError` where none can be made."""
+def make(destination: Path) -> StagingFolder:
+    """A new, empty staging folder beside `destination`, whose parent exists; `OSError` where none can be made."""
     while True:
         root = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
         lock = None
@@ -62,9 +62,9 @@ def make(destination: Path) -> PartialFolder:
             if lock is None:
                 # Before it was locked, another run's sweep took the folder for a dead run's.
                 continue
-            partial = PartialFolder(root, destination, lock)
-            partial.folder.mkdir(parents=True)
-            return partial
+            made = StagingFolder(root, destination, lock)
+            made.folder.mkdir(parents=True)
+            return made
         except BaseException:
             shutil.rmtree(root, ignore_errors=True)
             if lock is not None:
@@ -72,8 +72,8 @@ def make(destination: Path) -> PartialFolder:
             raise
 
 
-def left_behind(destination: Path) -> tuple[list[PartialFolder], list[Path]]:
-    """The partial folders of `destination` of dead writers, now owned by this process, and those of running ones.
+def left_behind(destination: Path) -> tuple[list[StagingFolder], list[Path]]:
+    """The staging folders of `destination` of dead writers, now owned by this process, and those of running ones.
 
     Without file locks no writer can be known to be dead.
     """
@@ -93,7 +93,7 @@ def left_behind(destination: Path) -> tuple[list[PartialFolder], list[Path]]:
         if lock is None:
             living.append(root)
         else:
-            dead.append(PartialFolder(root, destination, lock))
+            dead.append(StagingFolder(root, destination, lock))
     return dead, living
 
 

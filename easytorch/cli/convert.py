@@ -28,7 +28,9 @@ def command(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as in 5GB or 512MiB.")] = "5GB",
     verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor, and outputs where jax can.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what a killed run has left.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume from the files that a killed run had finished.")
+    ] = False,
     scheme: Annotated[
         str | None,
         typer.Option(

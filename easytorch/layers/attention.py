@@ -279,7 +279,7 @@ def _backend_with_weights(backend: str | None) -> str:
     forced = backend or forced_by_environment("attention")
     if forced is not None and forced.partition(":")[0] not in ("vanilla", "native"):
         raise UnsupportedOperationError(
-            f"attention {forced!r} was forced and never forms the attention weights output_attentions=True asks for; "
+            f"attention {forced!r} was forced and returns no attention weights, which output_attentions=True asks for; "
             f'use attn_implementation="vanilla", or "easytorch" which then takes it by itself'
         )
     return "vanilla" if backend is None else backend

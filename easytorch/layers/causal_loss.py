@@ -1,4 +1,4 @@
-"""transformers' loss of causal language models, of hidden states: the logits of a whole vocabulary are never formed."""
+"""transformers' loss of causal language models from hidden states, without materializing every logit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An output whose logits are formed when they are first read: training that only takes the loss never forms them."""
+"""An output whose logits are computed when they are first read, which training on the loss alone never does."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from transformers.modeling_outputs import ModelOutput
 
 
 class DeferredLogits:
-    """Logits that are not formed yet. In torch's functions, and by its attributes, it is the tensor.
+    """Logits that are not computed yet. torch's functions and attribute access compute them and see the tensor.
 
     It stands in the output's `items()` and `values()`, so that what rebuilds an output (accelerate's mixed precision,
     torch's pytrees) passes it on; `output.logits`, `output["logits"]`, an index and `to_tuple()` give the tensor.
     """
 
-    def __init__(self, form: Callable[[], Tensor]) -> None:
-        self._form: Callable[[], Tensor] | None = form
-        self._formed: Tensor | None = None
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
+        self._tensor: Tensor | None = None
 
-    def form(self) -> Tensor:
-        if self._form is not None:
-            self._formed, self._form = self._form(), None
-        assert self._formed is not None
-        return self._formed
+    def materialize(self) -> Tensor:
+        if self._compute is not None:
+            self._tensor, self._compute = self._compute(), None
+        assert self._tensor is not None
+        return self._tensor
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        formed = [[formed_of(one) for one in arg] if isinstance(arg, list) else formed_of(arg) for arg in args]
-        return function(*formed, **{name: formed_of(value) for name, value in (kwargs or {}).items()})
+        positional = [
+            [materialized(one) for one in arg] if isinstance(arg, list) else materialized(arg) for arg in args
+        ]
+        return function(*positional, **{name: materialized(value) for name, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_form", "_formed"):
+        if name.startswith("__") or name in ("_compute", "_tensor"):
             raise AttributeError(name)
-        return getattr(self.form(), name)
+        return getattr(self.materialize(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.form()[index]
+        return self.materialize()[index]
 
     def __reduce__(self) -> Any:
-        return formed_of, (self.form(),)
+        return materialized, (self.materialize(),)
 
 
-def formed_of(value: Any) -> Any:
+def materialized(value: Any) -> Any:
     """`value`, and the tensor itself of logits that are deferred."""
-    return value.form() if isinstance(value, DeferredLogits) else value
+    return value.materialize() if isinstance(value, DeferredLogits) else value
 
 
 class _Deferring:
@@ -58,7 +60,7 @@ class _Deferring:
     @property
     def logits(self) -> Any:
         value = self.__dict__.get("logits")
-        return formed_of(value) if "_made" in self.__dict__ else value
+        return materialized(value) if "_made" in self.__dict__ else value
 
     @logits.setter
     def logits(self, value: Any) -> None:
@@ -73,14 +75,14 @@ class _Deferring:
         output: Any = super()
         if isinstance(key, int):
             key = list(self.keys())[key]  # type: ignore[attr-defined]
-        return formed_of(output.__getitem__(key))
+        return materialized(output.__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
         output: Any = super()
-        return formed_of(output.get(key, default))
+        return materialized(output.get(key, default))
 
     def __reduce__(self) -> Any:
-        """An output of the class itself, with the logits formed."""
+        """An output of the class itself, with the logits computed."""
         fields: Any = self.__dataclass_fields__  # type: ignore[attr-defined]
         return type(self).__mro__[2], tuple(getattr(self, name) for name in fields)
 
@@ -92,7 +94,7 @@ def deferring(output_class: type[ModelOutput]) -> type[ModelOutput]:
 
 
 def defers(hidden_states: Tensor, weight: Tensor) -> bool:
-    """True where autograd records a training step whose logits are worth not forming."""
+    """True where autograd records a training step whose logits are worth not materializing."""
     return (
         torch.is_grad_enabled()
         and hidden_states.requires_grad
@@ -100,5 +102,5 @@ def defers(hidden_states: Tensor, weight: Tensor) -> bool:
     )
 
 
-# The logits from which they are not formed: 16 MiB in float32. Smaller models keep transformers' bits.
+# The least number of logits that are deferred: 16 MiB in float32. Smaller models keep transformers' bits.
 SMALLEST = 2**22

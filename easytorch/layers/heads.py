@@ -124,7 +124,7 @@ class CausalLMHead(_Base):
         """As the backbone's, and logits (B, T, vocabulary) of the positions `logits_to_keep` names.
 
         labels (B, T): the input tokens, -100 where ignored; shifted by one here. In training the loss of a large
-        vocabulary is computed without the logits, which are formed if they are read.
+        vocabulary is computed without the logits, which are computed if they are read.
         """
         outputs = self.base_model(
             input_ids=input_ids,

@@ -34,7 +34,7 @@ def blocksparse_attention(
 ) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), differentiable in query, key, value, bias and sinks.
 
-    float32, float16, bfloat16; scores and sums are float32. The gradient of `bias`, when asked for, is formed as
+    float32, float16, bfloat16; scores and sums are float32. The gradient of `bias`, when asked for, is computed as
     float32 (B, H, T, S) and then summed to its shape. Raises `ValueError` for tensors that do not fit the contract or
     that `supports` refuses, `ImportError` without Triton. Not differentiable twice.
     """

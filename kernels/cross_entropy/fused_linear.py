@@ -2,8 +2,8 @@
 
 For "mean" and "sum" the gradient of every row's loss is known up to one factor, so the forward pass computes the
 gradients of hidden and weight from each chunk's logits while they are there, for the sum of the losses (a mean's 1 / N
-would underflow in float16), and the backward pass multiplies them by the factor. For "none" the backward pass forms the
-logits again. Memory beyond the inputs and gradients: one chunk of logits, and the gradient of weight in float32.
+would underflow in float16), and the backward pass multiplies them by the factor. For "none" the backward pass computes
+the logits again. Memory beyond the inputs and gradients: one chunk of logits, and the gradient of weight in float32.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from easytorch.kernels.interop.torch_func import eager, transforming
 
 # Logits of one chunk: 128 MiB in float32, and still 256 rows of a vocabulary of 128k, enough to keep a matmul busy.
 LOGITS_AT_ONCE = 2**25
-# Logits up to which they are formed whole on a CPU, 4 MiB in float32. Time over that of chunks, forward and backward,
-# float32 / bfloat16: 0.58 / 0.58 for 2**16, 0.88 / 0.80 for 2**18, 0.92 / 0.84 for 2**20, 1.02 / 1.13 for 2**21.
+# The most logits that are materialized at once on a CPU: 4 MiB in float32. Time over that of chunks, forward and
+# backward, float32 / bfloat16: 0.58 / 0.58 for 2**16, 0.88 / 0.80 for 2**18, 0.92 / 0.84 for 2**20, 1.02 / 1.13 for
+# 2**21.
 SMALL = 2**20
 
 
@@ -52,7 +53,7 @@ def fused_linear_cross_entropy(
     `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits. library: "torch" or
     "triton", which computes the losses and gradients of a chunk's logits. "mean" and "sum" are differentiable any
     number of times, beyond the first with all logits at once, "none" once. Raises `ValueError` for what does not fit.
-    Few logits are formed whole, unless there is a chunk_size, and all under `torch.func`.
+    Few logits are materialized at once, unless there is a chunk_size, and all under `torch.func`.
     """
     check_linear(hidden, weight, bias, labels)
     vocabulary = weight.shape[0]
@@ -82,7 +83,7 @@ def fused_linear_cross_entropy(
 
 
 def _is_small(hidden: torch.Tensor, logits: int) -> bool:
-    """Whether the logits are so few that to form them costs no memory to speak of, and less time than this operator."""
+    """Whether the logits are so few that to materialize them costs little memory, and less time than this operator."""
     return hidden.is_cpu and eager() and logits <= SMALL
 
 

@@ -15,8 +15,8 @@ APPROXIMATIONS = ("none", "tanh")
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """(..., N), (..., N) -> (..., N): gate * sigmoid(gate) * up.
 
-    The activation is formed in float32 (float64 for float64), rounded to the inputs' dtype and then multiplied, as the
-    MLP modules of transformers do.
+    The activation is computed in float32 (float64 for float64), rounded to the inputs' dtype and then multiplied, as in
+    transformers' MLP modules.
     """
     check_tensors("swiglu", gate, up)
     wide = _widen(gate)

@@ -18,7 +18,7 @@ def supports(
 ) -> str | None:
     """None, or the reason why ATen's kernel can compute no tile of the call."""
     if dense or segments:
-        return "ATen's kernel would form a mask of the whole block"
+        return "ATen's kernel would materialize a mask of the whole block"
     if softcap is not None:
         return "ATen has no softcap"
     if dropout_prob > 0.0:

@@ -3,8 +3,9 @@ attends to.
 
 Ring attention, https://arxiv.org/abs/2310.01889, with the online softmax of https://arxiv.org/abs/2205.14135 between
 tiles. Communication overlaps with computation: the next keys are in transit while the current ones are used, and in
-backward the gradients of keys and values follow one step behind. No tile forms more than a block of rows of scores, and
-what no rank sees is neither computed nor, at the end of the ring, sent. The result does not depend on timing.
+backward the gradients of keys and values follow one step behind. No tile materializes more than a block of rows of
+scores, and what no rank sees is neither computed nor, at the end of the ring, sent. The result does not depend on
+timing.
 """
 
 from __future__ import annotations

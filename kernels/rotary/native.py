@@ -23,8 +23,8 @@ def rotary(
     Feature i of the first half of R turns with feature i + R / 2, or, interleaved (GPT-J), feature 2i with 2i + 1, by
     the angle of entry i of the tables, whose second half repeats the first in both layouts. The features beyond R pass
     through. The tables may also be those of all positions, (L, R): position_ids (B or 1, T) then names their rows, and
-    without it they are offset ... offset + T - 1. The result has the dtype of its input; the products are formed in the
-    wider of that and the tables' dtype. Raises `ValueError` for shapes that do not fit.
+    without it they are offset ... offset + T - 1. The result has the dtype of its input; the products are computed in
+    the wider of that and the tables' dtype. Raises `ValueError` for shapes that do not fit.
     """
     cos, sin = tables(query, key, cos, sin, position_ids, offset)
     turn = _turn_pairs if interleaved else _turn_halves

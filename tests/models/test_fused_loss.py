@@ -25,10 +25,10 @@ def of_any_size(monkeypatch) -> None:
 
 
 @pytest.fixture
-def formed(monkeypatch) -> list[int]:
-    """How often logits were formed of deferred ones."""
-    times, form = [], DeferredLogits.form
-    monkeypatch.setattr(DeferredLogits, "form", lambda self: (times.append(1), form(self))[1])
+def computed(monkeypatch) -> list[int]:
+    """How often deferred logits were computed."""
+    times, materialize = [], DeferredLogits.materialize
+    monkeypatch.setattr(DeferredLogits, "materialize", lambda self: (times.append(1), materialize(self))[1])
     return times
 
 
@@ -81,12 +81,12 @@ def test_bfloat16_is_as_exact_as_transformers(make_pair) -> None:
     assert errors[0] <= 1.3 * errors[1] + 1e-3
 
 
-def test_logits_are_formed_once_and_when_they_are_read(make_pair, formed) -> None:
+def test_logits_are_computed_once_and_when_they_are_read(make_pair, computed) -> None:
     ours, theirs = models(make_pair)
     expected = theirs(IDS, labels=IDS).logits
     output = ours(IDS, labels=IDS)
     assert output["loss"] is output.loss is output[0] and "logits" in output
-    assert list(output) == list(theirs(IDS, labels=IDS)) and not formed
+    assert list(output) == list(theirs(IDS, labels=IDS)) and not computed
     logits = output.logits
     assert type(logits) is torch.Tensor and output["logits"] is output[1] is output.get("logits") is logits
     torch.testing.assert_close(logits, expected, **TOLERANCE)
@@ -104,12 +104,12 @@ def test_a_loss_of_the_logits_reaches_the_weights(make_pair) -> None:
         torch.testing.assert_close(given.grad, expected.grad, **TOLERANCE)
 
 
-def test_an_output_that_is_rebuilt_keeps_them_deferred(make_pair, formed) -> None:
+def test_an_output_that_is_rebuilt_keeps_them_deferred(make_pair, computed) -> None:
     """As accelerate does for mixed precision, torch for DDP with a static graph."""
     output = models(make_pair)[0](IDS, labels=IDS)
     leaves, spec = pytree.tree_flatten(output)
     again = [type(output)(dict(output.items())), pytree.tree_unflatten(leaves, spec)]
-    assert not formed
+    assert not computed
     for other in again:
         assert torch.equal(other.logits, output.logits) and torch.equal(other.loss, output.loss)
     stand_in = dict(models(make_pair)[0](IDS, labels=IDS).items())["logits"]

@@ -184,7 +184,7 @@ class Call(torch.nn.Module):
     def forward(self, *leaves: Tensor) -> list[Tensor]:
         result = self.operation(**dict(zip(self.names, leaves, strict=True)), **self.settings)
         if isinstance(result, AttentionOutput):
-            return [result.attention_outputs]  # which path forms the weights too is its own affair
+            return [result.attention_outputs]  # which path returns the weights too is its own affair
         fields = vars(result).values() if hasattr(result, "to_dict") else [result]
         return [x for x in tree_leaves(list(fields)) if isinstance(x, Tensor)]
 

@@ -20,12 +20,12 @@ def tensors() -> list[torch.Tensor]:
     return [query, key, value, g, beta]
 
 
-@pytest.mark.parametrize("form", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+@pytest.mark.parametrize("function", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 @pytest.mark.parametrize("forced", [None, "native"])
-def test_is_the_rule_of_transformers(forced: str | None, form: str, tensors: list[torch.Tensor]) -> None:
+def test_is_the_rule_of_transformers(forced: str | None, function: str, tensors: list[torch.Tensor]) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     state = torch.randn(2, 6, 12, 10)
-    outputs, last = getattr(modeling, form)(
+    outputs, last = getattr(modeling, function)(
         *tensors, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     result = gated_delta_rule(forced)(*tensors, initial_state=state, use_qk_l2norm=True)

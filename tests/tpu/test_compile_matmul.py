@@ -1,6 +1,7 @@
 """The matmuls of experts and of quantized weights compiled by the real TPU compiler, on a host without one.
 
-Their blocks fit into vector memory, and no dequantized weight, nor one expert's rows times all experts, is ever formed.
+Their blocks fit into vector memory, and no dequantized weight, nor one expert's rows times all experts, is
+materialized.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class AttentionOutput(OperationOutput):
     """Result of an attention.
 
     attention_outputs: (B, T, H, Dv).
-    attention_weights: (B, H, T, S) where the implementation forms them (`vanilla`), else None.
+    attention_weights: (B, H, T, S) where the implementation materializes them (`vanilla`), else None.
     cache_view: the key/value cache after the call, for the operations that write one.
     """
 

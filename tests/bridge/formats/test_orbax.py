@@ -196,7 +196,7 @@ def test_nnx(tmp_path, pure):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "c", nnx.to_pure_dict(state) if pure else state)
     with open_checkpoint(tmp_path / "c") as checkpoint:
-        weights = checkpoint.renamed("flax").reader
+        weights = checkpoint.in_scheme("flax").reader
         assert set(weights.tensors) == {
             *(f"layers/{number}/{leaf}" for number in (0, 1) for leaf in ("kernel", "bias")),
             *("norm/scale", "norm/bias"),

@@ -173,7 +173,7 @@ def twice(tmp_path: Path) -> Path:
 
 def is_outlined(source: Path, to: str, config: Path | None = None) -> bool:
     with open_checkpoint(source, config=config) as checkpoint:
-        checkpoint.renamed(to)
+        checkpoint.in_scheme(to)
         return "architecture" not in vars(checkpoint)
 
 

@@ -193,14 +193,14 @@ KILLED = """
 import os, sys
 from easytorch.bridge import convert
 from easytorch.bridge.formats import registry
-form = type(registry.target("flax").format)
-write, files = form.write, []
+format_ = type(registry.target("flax").format)
+write, files = format_.write, []
 def one_file(self, folder, file, tensors, source):
     files.append(file)
     if len(files) == 3:
         os._exit(9)
     write(self, folder, file, tensors, source)
-form.write = one_file
+format_.write = one_file
 from easytorch.bridge.jobs import writer
 _next = writer._next_sync
 writer._next_sync = lambda *given: (lambda future: (future.result(), future)[1])(_next(*given))
@@ -224,7 +224,7 @@ def test_resume_by_a_table(tmp_path, another):
         table.write_text(table.read_text().replace("SCALE = 2.0", "SCALE = 4.0"))
     options = {"to": "flax", "rules": table, "max_shard_size": "20"}
     report = convert(tmp_path / "many.safetensors", tmp_path / "new", resume=True, **options)
-    assert any(("with another rules" if another else "gone on from") in note for note in report.notes), report.notes
+    assert any(("with another rules" if another else "resumed; ") in note for note in report.notes), report.notes
     convert(tmp_path / "many.safetensors", tmp_path / "once", **options)
     names = sorted(file.name for file in (tmp_path / "once").iterdir())
     assert len(names) == 6 and sorted(file.name for file in (tmp_path / "new").iterdir()) == names

@@ -343,4 +343,4 @@ def test_gemma_3_of_any_depth_comes_back(tmp_path, layers):
     convert(tmp_path / "torch", tmp_path / "maxtext", to="maxtext")
     with open_checkpoint(tmp_path / "maxtext") as checkpoint:
         assert checkpoint.scheme == "maxtext"
-        assert len(checkpoint.renamed("torch").reader.tensors) == 13 * layers + 2
+        assert len(checkpoint.in_scheme("torch").reader.tensors) == 13 * layers + 2

@@ -77,7 +77,7 @@ def test_what_was_met_before_is_no_cause(tmp_path):
                 raise OSError(28, "No space left on device") from None
 
 
-@pytest.mark.parametrize("where", ["_locked", "PartialFolder"])
+@pytest.mark.parametrize("where", ["_locked", "StagingFolder"])
 def test_ctrl_c_while_the_hidden_folder_is_made(tmp_path, monkeypatch, where):
     def interrupted(*arguments, **named):
         raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def test_a_run_goes_on_from_what_a_killed_one_finished(tmp_path):
             "one",
         ]
         staging.journal.finish(["one"])
-    assert "gone on from" in staging.notes[0]
+    assert "resumed; " in staging.notes[0]
     assert (destination / "nested" / "two").read_text() == "2"
     assert leftovers(tmp_path) == []
 
@@ -223,7 +223,7 @@ def test_a_journal_of_something_else_is_not_gone_on_from(tmp_path, journal):
         except KeyError:
             assert leftovers(tmp_path) == []
         (note,) = staging.notes
-        assert ("another source, so this starts anew" in note) == (not spoil)
+        assert ("another source left it, so nothing is resumed" in note) == (not spoil)
 
 
 def test_an_interruption_keeps_what_is_finished_only_for_resume(tmp_path):
@@ -244,7 +244,7 @@ def test_an_interruption_keeps_what_is_finished_only_for_resume(tmp_path):
 def rename_flags(request, monkeypatch):
     """With renameat2's flags, and on a file system that has none."""
     if not request.param:
-        monkeypatch.setattr(exchange, "_renamed", lambda *arguments: False)
+        monkeypatch.setattr(exchange, "_renameat2", lambda *arguments: False)
 
 
 @pytest.mark.usefixtures("rename_flags")

@@ -155,7 +155,7 @@ def test_functional_transforms() -> None:
 
 
 class _Calls(TorchDispatchMode):
-    """How many products of scores are formed, and the largest tensor that is made."""
+    """How many products of scores are computed, and the largest tensor that is made."""
 
     def __init__(self) -> None:
         super().__init__()

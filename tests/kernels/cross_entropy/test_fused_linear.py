@@ -60,7 +60,7 @@ def test_the_result_does_not_depend_on_the_chunks() -> None:
 
 
 def test_float16_gradients_survive_a_loss_scale() -> None:
-    """The mean's 1 / N is applied after the upstream gradient: formed before it, these would be zeros in float16."""
+    """The mean's 1 / N is applied after the upstream gradient: applied before it, these would be zeros in float16."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(shape).mul(0.01).half().requires_grad_() for shape in ((4096, 4), (32, 4)))
     labels = torch.randint(0, 32, (4096,))
