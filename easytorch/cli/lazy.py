@@ -13,18 +13,23 @@ import typer
 from typer.core import TyperGroup
 
 from easytorch import cli
+from easytorch.cli.plain_values import PlainValues
 from easytorch.cli.whole_help import WholeHelp, WholeNames
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
-_NO_COMMANDS = ("lazy", "main", "whole_help")
+_NO_COMMANDS = ("lazy", "main", "plain_values", "whole_help")
 
 
-class LazyGroup(WholeNames, TyperGroup):
+class LazyGroup(PlainValues, WholeNames, TyperGroup):
     """`--help` and completion see a name and a line of help; only the command that is run is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else load(name), rest
+
+
+class Command(PlainValues, WholeHelp):
+    """A command of the group."""
 
 
 def command_names() -> list[str]:
@@ -51,7 +56,7 @@ def load(name: str) -> Any:
     """A command, imported."""
     module = importlib.import_module(f"easytorch.cli.{name}")
     one = typer.Typer(add_completion=False, context_settings={**CONTEXT, **getattr(module, "CONTEXT", {})})
-    one.command(name, cls=WholeHelp)(module.command)
+    one.command(name, cls=Command)(module.command)
     return typer.main.get_command(one)
 
 

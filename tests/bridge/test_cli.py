@@ -146,4 +146,11 @@ def test_inspect_reads_headers_and_loads_no_framework(tiny_torch):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
     imported = {line.split("|")[2].strip() for line in ended.stderr.splitlines() if line.count("|") == 2}
-    assert "numpy" in imported and not imported & {"torch", "transformers", "jax", "tensorstore", "safetensors"}
+    assert "numpy" in imported and not imported & {
+        "torch",
+        "transformers",
+        "jax",
+        "tensorstore",
+        "safetensors",
+        "pydantic",
+    }
