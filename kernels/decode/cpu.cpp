@@ -1,5 +1,5 @@
 // The operator easytorch_cpu::decode.
-#include "cpu_decode.h"
+#include "cpu_attention.h"
 
 #include <atomic>
 #include <memory>

@@ -1,6 +1,6 @@
 // Attention of one query token: a key and a value are read once for all the heads that share them, softmax as they come
 // (arXiv:2205.14135); ranges of keys are combined by their largest scores and sums.
-#include "cpu_decode.h"
+#include "cpu_attention.h"
 
 #include <math.h>
 
