@@ -1,5 +1,5 @@
 // The operator easytorch_cpu::quantized_matmul.
-#include "cpu_quantized.h"
+#include "cpu_product.h"
 
 #include <memory>
 

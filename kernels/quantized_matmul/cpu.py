@@ -12,7 +12,7 @@ from easytorch.kernels.quantized_matmul import aten, operators
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
-# The format's number in cpu_quantized.h.
+# The format's number in cpu_product.h.
 FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Columns that are decoded together: groups start at multiples of it.

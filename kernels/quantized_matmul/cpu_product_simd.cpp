@@ -1,5 +1,5 @@
 // Products of few rows with an 8-bit or 4-bit weight, whose codes are decoded to float32 as they are accumulated.
-#include "cpu_quantized.h"
+#include "cpu_product.h"
 
 #include "../cpu/tile.h"
 

@@ -1,4 +1,4 @@
-// The functions of cpu_quantized_simd.cpp, which is compiled once for each instruction set.
+// The functions of cpu_product_simd.cpp, which is compiled once for each instruction set.
 #pragma once
 
 #include "../cpu/skinny.h"
