@@ -1,4 +1,5 @@
 """The operators in C++: the sources `kernels/<operation>/cpu*.cpp`, built by `build.py`, loaded by `library.py`.
 
-`cpu.cpp` registers them with torch, `*_simd.cpp` are compiled for each instruction set, the headers here are shared.
+`registration.cpp` registers them with torch, `*_simd.cpp` are compiled for each instruction set; the headers here are
+shared.
 """

@@ -173,7 +173,8 @@ def _run(command: list[str]) -> None:
 
 
 def sources() -> list[Path]:
-    return sorted(SOURCES.glob("*/cpu*.cpp"))
+    """The C++ files of this folder, and `cpu*.cpp` of the operations'."""
+    return sorted([*(SOURCES / "cpu").glob("*.cpp"), *SOURCES.glob("*/cpu*.cpp")])
 
 
 def levels(*tool: str) -> dict[str, tuple[str, ...]]:

@@ -211,6 +211,12 @@ def test_no_module_is_named_like_a_package_it_could_hide() -> None:
     assert clashes == []
 
 
+def test_no_file_of_a_kernel_repeats_its_folder() -> None:
+    files = [path for path in (ROOT / "kernels").glob("*/*") if path.suffix in (".py", ".cpp", ".h")]
+    names = {path: f"_{path.stem}_" for path in files if path.stem != "__init__"}
+    assert [path for path, name in names.items() if f"_{path.parent.name}_" in name] == []
+
+
 @pytest.mark.parametrize("room", ["kernels", "bridge"])
 def test_the_rooms_beside_the_package_are_not_regular_packages(room: str) -> None:
     assert not (ROOT / room / "__init__.py").exists(), f"{room}/__init__.py would hide the PyPI package {room!r}"
