@@ -1,4 +1,4 @@
-"""jax_flash.py as torch operators: `easytorch::xla_flash_forward` and `_backward`, on the CPU, through DLPack.
+"""jax_flash.py as torch operators: `easytorch::jax_flash_forward` and `_backward`, on the CPU, through DLPack.
 
 They work under autograd, torch.compile (no graph break) and torch.export. jax is imported when one of them first runs.
 """
@@ -26,14 +26,14 @@ from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autogr
 def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype, computed in float32."""
     call = resolve(query, key, value, **features)
-    return xla_flash_forward(query, key, value, *flatten(call))[0]
+    return jax_flash_forward(query, key, value, *flatten(call))[0]
 
 
 @torch.library.custom_op(
-    "easytorch::xla_flash_forward", mutates_args=(), device_types="cpu",
+    "easytorch::jax_flash_forward", mutates_args=(), device_types="cpu",
     schema=f"(Tensor query, Tensor key, Tensor value, {schema()}) -> (Tensor, Tensor)",
 )  # fmt: skip
-def xla_flash_forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+def jax_flash_forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     """Output (B, T, H, Dv) and float32 logsumexp (B, H, 2, T)."""
     from easytorch.kernels.interop.dlpack import to_torch
 
@@ -41,7 +41,7 @@ def xla_flash_forward(query: Tensor, key: Tensor, value: Tensor, *fields: Any) -
     return to_torch(output), to_torch(logsumexp)
 
 
-@xla_flash_forward.register_fake
+@jax_flash_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads = query.shape[:3]
     output = query.new_empty(batch, length, heads, value.shape[3])
@@ -49,11 +49,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
 
 
 @torch.library.custom_op(
-    "easytorch::xla_flash_backward", mutates_args=(), device_types="cpu",
+    "easytorch::jax_flash_backward", mutates_args=(), device_types="cpu",
     schema=f"(Tensor grad, Tensor output, Tensor logsumexp, Tensor query, Tensor key, Tensor value, {schema()}, "
     f"bool bias_grad) -> {RESULTS}",
 )  # fmt: skip
-def xla_flash_backward(
+def jax_flash_backward(
     grad: Tensor, output: Tensor, logsumexp: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Gradients:
     """Gradients of query, key, value, bias and sinks; of the last two an empty tensor where there is none to give."""
@@ -65,7 +65,7 @@ def xla_flash_backward(
     return dq, dk, dv, dbias, dsinks
 
 
-@xla_flash_backward.register_fake
+@jax_flash_backward.register_fake
 def _(
     grad: Tensor, output: Tensor, logsumexp: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Gradients:
@@ -80,11 +80,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    grads = xla_flash_backward(grad, *ctx.saved_tensors, *ctx.static, unflatten(needs[3:]).bias)
+    grads = jax_flash_backward(grad, *ctx.saved_tensors, *ctx.static, unflatten(needs[3:]).bias)
     return for_autograd(needs, grads)
 
 
-xla_flash_forward.register_autograd(_backward, setup_context=_setup)
+jax_flash_forward.register_autograd(_backward, setup_context=_setup)
 
 
 def _for_jax(fields: tuple[Any, ...]) -> AttentionCall:

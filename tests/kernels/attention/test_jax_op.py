@@ -27,12 +27,12 @@ def test_opcheck(extras: bool) -> None:
         mask, bias = torch.rand(20, 20) > 0.2, torch.randn(4, 1, 20, requires_grad=True)
         optional = [mask, bias, ids, ids, torch.randn(4, requires_grad=True), torch.tensor(3)]
     arguments = (*tensors, *optional, 0.3, None, 0, 2.0 if extras else None, 0.2 if extras else 0.0)
-    torch.library.opcheck(torch.ops.easytorch.xla_flash_forward.default, arguments)
+    torch.library.opcheck(torch.ops.easytorch.jax_flash_forward.default, arguments)
     with torch.no_grad():
-        output, logsumexp = torch.ops.easytorch.xla_flash_forward(*arguments)
+        output, logsumexp = torch.ops.easytorch.jax_flash_forward(*arguments)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     backward = (torch.randn_like(output), output, logsumexp, *plain, extras)
-    torch.library.opcheck(torch.ops.easytorch.xla_flash_backward.default, backward)
+    torch.library.opcheck(torch.ops.easytorch.jax_flash_backward.default, backward)
 
 
 @pytest.mark.parametrize("seed", [0, -7, 2**31 - 1, 2**32 + 11, torch.tensor(99)])
