@@ -55,13 +55,15 @@ def _step(
     ignored = labels == settings.ignore_index
     at = torch.where(ignored, 0, labels).to(torch.int64).unsqueeze(1)
     picked, largest = z.gather(1, at).squeeze(1), z.amax(dim=1, keepdim=True)
+    z = z.sub_(largest)
     mean = z.mean(dim=1) if smoothing else None
-    z = z.sub_(largest).exp_()
+    z = z.exp_()
     total = z.sum(dim=1, keepdim=True)
-    lse = (largest + total.log()).squeeze(1)
-    losses = lse - (1.0 - smoothing) * picked
+    # each term above the largest logit: the logarithm of a sum beside a logit of 1e6 would be rounded away
+    losses = total.log().squeeze(1) - (1.0 - smoothing) * (picked - largest.squeeze(1))
     if mean is not None:
         losses = losses - smoothing * mean
+    lse = (largest + total.log()).squeeze(1)
     if z_loss:
         losses = losses + z_loss * lse.square()
     losses = losses.masked_fill(ignored, 0.0)

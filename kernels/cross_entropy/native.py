@@ -37,13 +37,17 @@ def cross_entropy(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     ignored = labels == ignore_index
-    lse = torch.logsumexp(z, dim=-1)
+    # above a row's largest logit: the logarithm of a sum beside a logit of 1e6 would be rounded away
+    largest = z.detach().amax(dim=-1, keepdim=True)
+    origin = torch.where(largest.isinf(), 0.0, largest)
+    z = z - origin
+    log_sum = torch.logsumexp(z, dim=-1)
     at = torch.where(ignored, 0, labels).to(torch.int64)
-    losses = lse - (1.0 - label_smoothing) * _entries(z, at)
+    losses = log_sum - (1.0 - label_smoothing) * _entries(z, at)
     if label_smoothing:
         losses = losses - label_smoothing * z.mean(dim=-1)
     if z_loss:
-        losses = losses + z_loss * lse.square()
+        losses = losses + z_loss * (log_sum + origin.squeeze(-1)).square()
     return reduce(losses.masked_fill(ignored, 0.0), labels, ignore_index, reduction)
 
 

@@ -15,7 +15,7 @@ def forward_call(
     logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, lse: torch.Tensor, ignore_index: int,
     label_smoothing: float, softcap: float | None, z_loss: float,
 ) -> Call:  # fmt: skip
-    """Fills losses and lse, float32, of the shape of the labels."""
+    """Fills losses, of the shape of the labels, and lse (2, *that shape), float32."""
     rows = rows_of(logits)
     block = block_of(rows.shape[1], elements=8192, widest=8192)
     arguments = {
@@ -47,18 +47,18 @@ def typical_calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """A training step over the vocabulary of Llama 3, plain and with everything."""
     logits = torch.empty(4096, 128256, dtype=dtype, device="meta")
     labels = torch.empty(4096, dtype=torch.int64, device="meta")
-    row = torch.empty(4096, dtype=torch.float32, device="meta")
+    row, parts = (torch.empty(*shape, 4096, dtype=torch.float32, device="meta") for shape in ((), (2,)))
     for name, settings in (("plain", (-100, 0.0, None, 0.0)), ("everything", (-100, 0.1, 30.0, 1e-4))):
-        yield name, forward_call(logits, labels, row, row, *settings)
-        yield f"{name}_backward", backward_call(row, logits, labels, row, logits, *settings)
+        yield name, forward_call(logits, labels, row, parts, *settings)
+        yield f"{name}_backward", backward_call(row, logits, labels, parts, logits, *settings)
 
 
 def _settings(
     rows: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float
 ) -> dict[str, Any]:
     return {
-        "V": rows.shape[1], "ignore_index": ignore_index, "smoothing": label_smoothing or None, "softcap": softcap,
-        "z_loss": z_loss,
+        "N": rows.shape[0], "V": rows.shape[1], "ignore_index": ignore_index, "smoothing": label_smoothing or None,
+        "softcap": softcap, "z_loss": z_loss,
     }  # fmt: skip
 
 

@@ -12,7 +12,9 @@ def step(
     logits: torch.Tensor, labels: torch.Tensor, losses_grad: torch.Tensor | None, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """logits (n, V), contiguous, which are overwritten by their gradient -> losses (n,) float32, and that gradient."""
-    losses, lse = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
+    losses, lse = (
+        torch.empty(*shape, *labels.shape, dtype=torch.float32, device=logits.device) for shape in ((), (2,))
+    )
     forward_call(logits, labels, losses, lse, *settings).launch()
     if losses_grad is None:
         return losses, None

@@ -21,9 +21,14 @@ def _capped(x, softcap):
 
 @triton.jit
 def cross_entropy_forward(
-    logits, labels, losses, lse, logits_stride, V, ignore_index, smoothing, softcap, z_loss, BLOCK: tl.constexpr
+    logits, labels, losses, lse, logits_stride, N, V, ignore_index, smoothing, softcap, z_loss, BLOCK: tl.constexpr
 ):
-    """Fills losses and lse (N,) float32. One program per row; smoothing and softcap are None where there is none."""
+    """Fills losses (N,) and lse (2, N), float32. One program per row; smoothing and softcap are None where there is
+    none.
+
+    lse: a row's largest logit, and the logarithm of the sum of exponentials above it. In one number a logit of 1e6
+    leaves the logarithm no digits.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     label = tl.load(labels + row).to(tl.int64)
@@ -33,30 +38,33 @@ def cross_entropy_forward(
     highest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     plain = tl.full((), 0.0, tl.float32)
+    near = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)  # of the size of the others, for sums without rounding
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = _capped(tl.load(logits + columns, mask=columns < V, other=0.0), softcap)
         if smoothing is not None:
-            plain += tl.sum(tl.where(columns < V, z, 0.0), 0)
+            plain += tl.sum(tl.where(columns < V, z - near, 0.0), 0)
         z = tl.where(columns < V, z, float("-inf"))
         higher = tl.maximum(highest, tl.max(z, 0))
         # a block of only -inf: the difference of two infinities is NaN
         reference = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - reference) + tl.sum(tl.exp(z - reference), 0)
         highest = higher
-    row_lse = highest + tl.log(total)
-    loss = row_lse - picked
+    log_sum = tl.log(total)
+    loss = highest - picked
     if smoothing is not None:
-        loss += smoothing * (picked - plain / V)
-    loss += z_loss * row_lse * row_lse
+        loss = (1.0 - smoothing) * loss + smoothing * (highest - near - plain / V)
+    row_lse = highest + log_sum
+    loss += log_sum + z_loss * row_lse * row_lse
     loss = tl.where(inside, loss, float("nan"))
     tl.store(losses + row, tl.where(label == ignore_index, 0.0, loss))
-    tl.store(lse + row, row_lse)
+    tl.store(lse + row, highest)
+    tl.store(lse + N + row, log_sum)
 
 
 @triton.jit
 def cross_entropy_backward(
-    losses_grad, logits, labels, lse, logits_grad, losses_grad_stride, logits_stride, V, ignore_index, smoothing,
+    losses_grad, logits, labels, lse, logits_grad, losses_grad_stride, logits_stride, N, V, ignore_index, smoothing,
     softcap, z_loss, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fills logits_grad (N, V), contiguous, which may be the logits. One program per block of a row.
@@ -68,10 +76,11 @@ def cross_entropy_backward(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + row).to(tl.int64)
-    row_lse = tl.load(lse + row)
+    highest = tl.load(lse + row)
+    log_sum = tl.load(lse + N + row)
     upstream = tl.load(losses_grad + row * losses_grad_stride).to(tl.float32)
     z = _capped(tl.load(logits + row * logits_stride + columns, mask=columns < V, other=0.0), softcap)
-    grad = tl.exp(z - row_lse) * (1.0 + 2.0 * z_loss * row_lse)
+    grad = tl.exp(z - highest - log_sum) * (1.0 + 2.0 * z_loss * (highest + log_sum))
     share = 1.0
     if smoothing is not None:
         share = 1.0 - smoothing

@@ -28,7 +28,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """logits (..., V), labels (...) -> the loss, float32. Keeps the logits and one number per row for the backward.
+    """logits (..., V), labels (...) -> the loss, float32. Keeps the logits and two numbers per row for the backward.
 
     A label outside [0, V) that is not `ignore_index` gives NaN. Not differentiable twice. Raises `ValueError` for what
     `supports` refuses, and for arguments that do not fit.
@@ -47,7 +47,7 @@ def _forward(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float | None,
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The loss and the logsumexp of each row, float32."""
+    """The loss of each row, and its logsumexp in two parts (2, ...), float32."""
     from easytorch.kernels.cross_entropy.triton_calls import forward_call
 
     losses, lse = _forward_fake(logits, labels)
@@ -57,7 +57,9 @@ def _forward(
 
 @_forward.register_fake
 def _forward_fake(logits: torch.Tensor, labels: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    losses, lse = (torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
+    losses, lse = (
+        torch.empty(*shape, *labels.shape, dtype=torch.float32, device=logits.device) for shape in ((), (2,))
+    )
     return losses, lse
 
 

@@ -101,6 +101,27 @@ def test_fused_and_gradients(
     assert_close([got, *grads], [expected, *torch.autograd.grad(expected, wide, upstream.double())], dtype)
 
 
+@pytest.mark.parametrize("level", [2.0**22, -(2.0**22)])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"reduction": "none"}], ids=str)
+@pytest.mark.parametrize("forced", [None, "native"])
+def test_logits_that_are_large_throughout(forced: str | None, options: dict[str, Any], level: float) -> None:
+    """A float32 logsumexp beside 2**22 is rounded to quarters; what is above the largest logit is not."""
+    hidden, labels = torch.tensor([[level, 1.0]]).repeat(9, 1), torch.arange(9)
+    weight = torch.stack([torch.ones(61), torch.arange(61.0) % 5], 1)  # the products are exact
+    exact = [x.double().requires_grad_() for x in (hidden, weight)]
+    expected = F.cross_entropy(F.linear(*exact), labels, **options)
+    grads = torch.autograd.grad(expected.sum(), exact)
+    leaf = F.linear(hidden, weight).requires_grad_()
+    got = loss(backend=forced)(leaf, labels, **options)
+    assert_close([got], [expected], torch.float32)
+    assert_close([torch.autograd.grad(got.sum(), leaf)[0].T @ hidden], [grads[1]], torch.float32)
+    for chunk_size in (4, None):
+        tensors = [x.clone().requires_grad_() for x in (hidden, weight)]
+        got = loss("fused_linear_cross_entropy", forced)(*tensors, labels, **options, chunk_size=chunk_size)
+        assert_close([got], [expected], torch.float32)
+        assert_close([torch.autograd.grad(got.sum(), tensors)[1]], [grads[1]], torch.float32)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("forced", [None, "native"])
 def test_the_loss_of_torch(forced: str | None, reduction: str) -> None:

@@ -86,6 +86,15 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
     torch.testing.assert_close(cross_entropy(logits, labels), native.cross_entropy(logits, labels))
 
 
+@pytest.mark.parametrize("level", [2.0**22, -(2.0**22)])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=str)
+def test_logits_that_are_large_throughout(options: dict[str, Any], level: float, assert_matches: Check) -> None:
+    """A float32 logsumexp beside 2**22 is rounded to quarters; what is above the largest logit is not."""
+    logits = torch.randint(0, 5, (4, 301), device=DEVICE) + level
+    arguments = {"logits": logits, "labels": labelled(301, 4), "reduction": "none", **options}
+    assert_matches(cross_entropy, native.cross_entropy, arguments, torch.float32)
+
+
 def test_strides_of_rows() -> None:
     packed, labels = rand(6, 2, 40), labelled(40, 6, 2)
     for logits, at in ((packed[:, 1], labels[:, 1]), (packed.transpose(0, 1), labels.T), (packed[:, 0, ::2], None)):
