@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from easytorch.kernels.attention import aten, aten_op, blocked
+from easytorch.kernels.attention.aten_fused import fused
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import attend, working_dtype
@@ -155,7 +155,7 @@ def decode(
     if not call.plain:
         output, _ = attend(query[:, None], keys, values, call, seen=seen, keep=None, working=working_dtype(query))
         return output[:, 0]
-    output = F.scaled_dot_product_attention(
+    output = fused(
         readable(query.reshape(batch, kv_heads, heads // kv_heads, dim)), keys.transpose(1, 2), values.transpose(1, 2),
         attn_mask=seen, scale=call.scale,
     )  # fmt: skip

@@ -28,11 +28,14 @@ class SequenceBlocks(NamedTuple):
 
 
 def blocks_of(
-    tokens: int, rows: int, context_lens: Array, query_start_loc: Array, num_seqs: Array | None
+    tokens: int, rows: int, capacity: int, context_lens: Array, query_start_loc: Array, num_seqs: Array | None
 ) -> tuple[SequenceBlocks, Array]:
-    """The blocks of `rows` tokens, and the token (blocks, rows) at each position (an arbitrary one at padding)."""
+    """The blocks of `rows` tokens, and the token (blocks, rows) at each position (an arbitrary one at padding).
+
+    capacity: keys that a row of block_tables holds. What no check has looked at stays inside the tensors.
+    """
     batch = context_lens.shape[0]
-    count = jnp.int32(batch) if num_seqs is None else num_seqs.reshape(()).astype(jnp.int32)
+    count = jnp.int32(batch) if num_seqs is None else jnp.clip(num_seqs.reshape(()).astype(jnp.int32), 0, batch)
     index = jnp.arange(batch + 1, dtype=jnp.int32)
     blocks = tokens // rows + batch + 1
     # entries of sequences past num_seqs are not read
@@ -40,10 +43,10 @@ def blocks_of(
     first = jnp.where(index <= count, starts // rows + index, blocks)
     block = jnp.arange(blocks, dtype=jnp.int32)
     sequence = jnp.searchsorted(first, block, side="right").astype(jnp.int32) - 1
-    owned = sequence < count
-    held = jnp.minimum(sequence, batch - 1)  # an existing sequence
+    owned = (sequence >= 0) & (sequence < count)
+    held = jnp.clip(sequence, 0, batch - 1)  # an existing sequence
     length = jnp.where(owned, starts[held + 1] - starts[held], 0)
-    keys = jnp.where(owned, context_lens.astype(jnp.int32)[held], 0)
+    keys = jnp.where(owned, jnp.clip(context_lens.astype(jnp.int32)[held], 0, capacity), 0)
     row = (block - first[sequence]) * rows
     keys = jnp.where(row < length, keys, 0)  # a block without rows computes nothing
 

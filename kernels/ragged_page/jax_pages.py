@@ -44,7 +44,8 @@ def ragged_page_attention(
         return jnp.zeros((tokens, heads, value_dim), query.dtype)
     page_size, kv_heads = key_pages.shape[1], 1 if key_pages.ndim == 3 else key_pages.shape[2]
     group, step = heads // kv_heads, max(1, KEYS // page_size)
-    blocks, taken = blocks_of(tokens, ROWS, context_lens, query_start_loc, num_seqs)
+    capacity = block_tables.shape[1] * page_size
+    blocks, taken = blocks_of(tokens, ROWS, capacity, context_lens, query_start_loc, num_seqs)
     first, last = page_range(call, blocks, ROWS, page_size)
     precision = precision_of(query)
     m_i = jnp.full((kv_heads, group, 1, 1), -jnp.inf)

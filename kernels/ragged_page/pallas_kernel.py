@@ -82,11 +82,12 @@ def ragged_page_attention(
     # a power of two: a row's token is its index modulo this
     tokens = 1 if count <= context_lens.shape[0] else max(1, 1 << (ROWS // group).bit_length() - 1)
     n = Sizes(kv_heads, group, tokens, page_size, max(1, KEYS // page_size), block_tables.shape[1], value_dim)
-    blocks, taken = blocks_of(count, tokens, context_lens, query_start_loc, num_seqs)
+    capacity = n.columns * page_size
+    blocks, taken = blocks_of(count, tokens, capacity, context_lens, query_start_loc, num_seqs)
     first, last = page_range(call, blocks, tokens, page_size)
     scalars = (
         blocks.sequence * n.columns, blocks.keys - blocks.length + blocks.row, blocks.keys, first, last,
-        block_tables.astype(jnp.int32).reshape(-1),
+        jnp.clip(block_tables.astype(jnp.int32), 0, key_pages.shape[0] - 1).reshape(-1),
     )  # fmt: skip
 
     def rows_of(x: Array) -> Array:

@@ -62,6 +62,7 @@ def forward_call(
         "query_strides": query.stride(), "tail_query_strides": _strides(tail_query),
         "key_strides": pages.key.stride(), "tail_key_strides": _strides(pages.tail_key),
         "value_strides": _strides(pages.value), "table_stride": pages.block_tables.stride(0),
+        "capacity": _capacity(pages), "last_page": pages.key.shape[0] - 1,
         "B": batch, "N": tokens, "H": heads, "left": call.left, "right": call.right,
         "scale": scale * _LOG2E if softcap is None else scale / softcap,
         "cap": None if softcap is None else softcap * _LOG2E,
@@ -84,6 +85,11 @@ def merge_call(partial: torch.Tensor, lse: torch.Tensor, output: torch.Tensor) -
         "SPLITS": splits,
     }  # fmt: skip
     return Call(merge_splits, lse.shape[0] * lse.shape[1], arguments)
+
+
+def _capacity(pages: Pages) -> int:
+    """The most keys of a sequence: those of a row of block_tables, and none where there is no page."""
+    return min(pages.block_tables.shape[1] * pages.key.shape[1], 2**31 - 1) if pages.key.shape[0] else 0
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ def _gather(
 @triton.jit
 def _fold(
     output, l_i, m_i, query, tail_query, begin, end, key, tail_key, value, key_strides, tail_key_strides,
-    value_strides, table, rows, T, S, left, right, scale, cap,
+    value_strides, table, last_page, rows, T, S, left, right, scale, cap,
     PAGE: tl.constexpr, D: tl.constexpr, DT: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DT: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
     BOUNDARY: tl.constexpr,
@@ -44,12 +44,16 @@ def _fold(
     for start in range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         inside = columns < S
+        slots = columns
         if PAGE == 0:  # all keys of a sequence are in one page, of any size
-            places = (tl.load(table).to(tl.int64), columns)
+            pages = tl.load(table).to(tl.int64)
         elif BOUNDARY:
-            places = (tl.load(table + columns // PAGE, mask=inside, other=0).to(tl.int64), columns % PAGE)
+            pages = tl.load(table + columns // PAGE, mask=inside, other=0).to(tl.int64)
+            slots = columns % PAGE
         else:
-            places = (tl.load(table + columns // PAGE).to(tl.int64), columns % PAGE)
+            pages = tl.load(table + columns // PAGE).to(tl.int64)
+            slots = columns % PAGE
+        places = (tl.minimum(tl.maximum(pages, 0), last_page), slots)
         keys = _gather(key, places, key_strides, D, BLOCK_D, inside, BOUNDARY)
         products = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         if tail_key is not None:
@@ -77,13 +81,15 @@ def _fold(
 @triton.jit
 def ragged_forward(
     query, tail_query, key, tail_key, value, output, lse, sinks, context_lens, block_tables, query_start_loc, num_seqs,
-    query_strides, tail_query_strides, key_strides, tail_key_strides, value_strides, table_stride, B, N, H, left, right,
-    scale, cap,
+    query_strides, tail_query_strides, key_strides, tail_key_strides, value_strides, table_stride, capacity, last_page,
+    B, N, H, left, right, scale, cap,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DT: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DT: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes output (N, H, DV); with an lse (N, H, 2, SPLITS) float32 both are partial, output (N, H, SPLITS, DV).
+    """Attention over `capacity` keys of a sequence at most, in the pages up to `last_page`, whatever the tables hold.
+
+    Writes output (N, H, DV); with an lse (N, H, 2, SPLITS) float32 both are partial, output (N, H, SPLITS, DV).
 
     lse: a row's largest score among a split's keys, times log2(e), -inf where it attends to none of them (whose output
     is then not written), and the sum of their exponentials above it.
@@ -100,7 +106,7 @@ def ragged_forward(
     # rows that none owns, without keys. The sequence of this block is the last that starts at or before it.
     count = block * 0 + B
     if num_seqs is not None:
-        count = tl.minimum(tl.load(num_seqs).to(tl.int32), B)
+        count = tl.minimum(tl.maximum(tl.load(num_seqs).to(tl.int32), 0), B)
     low = block * 0
     high = count
     while low < high:
@@ -110,10 +116,10 @@ def ragged_forward(
         high = tl.where(starts_before, high, middle - 1)
     owned = low < count
     first_row = tl.load(query_start_loc + low).to(tl.int32)
-    T = tl.load(query_start_loc + low + 1, mask=owned, other=N).to(tl.int32) - first_row
-    S = tl.load(context_lens + low, mask=owned, other=0).to(tl.int32)
+    T = tl.minimum(tl.load(query_start_loc + low + 1, mask=owned, other=N).to(tl.int32), N) - first_row
+    S = tl.minimum(tl.maximum(tl.load(context_lens + low, mask=owned, other=0).to(tl.int32), 0), capacity)
     row_start = (block - (first_row // BLOCK_Q + low)) * BLOCK_Q
-    if row_start >= T:
+    if (row_start >= T) | (row_start < 0) | (first_row < 0):
         return
 
     local = tl.arange(0, BLOCK_M)
@@ -159,7 +165,7 @@ def ragged_forward(
             result, l_i, m_i = _fold(
                 result, l_i, m_i, queries, tail_queries, tl.minimum(tl.maximum(limits[part], begin), end),
                 tl.minimum(tl.maximum(limits[part + 1], begin), end), key, tail_key, value, key_strides,
-                tail_key_strides, value_strides, table, rows, T, S, left, right, scale, cap,
+                tail_key_strides, value_strides, table, last_page, rows, T, S, left, right, scale, cap,
                 PAGE, D, DT, DV, BLOCK_N, BLOCK_D, BLOCK_DT, BLOCK_DV, PRECISION, part != 1,
             )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Attention over pages in Triton, for CUDA (compute capability 8.0 and later) and ROCm; native.py defines it.
 
 Nothing here imports Triton until a kernel is launched, and nothing synchronizes with the device: the values of the
-integer tensors are not checked. With TRITON_INTERPRET=1 set before the first launch the kernels run on CPU tensors.
+integer tensors are not checked, and the kernels read nothing outside of their tensors whatever those are. With
+TRITON_INTERPRET=1 set before the first launch the kernels run on CPU tensors, whose values are checked.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
+from easytorch.kernels.interop.torch_func import eager
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
-from easytorch.kernels.ragged_page.contract import cut_to, resolve
+from easytorch.kernels.ragged_page.contract import cut_to, read_sequences, resolve
 from easytorch.kernels.ragged_page.triton_tuning import MAX_HEAD_DIM, splits_of, tiles_of
 
 
@@ -54,6 +56,8 @@ def over_pages(
 ) -> torch.Tensor:  # fmt: skip
     """query (N, H, D) and key (P, page_size, K, D), where given, the tails (N, H, DT) and (P, page_size, K, DT) are
     further features of each; value None: the values are `key`. splits: of each sequence's keys; None chooses."""
+    if query.is_cpu and eager():
+        read_sequences(query.shape[0], key.shape[0], key.shape[1], *tables, call.left)
     return forward(query, tail_query, key, tail_key, value, *tables, *flatten(call), splits)
 
 

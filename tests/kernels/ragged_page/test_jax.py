@@ -87,6 +87,20 @@ def test_values_that_are_part_of_the_keys(module: str) -> None:
     assert_close(run(module, [query, key[:, :, 0].contiguous(), *tables], None), want)
 
 
+@pytest.mark.parametrize("module", ["jax_pages", "pallas_kernel"])
+def test_numbers_out_of_range_read_nothing_outside(module: str) -> None:
+    """A device cannot raise: a context too long takes no longer than a full row of its table."""
+    query, key, value, contexts, tables, starts = make([1, 3, 2], [9, 5, 30], 128, 2)
+    contexts.copy_(torch.tensor([2**31 - 1, -5, 500]))
+    tables.copy_(torch.tensor([-7, 10**6, 2**31 - 1, 0, -(2**31), 3])[torch.arange(tables.numel()) % 6].view_as(tables))
+    pools = [key.nan_to_num(), value.nan_to_num()]
+    count = torch.tensor([99], dtype=torch.int32)
+    output = run(module, [query, pools[0], contexts, tables, starts], pools[1], num_seqs=count)
+    assert output.isfinite().all() and (output[1:4] == 0).all()
+    starts.copy_(torch.tensor([-40, 3, 10**6, 2]))
+    run(module, [query, pools[0], contexts, tables, starts], pools[1], num_seqs=count)
+
+
 def test_what_the_kernel_refuses() -> None:
     from easytorch.kernels.ragged_page.pallas_kernel import supports
 

@@ -117,6 +117,31 @@ def test_opcheck_and_one_graph() -> None:
     )
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_numbers_out_of_range_read_nothing_outside(splits: int) -> None:
+    """A device cannot raise: a context too long, pages that do not exist, a count past the batch."""
+    query, keys, values, contexts, tables, starts = batch([1, 3, 2], [9, 5, 30], dim=16)
+    contexts.copy_(torch.tensor([2**31 - 1, -5, 500]))
+    tables.copy_(torch.tensor([-7, 10**6, 2**31 - 1, 0, -(2**31), 3])[torch.arange(tables.numel()) % 6].view_as(tables))
+    count = torch.tensor([99], dtype=torch.int32, device=DEVICE)
+    call = AttentionCall(scale=0.25, right=0)
+    operator = torch.ops.easytorch.triton_ragged_page.default
+    output = operator(query, None, keys, None, values, contexts, tables, starts, count, *call, splits)
+    assert output.isfinite().all() and (output[1:4] == 0).all()
+    starts.copy_(torch.tensor([-40, 3, 10**6, 2]))
+    operator(query, None, keys, None, values, contexts, tables, starts, count, *call, splits)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a device cannot raise")
+def test_numbers_out_of_range_on_the_cpu() -> None:
+    query, keys, values, *tables = batch([1, 3], [9, 5], dim=16)
+    for place, name in enumerate(("context_lens", "block_tables", "query_start_loc")):
+        wrong = [x.clone() for x in tables]
+        wrong[place].fill_(1000)
+        with pytest.raises(ValueError, match=name):
+            ragged_page_attention(query, keys, values, *wrong)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_write_pages(index: torch.dtype) -> None:
     pools = [torch.zeros(5, 4, 2, width, device=DEVICE) for width in (8, 6)]
