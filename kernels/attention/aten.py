@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from easytorch.kernels.attention.aten_fused import fused
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import band_of, check_tensors, keeps, kept_scores, resolve, visible
 from easytorch.kernels.attention.layout import readable
-from easytorch.kernels.attention.logsumexp import fits_one_number
 from easytorch.kernels.attention.native import working_dtype
-from easytorch.kernels.interop.torch_func import eager, recording
 
 
 def supports(
@@ -103,10 +100,7 @@ def attention(
     grouped = False
     if query.shape[2] != key.shape[2]:  # likewise: compiled for any number of heads, or traced, it is no bool
         grouped = True
-    attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-    if bias is not None and attn_mask is not None and needs_unfused(query, key, value, attn_mask):
-        attend = unfused
-    output = attend(
+    output = fused(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         attn_mask=attn_mask, dropout_p=dropout_prob, is_causal=causal_flag, scale=softmax_scale,
         enable_gqa=grouped,
@@ -114,24 +108,6 @@ def attention(
     if empty_rows is not None:
         output = torch.where(empty_rows, 0.0, output)
     return output.transpose(1, 2)
-
-
-def needs_unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added: torch.Tensor) -> bool:
-    """Whether the gradients need ATen's unfused path: what is added to a row's scores is large throughout.
-
-    The backward of the fused CPU kernel takes a row's logsumexp as one number (logsumexp.py). In a graph, which has no
-    numbers to look at, the fused kernel stays.
-    """
-    if not (query.is_cpu and added.numel() and recording(query, key, value) and eager()):
-        return False
-    return not fits_one_number(added.detach().amax(-1))
-
-
-def unfused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, dropout_p: float = 0.0, **settings: Any
-) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` as products and a softmax, each with its own gradient."""
-    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, dropout_p=dropout_p, **settings)[0]
 
 
 def positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:

@@ -26,10 +26,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from easytorch.kernels.attention.aten import addend, needs_unfused, unfused
+from easytorch.kernels.attention.aten import addend
+from easytorch.kernels.attention.aten_fused import fused
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import check_tensors
 from easytorch.kernels.attention.layout import four_dims, readable
@@ -134,7 +134,7 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     if key.numel() >= _LARGE:
         return None
     rows = readable(query.reshape(batch, kv_heads, heads // kv_heads, dim))
-    output = F.scaled_dot_product_attention(rows, key, value, scale=scale)
+    output = fused(rows, key, value, scale=scale)
     return output.reshape(batch, 1, heads, value_dim)
 
 
@@ -195,14 +195,13 @@ def _attend(
         attn_mask = bias if attn_mask is None else torch.where(attn_mask, bias, float("-inf"))
     if attn_mask is not None and attn_mask.shape[3] != keys:
         attn_mask = attn_mask.expand(*attn_mask.shape[:3], keys)
-    return _fused(query, key, value, attn_mask, softmax_scale, large, bias is not None)
+    return _fused(query, key, value, attn_mask, softmax_scale, large)
 
 
 def _fused(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, large: bool,
-    biased: bool = False,
-) -> Tensor:  # fmt: skip
-    """All keys by ATen's kernel, or by parts of a large cache; biased: attn_mask is added to the scores."""
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, large: bool
+) -> Tensor:
+    """All keys by ATen's kernel, or by parts of a large cache."""
     batch, _, heads, dim = query.shape
     kv_heads = key.shape[2]
     rows = query.reshape(batch, kv_heads, heads // kv_heads, dim)
@@ -211,10 +210,8 @@ def _fused(
     rows, keys, values = readable(rows), readable(keys), readable(values)
     if large and _faster_split(key := keys.transpose(1, 2), value := values.transpose(1, 2)):
         output = attend_split(rows, key, value, attn_mask, dim**-0.5 if scale is None else scale)
-    elif biased and attn_mask is not None and needs_unfused(rows, keys, values, attn_mask):
-        output = unfused(rows, keys, values, attn_mask=attn_mask, scale=scale)
     else:
-        output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=attn_mask, scale=scale)
+        output = fused(rows, keys, values, attn_mask=attn_mask, scale=scale)
     return output.reshape(batch, 1, heads, value.shape[3])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from easytorch.kernels.attention import logsumexp
 from easytorch.kernels.decode import aten as aten_decode
@@ -24,8 +25,9 @@ NAMES = [
     "attention", "vanilla:native", "sdpa:aten", "flash:aten", "blocksparse:aten", "blocksparse:native", "ring:native",
     pytest.param("flash:xla", marks=pytest.mark.jax_cpu),
 ]  # fmt: skip
-# without a bias: what is neither ATen's own attention nor falls back to it
 UNBIASED = [
+    "attention",
+    "sdpa:aten",
     "flash:aten",
     "blocksparse:aten",
     "ring:native",
@@ -98,6 +100,39 @@ def test_equal_products_that_are_large(name: str, factor: float) -> None:
     # the gradient of the query is a sum that cancels to nothing
     given = {n: x.requires_grad_(n != "query") for n, x in tensors.items()}
     check(name, given, {"causal": True, "softmax_scale": 0.25})
+
+
+@pytest.mark.parametrize("hooks", ["checkpoint", "hooks"])
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_gradients_of_what_hooks_keep(hooks: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether ATen's own gradients are exact is asked without computing a checkpoint again."""
+    calls: list[int] = []
+    genuine = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or genuine(*a, **k)
+    )
+    tensors = heads(35, 40)
+    tensors["query"] = (tensors["query"].round() * factor).requires_grad_()
+    tensors["key"], tensors["value"] = torch.zeros_like(tensors["key"]), tensors["value"].requires_grad_()
+    tensors["key"][..., 0] = 1.0
+    operation = OperationRegistry.create("sdpa")
+
+    def attend(query: Tensor) -> Tensor:
+        output: Tensor = operation(query, tensors["key"], tensors["value"], softmax_scale=0.25).attention_outputs
+        return output
+
+    if hooks == "checkpoint":
+        output = checkpoint(attend, tensors["query"], use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            output = attend(tensors["query"])
+    assert len(calls) == (1 if factor == 1.0 else 2)  # the second gives the logsumexps
+    got = torch.autograd.grad(output, tensors["value"], randn(*output.shape, seed=7))[0]
+    call = {n: x.detach().double() for n, x in tensors.items()}
+    call["value"].requires_grad_()
+    expected = OperationRegistry.create("vanilla")(**call, softmax_scale=0.25).attention_outputs
+    want = torch.autograd.grad(expected, call["value"], randn(*output.shape, seed=7).double())[0]
+    assert relative_rms_error(got, want) < 2e-5
 
 
 @pytest.mark.parametrize("level", [LOWEST, -1e30, 1e30])

@@ -1,0 +1,57 @@
+"""ATen's fused attention, with gradients that are right for scores of any size.
+
+The backward of its CPU kernel takes a row's logsumexp as one number (logsumexp.py). Where that loses the logarithm,
+beside scores or a bias beyond 1024, products and a softmax with gradients of their own compute the call. In a graph,
+which has no numbers to look at, the fused kernel stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from easytorch.kernels.attention.logsumexp import LARGEST, fits_one_number
+from easytorch.kernels.interop.torch_func import eager
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    """`F.scaled_dot_product_attention`."""
+    output = F.scaled_dot_product_attention(query, key, value, **settings)
+    if (
+        output.requires_grad and eager() and type(output) is Tensor and output.is_cpu and not torch.jit.is_tracing()
+        and not _differentiable(output, query, key, value, settings)
+    ):  # fmt: skip
+        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **settings)[0]
+    return output
+
+
+def _differentiable(output: Tensor, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> bool:
+    """Whether the gradients that autograd would compute of the output are exact."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        # what was saved is no longer there: hooks of a checkpoint would compute all of it again
+        if _largest_score(query, key, settings) <= LARGEST:
+            return True
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            output = F.scaled_dot_product_attention(query, key, value, **settings)
+    logsumexp = getattr(output.grad_fn, "_saved_logsumexp", None)
+    return logsumexp is None or fits_one_number(logsumexp)
+
+
+def _largest_score(query: Tensor, key: Tensor, settings: dict[str, Any]) -> float:
+    """No score that is finite is further from zero."""
+    if not (query.numel() and key.numel()):
+        return 0.0
+    scale, added = settings.get("scale"), settings.get("attn_mask")
+    norms = (float(torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax()) for x in (query, key))
+    most = abs(query.shape[-1] ** -0.5 if scale is None else scale) * next(norms) * next(norms)
+    if added is not None and added.is_floating_point():
+        rows = added.detach().amax(-1)
+        most += float(torch.where(rows.isinf(), 0.0, rows).abs().amax())
+    return most
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
