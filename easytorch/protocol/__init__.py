@@ -16,12 +16,15 @@ lazy.py              a model without memory
 dtypes.py            the dtype of its tensors
 display.py           a model as text
 describe.py          forward's switches, the auto class, the sharding
+loss.py              a model's forward and the loss of its head; loss_config.py, loss_terms.py
+attention_inputs.py  packed sequences, as segment ids say them
 lora.py              low-rank adapters, in PEFT's layers
 module.py            these functions as methods of native models
 
 The functions here take any model of transformers.
 """
 
+from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.base import BaseModuleProtocol
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.conversion import from_flax, to_flax, to_torch, transform_fn
@@ -35,6 +38,8 @@ from easytorch.protocol.lora import (
     split_lora_params,
     unwrap_lora_to_layers,
 )
+from easytorch.protocol.loss import compute_loss
+from easytorch.protocol.loss_config import LossConfig, LossMetrics, SpecialLossNormalizingFactor
 from easytorch.protocol.optax_state import from_optax, to_optax
 from easytorch.protocol.state import (
     GraphDef,
@@ -56,9 +61,14 @@ __all__ = [
     "BaseModuleProtocol",
     "BridgeMixin",
     "GraphDef",
+    "LossConfig",
+    "LossMetrics",
+    "MaskInfo",
     "OptimizerState",
+    "SpecialLossNormalizingFactor",
     "TrainState",
     "apply_lora_to_layers",
+    "compute_loss",
     "flatten",
     "float32",
     "from_flax",

@@ -9,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.protocol import describe, dtypes, lazy, lora, state, train_state
+from easytorch.protocol import describe, dtypes, lazy, lora, loss, state, train_state
+from easytorch.protocol.loss_config import LossConfig, LossMetrics
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
@@ -73,6 +74,20 @@ class ModuleMixin(_Base):
     def to_state(self, optimizer: Optimizer | None = None, *, step: int = 0) -> train_state.TrainState:
         """The train state: step, parameters, buffers, and the optimizer's slots."""
         return train_state.to_state(self, optimizer, step=step)
+
+    def compute_loss(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        loss_config: LossConfig | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **batch: Any,
+    ) -> tuple[Any, LossMetrics]:
+        """(output, metrics) of a call and the loss of its head: see `protocol.compute_loss`."""
+        return loss.compute_loss(
+            self, input_ids=input_ids, labels=labels, loss_config=loss_config, loss_kwargs=loss_kwargs, **batch
+        )
 
     def apply_lora_to_layers(
         self,

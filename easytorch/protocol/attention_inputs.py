@@ -1,0 +1,110 @@
+"""Which tokens attend to which, as EasyDeL's `segment_ids` and `MaskInfo` say it, in a transformers model's inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskInfo:
+    """attention_mask: as the model takes it. segment_ids (B, T): which of the sequences packed into a row each token
+    belongs to, -1 for padding."""
+
+    attention_mask: Tensor | None = None
+    segment_ids: Tensor | None = None
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: Tensor) -> MaskInfo:
+        return cls(attention_mask=attention_mask)
+
+    @classmethod
+    def from_segments(cls, segment_ids: Tensor) -> MaskInfo:
+        return cls(segment_ids=segment_ids)
+
+
+def packed_inputs(
+    model: PreTrainedModel, batch: Mapping[str, Any], mask_info: MaskInfo | None, segment_ids: Tensor | None
+) -> tuple[dict[str, Any], Tensor | None]:
+    """`batch` with what keeps the sequences apart, and the segments; `ValueError` where they do not fit the batch."""
+    inputs = dict(batch)
+    if mask_info is not None:
+        if not isinstance(mask_info, MaskInfo):
+            raise TypeError(f"mask_info must be easytorch.protocol.MaskInfo, not {type(mask_info).__name__}")
+        for name, given in (("attention_mask", inputs.get("attention_mask")), ("segment_ids", segment_ids)):
+            if given is not None and getattr(mask_info, name) is not None:
+                raise ValueError(f"{name} is given twice, by itself and in mask_info")
+        if mask_info.attention_mask is not None:
+            inputs["attention_mask"] = mask_info.attention_mask
+        segment_ids = segment_ids if segment_ids is not None else mask_info.segment_ids
+    if segment_ids is None:
+        return inputs, None
+    tokens = inputs.get("input_ids")
+    shape = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
+    if segment_ids.shape != shape or segment_ids.is_floating_point():
+        raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must be integers of the tokens' shape {tuple(shape)}")
+    mask = inputs.pop("attention_mask", None)
+    if mask is not None and (mask.dim() != 2 or mask.shape != shape):
+        raise ValueError("beside segment_ids the attention_mask may be (B, T) alone: the segments say the rest")
+    segments = segment_ids if mask is None else segment_ids.masked_fill(mask == 0, -1)
+    return _apart(model, inputs, segments.to(model.device)), segments
+
+
+def _apart(model: PreTrainedModel, inputs: dict[str, Any], segments: Tensor) -> dict[str, Any]:
+    recurrent = any(hasattr(module, "conv1d") for module in model.modules())
+    causal = any(getattr(module, "is_causal", False) is True for module in model.modules())
+    if (refusal := _refusal(model, recurrent, recurrent and not causal)) is not None:
+        raise ValueError(f"{type(model).__name__} {refusal}: give each sequence a row of its own")
+    if inputs.get("past_key_values") is not None or inputs.get("position_ids") is not None:
+        raise ValueError("segment_ids take the place of position_ids, and need the whole rows: no past_key_values")
+    starts = segments != torch.nn.functional.pad(segments, (1, 0), value=-2)[:, :-1]
+    _check_contiguous(segments, starts)
+    positions = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
+    positions = positions - torch.where(starts, positions, 0).cummax(dim=1).values
+    if not recurrent and not causal:
+        return inputs | _bidirectional(model, segments, positions)
+    if causal:
+        inputs["position_ids"] = positions
+    if recurrent:
+        inputs["seq_idx"] = (starts.cumsum(1) - 1).to(torch.int32)
+    return inputs | {"use_cache": False}
+
+
+def _refusal(model: PreTrainedModel, recurrent: bool, only_recurrent: bool) -> str | None:
+    """Why a model cannot keep packed sequences apart; None: it can."""
+    if recurrent and not type(model).__module__.startswith("easytorch."):
+        return "is transformers' own recurrent class, whose states run on from one packed sequence to the next"
+    if model.config.is_encoder_decoder:
+        return "has an encoder and a decoder, and segment_ids would be of one of them"
+    if not only_recurrent and "position_ids" not in _arguments(model):
+        return "takes no position_ids, which are what keeps packed sequences apart"
+    return None
+
+
+def _check_contiguous(segments: Tensor, starts: Tensor) -> None:
+    for row, first in zip(segments.tolist(), starts.tolist(), strict=True):
+        runs = [one for one, begins in zip(row, first, strict=True) if begins and one >= 0]
+        if len(runs) != len(set(runs)):
+            raise ValueError("segment_ids: the tokens of one sequence must lie side by side")
+
+
+def _bidirectional(model: PreTrainedModel, segments: Tensor, positions: Tensor) -> dict[str, Any]:
+    """The mask of an encoder, added to the scores, which every implementation takes, and its positions."""
+    same = (segments[:, None, :, None] == segments[:, None, None, :]).expand(-1, 1, -1, -1)
+    mask = torch.zeros(same.shape, dtype=model.dtype, device=same.device)
+    mask = mask.masked_fill(~same, torch.finfo(model.dtype).min)
+    tables = (getattr(module, "position_embeddings", None) for module in model.modules())
+    padding = next((one.padding_idx for one in tables if isinstance(one, torch.nn.Embedding)), None)
+    # RoBERTa counts positions from behind its padding index
+    return {"attention_mask": mask, "position_ids": positions if padding is None else positions + padding + 1}
+
+
+def _arguments(model: PreTrainedModel) -> set[str]:
+    """What forward takes, also that of the base model it passes its keywords to."""
+    return {name for one in (model, model.base_model) for name in inspect.signature(one.forward).parameters}
