@@ -10,11 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
+from easytorch.generation.model_layers import BOTH, LINEAR, NONE, layers_of
+
 # Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
 _LEAST_PROMPT, _LEAST_CACHE = 16, 128
-
-# transformers' names for layers that keep a state in place of keys and values, both, or nothing
-_LINEAR, _BOTH, _NONE = "linear_attention", "hybrid", frozenset({"dummy", "moe", "mlp"})
 
 
 class CausalLM(Protocol):
@@ -58,9 +57,10 @@ class Decoder(ABC):
         self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
         self.model, self.ids, self.mask, self.device = model, ids, mask, device
-        # PEFT's wrappers take **kwargs; the signature of the wrapped model counts
-        forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
-        self._accepted = inspect.signature(forward).parameters
+        # PEFT's wrappers take **kwargs; the wrapped model counts
+        wrapped: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._layers = layers_of(wrapped)
+        self._accepted = inspect.signature(wrapped.forward).parameters
         # models without attention call it otherwise, and would pass over the usual name without a word
         self._cache_name = "cache_params" if "cache_params" in self._accepted else "past_key_values"
 
@@ -92,7 +92,7 @@ class DynamicDecoder(Decoder):
         from transformers import DynamicCache
 
         super().__init__(model, ids, mask, max_new_tokens, device)
-        self._cache = DynamicCache(config=model.config)
+        self._cache = DynamicCache(config=self._layers.config)
         self._position = self._positions()[:, -1:].to(device)
         self._seen = mask.to(device=device, dtype=torch.int64)
 
@@ -123,22 +123,18 @@ class StaticDecoder(Decoder):
             LinearAttentionAndStaticFullAttentionLayer,
             LinearAttentionLayer,
             StaticLayer,
-            get_layer_types_and_kwargs,
         )
 
         length = bucket(ids.shape[1], _LEAST_PROMPT)
         left = (length - ids.shape[1], 0)
         super().__init__(model, pad(ids, left), pad(mask, left), max_new_tokens, device)
-        self._config = model.config.get_text_config(decoder=True)
-        layer_types, _ = get_layer_types_and_kwargs(self._config)
-        masked = {*layer_types} - {_BOTH, *_NONE}
-        self._mask_functions = self._find_mask_functions(
-            masked | {"full_attention", _LINEAR} if _BOTH in layer_types else masked
-        )
+        self._check()
         capacity = bucket(length + max_new_tokens, _LEAST_CACHE)
-        others: dict[str, Any] = dict.fromkeys((_LINEAR, *_NONE), LinearAttentionLayer)
-        others[_BOTH] = LinearAttentionAndStaticFullAttentionLayer
-        self._cache = Cache(layers=[others.get(kind, StaticLayer)(max_cache_len=capacity) for kind in layer_types])
+        others: dict[str, Any] = dict.fromkeys((LINEAR, *NONE), LinearAttentionLayer)
+        others[BOTH] = LinearAttentionAndStaticFullAttentionLayer
+        self._cache = Cache(
+            layers=[others.get(kind, StaticLayer)(max_cache_len=capacity) for kind in self._layers.types]
+        )
         # slots after the prompt are marked visible: the causal mask hides those not yet written
         self._seen = pad(self.mask, (0, capacity - length), value=True).to(device)
         self._position = self._positions()[:, -1:].to(device)
@@ -152,44 +148,33 @@ class StaticDecoder(Decoder):
         ids = tokens[:, None]
         return self._call(ids, self._masks(ids, self._position), self._position, self._cache)
 
-    def _find_mask_functions(self, layer_types: set[str]) -> dict[str, Any]:
-        from transformers.masking_utils import (
-            AttentionMaskInterface,
-            create_causal_mask,
-            create_sliding_window_causal_mask,
-        )
+    def _check(self) -> None:
+        """`ValueError` for a model that cannot be run so."""
+        from transformers.masking_utils import AttentionMaskInterface
 
-        known = {
-            "full_attention": create_causal_mask,
-            "sliding_attention": create_sliding_window_causal_mask,
-            _LINEAR: _padding_of_the_prompt,
-        }
-        name, attention = type(self.model).__name__, self._config._attn_implementation
+        masks_of, attention = self._layers.masks_of, self._layers.config._attn_implementation
+        unknown = [layer_type for layer_type, create in masks_of.items() if create is None]
         reason = None
-        if "position_ids" not in self._accepted and layer_types != {_LINEAR}:
+        if "position_ids" not in self._accepted and set(masks_of) != {LINEAR}:
             reason = "its forward takes no position_ids"
-        elif layer_types - set(known):
-            reason = f"it has {', '.join(sorted(layer_types - set(known)))} layers"
+        elif unknown:
+            reason = f"it has {', '.join(unknown)} layers"
         elif attention not in AttentionMaskInterface().valid_keys():
             reason = f"no mask is registered for its attention {attention!r}"
         if reason is not None:
+            name = type(self.model).__name__
             raise ValueError(f"{name} cannot use a static cache: {reason}; use cache='dynamic'")
-        return {layer_type: known[layer_type] for layer_type in sorted(layer_types)}
 
     def _masks(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """One mask, or a dict of masks by layer type for models that have several."""
+        """One mask, or a dict of masks by layer type for models that take one."""
         like = torch.empty((*ids.shape, 1), dtype=self.model.dtype, device=self.device)
+        given = {"config": self._layers.config, "inputs_embeds": like, "past_key_values": self._cache}
+        given |= {"position_ids": positions, "allow_is_causal_skip": False}
+        # a layer with a state sees the padding of these tokens alone, and no slot of the cache
+        seen = {LINEAR: self._seen[:, : ids.shape[1]].to(torch.int64)}
         masks = {
-            layer_type: create(self._config, like, self._seen, self._cache, positions, allow_is_causal_skip=False)
-            for layer_type, create in self._mask_functions.items()
+            layer_type: create(**given, attention_mask=seen.get(layer_type, self._seen))
+            for layer_type, create in self._layers.masks_of.items()
+            if create is not None
         }
-        several = hasattr(self._config, "layer_types") and set(masks) != {_LINEAR}
-        return masks if several else next(iter(masks.values()))
-
-
-def _padding_of_the_prompt(
-    config: Any, like: torch.Tensor, seen: torch.Tensor, *rest: Any, **kwargs: Any
-) -> torch.Tensor | None:
-    """The mask of layers with a state: (B, T), 0 for padding; None for a token after the prompt, which is none."""
-    length = like.shape[1]
-    return None if length == 1 else seen[:, :length].to(torch.int64)
+        return masks if self._layers.by_type else next(iter(masks.values()))

@@ -7,8 +7,9 @@ tokens, D hidden size.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -88,7 +89,8 @@ class DecoderBackbone(_Base):
     layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = "norm"
     output_class: ClassVar[type[Any]] = BaseModelOutputWithPast
-    masks_of: ClassVar[Mapping[str, Callable[..., Any]]] = MASKS_OF  # the types of layers, and their masks
+    # the types of layers and what makes the mask of each; of layers with several parts, a mapping for those
+    masks_of: ClassVar[Mapping[str, Any]] = MASKS_OF
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -118,7 +120,15 @@ class DecoderBackbone(_Base):
 
     def cache(self, past_key_values: Cache | None) -> Cache:
         """The cache of keys and values: the given one, or a new one."""
-        return DynamicCache(config=self.config) if past_key_values is None else past_key_values
+        return DynamicCache(config=self.config_of_cache()) if past_key_values is None else past_key_values
+
+    def config_of_cache(self) -> Any:
+        """The config as caches read it: with the layer types that the model has, whatever else it was given."""
+        config = self.config
+        if getattr(config, "layer_types", None) != self.layer_types:
+            config = copy.copy(config)
+            config.layer_types = self.layer_types
+        return config
 
     def make_masks(
         self,

@@ -133,14 +133,14 @@ class FalconH1PreTrainedModel(NativeDecoder):
 class FalconH1Model(DecoderBackbone, FalconH1PreTrainedModel):
     layer_class = FalconH1DecoderLayer
     norm_name = "final_layernorm"
-    masks_of: ClassVar[Mapping[str, Callable[..., Any]]] = {BOTH: dict}
+    masks_of: ClassVar[Mapping[str, Any]] = {BOTH: HybridBackbone.masks_of}
 
     @staticmethod
     def embedding(config: Any) -> nn.Embedding:
         return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.embedding_multiplier)
 
     def make_masks(self, inputs_embeds: torch.Tensor, *given: Any) -> Masks:
-        both = HybridBackbone.masks_of
+        both = self.masks_of[BOTH]
         make: Callable[..., Masks] = masks_by_layer_type  # `given` is fewer arguments than mypy takes it for
         return {BOTH: make(self.config, tuple(both), inputs_embeds, *given, masks_of=both)}
 

@@ -30,22 +30,31 @@ def configs():
             **rope, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
         ),
         "mistral": transformers.MistralConfig(**rope, sliding_window=6),
+        "gemma2": transformers.Gemma2Config(**rope, head_dim=8, sliding_window=6),
+        "cohere2": transformers.Cohere2Config(**rope, sliding_window=6),
+        "llama4_text": transformers.Llama4TextConfig(
+            **rope, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=6, num_local_experts=2
+        ),
         "bloom": transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, **ENDLESS),
     }
 
 
 @pytest.fixture(scope="session")
 def make_model():
-    """`make_model("llama")`: transformers' causal model of that type, "native_llama" ours; always the same weights."""
+    """`make_model("llama")`: transformers' causal model of that type, "native_llama" ours; always the same weights.
+
+    settings: further keys of the config.
+    """
     import transformers
 
-    def make(name: str, **kwargs):
-        torch.manual_seed(0)
-        if name == "native_llama":
-            from easytorch.models.llama import LlamaForCausalLM
+    import easytorch
 
-            return LlamaForCausalLM(configs()["llama"]).eval()
-        return transformers.AutoModelForCausalLM.from_config(configs()[name], **kwargs).eval()
+    def make(name: str, settings=None, **kwargs):
+        torch.manual_seed(0)
+        auto = easytorch.AutoModelForCausalLM if name.startswith("native_") else transformers.AutoModelForCausalLM
+        config = configs()[name.removeprefix("native_")]
+        config.update(settings or {})
+        return auto.from_config(config, **kwargs).eval()
 
     return make
 

@@ -48,6 +48,30 @@ def test_greedy_equals_transformers(make_model, batch, name, cache):
     assert torch.equal(generate(model, *batch, max_new_tokens=20, cache=cache), want)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("native", [False, True], ids=["transformers", "native"])
+@pytest.mark.parametrize("layer_types", ["sliding_attention", "full_attention", "chunked_attention"])
+def test_settings_that_the_model_does_not_read_change_nothing(make_model, batch, native, layer_types, cache):
+    """Any config keeps `layer_types` and windows; a Llama attends everywhere with them too."""
+    stray = {"layer_types": [layer_types] * 2, "sliding_window": 3, "attention_chunk_size": 3}
+    want = expected(make_model("llama"), *batch, max_new_tokens=12)
+    model = make_model("native_llama" if native else "llama", settings=stray)
+    assert model.config.layer_types == stray["layer_types"]
+    assert torch.equal(generate(model, *batch, max_new_tokens=12, cache=cache), want)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama4_text", "native_gemma3_text", "native_mistral", "native_cohere2", "native_gemma2"]
+)
+def test_every_layer_has_its_own_mask_in_a_static_cache(make_model, batch, name):
+    model = make_model(name)
+    want = expected(model, *batch, max_new_tokens=12)
+    assert len(want.unique()) > 5
+    assert torch.equal(generate(model, *batch, max_new_tokens=12, cache="static"), want)
+    model.config.sliding_window = model.config.attention_chunk_size = 64  # the window counts
+    assert not torch.equal(generate(model, *batch, max_new_tokens=12, cache="static"), want)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(make_model, batch, attention):
     model = make_model("llama", attn_implementation=attention)
