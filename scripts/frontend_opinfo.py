@@ -17,6 +17,7 @@ import argparse
 import collections
 import copy
 import itertools
+import json
 import sys
 import time
 import warnings
@@ -30,6 +31,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from easytorch import frontend
 from easytorch.backends import Backend, Op, Shape
 from easytorch.backends.dtypes import dtype_of
@@ -41,7 +44,7 @@ from easytorch.frontend.routing import backend_of
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "frontend-coverage.md"
 # Values that no two programs agree on.
 UNDEFINED = ("empty", "new_empty", "rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential")
@@ -248,6 +251,11 @@ def _difference(ours: Any, theirs: Any, exact: Any, undefined: bool, dtype: torc
     return f"values differ by up to {ours_off:.2g}, torch's float32 by {theirs_off:.2g}"
 
 
+def full_name(info: OpInfo) -> str:
+    """The operation's name, with its variant's."""
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
+
+
 def sweep(
     infos: Iterable[OpInfo],
     backend: str,
@@ -255,11 +263,12 @@ def sweep(
     limit: int | None,
     run: Callable[[Call, str], Any] = traced,
 ) -> Iterator[Tally]:
-    """Every operation's tally, as soon as it is there."""
+    """Every operation's tally, as soon as it is there. Its samples do not depend on what ran before."""
     for info in infos:
-        tally = Tally(f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name)
+        tally = Tally(full_name(info))
         if dtype not in info.dtypes:
             continue
+        torch.manual_seed(0)
         for sample in samples(info, dtype, limit):
             reason = check(info, sample, backend, dtype, run)
             tally.total += 1
@@ -269,37 +278,57 @@ def sweep(
         yield tally
 
 
-def page(results: dict[str, list[Tally]], limit: int | None) -> str:
+def page(results: dict[str, list[Tally]], limit: int | None, everything: bool) -> str:
     """docs/frontend-coverage.md."""
     lines = [
         "# What of ATen the front-end runs",
         "",
-        f"Torch {torch.__version__.split('+')[0]}'s own samples (OpInfo, float32, forward) of the operations in",
-        "the core ATen set, with float64 as the oracle: written by `scripts/frontend_opinfo.py --write`, whose",
-        "docstring says what matches."
+        f"Torch {torch.__version__.split('+')[0]}'s own samples (OpInfo, float32, forward) of "
+        + ("all its operations," if everything else "the operations in the core ATen set,"),
+        "with float64 as the oracle: written by `scripts/frontend_opinfo.py --write`, whose docstring says what",
+        "matches."
         + ("" if limit is None else f" Of each operation at most {limit} samples, spread over all, were run."),
         f"All {len(core_overloads())} core overloads have a lowering (`tests/frontend/test_core_aten.py`).",
+        "",
+        "| Backend | Samples | Match | Operations | In all samples |",
+        "|---|---|---|---|---|",
     ]
     for backend, tallies in results.items():
         matched, total = (sum(getattr(tally, name) for tally in tallies) for name in ("matched", "total"))
-        whole = sum(tally.matched == tally.total for tally in tallies)
-        lines += [
-            "",
-            f"## {backend}",
-            "",
-            f"{matched} of {total} samples match ({100 * matched / max(total, 1):.2f} %); {whole} of "
-            f"{len(tallies)} operations "
-            "in all samples.",
-        ]
-        failing = [tally for tally in tallies if tally.failures]
-        if failing:
-            lines += ["", "| Operation | Samples | Match | Reasons of the others |", "|---|---|---|---|"]
-            for tally in failing:
-                reasons = "; ".join(f"{count}x {reason}".replace("|", "/") for reason, count in tally.failures.items())
-                lines.append(f"| `{tally.name}` | {tally.total} | {tally.matched} | {reasons[:400]} |")
-        complete = ", ".join(f"`{tally.name}` {tally.total}" for tally in tallies if not tally.failures)
-        lines += ["", f"All samples of: {complete}."]
+        complete = sum(tally.matched == tally.total for tally in tallies)
+        share = f"{matched} ({100 * matched / max(total, 1):.2f} %)"
+        lines.append(f"| {backend} | {total} | {share} | {len(tallies)} | {complete} |")
+    operations: dict[str, dict[str, Tally]] = {}
+    for backend, tallies in results.items():
+        for tally in tallies:
+            operations.setdefault(tally.name, {})[backend] = tally
+    failing = {name: found for name, found in operations.items() if any(tally.failures for tally in found.values())}
+    if failing:
+        lines += ["", f"| Operation | Samples | {' | '.join(results)} | Reasons of the others |"]
+        lines += ["|---|---|" + "---|" * len(results) + "---|"]
+    for name, found in failing.items():
+        counts = " | ".join(str(found[backend].matched) if backend in found else "" for backend in results)
+        # The backends mostly give the same reasons.
+        reasons = collections.Counter[str]()
+        for tally in found.values():
+            reasons |= tally.failures
+        text = "; ".join(f"{count}x {reason}".replace("|", "/") for reason, count in reasons.items())
+        lines.append(f"| `{name}` | {max(tally.total for tally in found.values())} | {counts} | {text[:400]} |")
+    rest = [
+        f"`{name}` {max(tally.total for tally in operations[name].values())}" for name in operations.keys() - failing
+    ]
+    lines += ["", f"All samples of: {', '.join(sorted(rest))}."]
     return "\n".join(lines) + "\n"
+
+
+def stored(path: Path | None) -> dict[tuple[str, str], Tally]:
+    """The tallies that an earlier run left, by backend and operation."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    found = {}
+    for result in map(json.loads, lines):
+        backend = result.pop("backend")
+        found[backend, result["name"]] = Tally(**result | {"failures": collections.Counter(result["failures"])})
+    return found
 
 
 def main() -> int:
@@ -312,25 +341,35 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all of torch's operations, not only the core set")
     parser.add_argument("--export", action="store_true", help="through torch.export, ten times slower")
     parser.add_argument("--part", default="0/1", help="K/N: every N-th operation, from the K-th")
+    parser.add_argument("--out", type=Path, help="results, one JSON object a line; a later run goes on from there")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
     infos = chosen(options.op, options.all)
     run = exported if options.export else traced
     first, step = map(int, options.part.split("/"))
+    earlier = stored(options.out)
     results: dict[str, list[Tally]] = {}
     for backend in options.backend or ["xla"]:
         started = time.perf_counter()
         results[backend] = []
-        for tally in sweep(infos[first::step], backend, getattr(torch, options.dtype), options.limit, run):
-            results[backend].append(tally)
-            print(f"{tally.name:45} {tally.matched:4} / {tally.total}", flush=True)
-            for reason, count in tally.failures.items():
-                print(f"    {count}x {reason[:300]}")
+        for info in infos[first::step]:
+            known = earlier.get((backend, full_name(info)))
+            if known is not None:
+                results[backend].append(known)
+                continue
+            for tally in sweep([info], backend, getattr(torch, options.dtype), options.limit, run):
+                results[backend].append(tally)
+                print(f"{tally.name:45} {tally.matched:4} / {tally.total}", flush=True)
+                for reason, count in tally.failures.items():
+                    print(f"    {count}x {reason[:300]}")
+                if options.out:
+                    options.out.parent.mkdir(parents=True, exist_ok=True)
+                    with options.out.open("a") as file:
+                        file.write(json.dumps({"backend": backend, **vars(tally)}) + "\n")
         matched, total = (sum(getattr(tally, name) for tally in results[backend]) for name in ("matched", "total"))
         if options.write:
-            PAGE.write_text(page(results, options.limit))
+            PAGE.write_text(page(results, options.limit, options.all))
         seconds = time.perf_counter() - started
         print(f"{backend}: {matched} of {total} samples match, {100 * matched / max(total, 1):.2f} %, {seconds:.0f} s")
     return int(matched < 0.97 * total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -76,10 +76,85 @@ def test_square_systems(backend: str, dtype: torch.dtype) -> None:
             )
 
 
+def _svd(a: torch.Tensor, full: bool = False) -> tuple[torch.Tensor, ...]:
+    """Singular values, what they give back, and what vectors times their adjoints are: signs are free."""
+    u, s, vh = linalg.svd(a, full_matrices=full)
+    count = s.shape[-1]
+    return s, (u[..., :count] * s.unsqueeze(-2)) @ vh[..., :count, :], u @ u.mH, u.mH @ u, vh @ vh.mH
+
+
+def _eigh(a: torch.Tensor, triangle: str) -> tuple[torch.Tensor, ...]:
+    values, vectors = linalg.eigh(a, triangle)
+    return values, (vectors * values.unsqueeze(-2)) @ vectors.mH, vectors.mH @ vectors
+
+
+# Of a square matrix and a tall one.
+SPECTRAL: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "eigh": lambda a, b: (*_eigh(a, "L"), *_eigh(a, "U"), linalg.eigvalsh(b @ b.mH)),
+    "svd": lambda a, b: (*_svd(a), *_svd(b, True), *_svd(b.mH, True), linalg.svdvals(b)),
+    "deficient": lambda a, b: (*_svd(b @ b.mH), *_svd(a * 0), linalg.matrix_rank(b @ b.mH)),
+    "pinv": lambda a, b: (
+        linalg.pinv(b),
+        linalg.pinv(b @ b.mH),
+        linalg.pinv(a @ a.mH, hermitian=True),
+        linalg.pinv(a, atol=1.5),
+        linalg.pinv(a, rtol=0.3),
+    ),
+    "norms": lambda a, b: (linalg.matrix_norm(b, "nuc"), linalg.matrix_norm(b, 2), linalg.cond(a)),
+    "matrix_exp": lambda a, b: (linalg.matrix_exp(a), linalg.matrix_exp(a * 4), linalg.matrix_exp(a * 0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "names"),
+    [
+        ("numpy", torch.float32, SPECTRAL),
+        ("torch", torch.complex128, SPECTRAL),
+        # Every factorization is compiled anew.
+        ("xla:cpu", torch.float32, ("eigh", "norms", "matrix_exp")),
+    ],
+    ids=["numpy", "torch", "xla"],
+)
+def test_spectra(backend: str, dtype: torch.dtype, names: Iterable[str]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    given = tuple(torch.randn(2, 5, width, generator=generator, dtype=dtype) for width in (5, 3))
+    module = Called(lambda a, b: {name: SPECTRAL[name](a, b) for name in names})
+    found, wanted = easytorch.frontend.compile(module, given, backend=backend)(*given), module(*given)
+    for name in names:
+        for number, (ours, theirs) in enumerate(zip(found[name], wanted[name], strict=True)):
+            scale = float(theirs.abs().max())
+            torch.testing.assert_close(
+                ours, theirs, rtol=2e-4, atol=2e-5 * scale, msg=lambda text, at=(name, number): f"{at}: {text}"
+            )
+
+
+def test_spectra_of_odd_matrices() -> None:
+    """Graded, of large and of small numbers, diagonal, of an odd count of columns, of equal eigenvalues, with NaN."""
+    generator = torch.Generator().manual_seed(8)
+    a = torch.randn(7, 7, generator=generator, dtype=torch.float64)
+    grades = torch.logspace(0, -12, 7, dtype=torch.float64)
+    module = Called(lambda a: (*_svd(a), *_eigh(a + a.mH, "L")))
+    program = easytorch.frontend.compile(module, (a,), backend="numpy")
+    for given in (a * grades, a * 1e200, a * 1e-200, grades.diag(), torch.eye(7).double() * -3, torch.ones_like(a)):
+        scale = float(given.abs().max())
+        for ours, theirs in zip(program(given), module(given), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13 * max(scale, float(theirs.abs().max())))
+    # The small singular values of graded columns to their own size, which LAPACK's need not be.
+    q, _ = linalg.qr(a)
+    torch.testing.assert_close(program(q * grades)[0], grades, rtol=1e-12, atol=0)
+    assert program(torch.full_like(a, torch.nan))[0].isnan().all()
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_small_matrices(size: int) -> None:
     given = (torch.full((3, size, size), 2.0), torch.ones(3, size, 2))
-    module = Called(lambda a, b: (linalg.inv(a), linalg.det(a), linalg.solve(a, b), linalg.cholesky(a), *linalg.qr(a)))
+    module = Called(
+        lambda a, b: (
+            *(linalg.inv(a), linalg.det(a), linalg.solve(a, b), linalg.cholesky(a), *linalg.qr(a)),
+            *(linalg.eigvalsh(a), linalg.svdvals(b), *(x.abs() for x in linalg.svd(b)), linalg.matrix_exp(a)),
+            *(linalg.pinv(b), linalg.pinv(a, hermitian=True), linalg.pinv(b.mH)),
+        )
+    )
     for ours, theirs in zip(
         easytorch.frontend.compile(module, given, backend="numpy")(*given), module(*given), strict=True
     ):
@@ -98,3 +173,16 @@ def test_torch_compile_knows_them() -> None:
     a = _spd(torch.randn(4, 4, generator=torch.Generator().manual_seed(5)))
     compiled = torch.compile(lambda a: linalg.inv(a) @ linalg.cholesky(a), backend="easytorch", fullgraph=True)
     torch.testing.assert_close(compiled(a), linalg.inv(a) @ linalg.cholesky(a), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_spectra() -> None:
+    torch._dynamo.reset()
+    a = torch.randn(4, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64, requires_grad=True)
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        spectra = linalg.eigh(a + a.mH)[0].pow(3).sum() + linalg.svd(a)[1].log().sum()
+        return spectra + linalg.pinv(a).square().sum() + linalg.matrix_exp(a).sum()
+
+    compiled = torch.compile(function, backend="easytorch", fullgraph=True, options={"backend": "torch"})
+    for one, other in zip(torch.autograd.grad(compiled(a), a), torch.autograd.grad(function(a), a), strict=True):
+        torch.testing.assert_close(one, other)

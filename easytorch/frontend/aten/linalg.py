@@ -7,115 +7,35 @@ matrix, a program gives infinities or NaN, and `info` where there is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from easytorch.backends.builder import Builder
 from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
 from easytorch.frontend.aten.indexing import gather
 from easytorch.frontend.context import Context
 from easytorch.frontend.errors import UnsupportedOpError
+from easytorch.frontend.matrices import (
+    adjoint_of,
+    as_stack,
+    diagonal_of,
+    first_true,
+    for_columns,
+    identity,
+    index_along,
+    part_at,
+    product,
+    put_at,
+    transposed,
+    triangle,
+    unstack,
+)
 from easytorch.frontend.registry import lowering
 
 aten = torch.ops.aten
-# (context, column, state) -> the next state
-Step = Callable[[Context, Op, Sequence[Op]], Sequence[Op]]
-
-
-# --- stacks of matrices
-
-
-def _stack(ctx: Context, x: Op) -> Op:
-    """(..., m, n) -> (batch, m, n)"""
-    return ctx.reshape(x, (math.prod(x.shape.dimensions[:-2]), *x.shape.dimensions[-2:]))
-
-
-def _unstack(ctx: Context, x: Op, like: Op) -> Op:
-    """(batch, ...) -> (..., ...) with the batch axes of `like`."""
-    return ctx.reshape(x, (*like.shape.dimensions[:-2], *x.shape.dimensions[1:]))
-
-
-def _turn(ctx: Context, x: Op) -> Op:
-    order = list(range(x.shape.rank))
-    return ctx.transpose(x, [*order[:-2], order[-1], order[-2]])
-
-
-def _adjoint(ctx: Context, x: Op) -> Op:
-    turned = _turn(ctx, x)
-    return ctx.builder.conj(turned) if x.shape.dtype.is_complex else turned
-
-
-def _product(ctx: Context, x: Op, other: Op) -> Op:
-    """(batch, m, k), (batch, k, n) -> (batch, m, n)"""
-    return ctx.builder.dot_general(x, (2,), (0,), other, (1,), (0,))
-
-
-def _index(ctx: Context, x: Op, axis: int) -> Op:
-    return ctx.iota(x.shape.dimensions, axis, DType.INT32)
-
-
-def _triangle(ctx: Context, x: Op, lower: bool, diagonal: float | None = None) -> Op:
-    """The triangle of (batch, m, n), zeros elsewhere; its diagonal all `diagonal` if given."""
-    b, rows, columns = ctx.builder, _index(ctx, x, 1), _index(ctx, x, 2)
-    inside = b.greater_or_equal(rows, columns) if lower else b.less_or_equal(rows, columns)
-    kept = b.where(inside, x, ctx.scalar(0, x.shape.dtype))
-    if diagonal is None:
-        return kept
-    return b.where(b.equal(rows, columns), ctx.scalar(diagonal, x.shape.dtype), kept)
-
-
-def _identity(ctx: Context, batch: int, size: int, dtype: DType) -> Op:
-    rows, columns = (ctx.iota((batch, size, size), axis, DType.INT32) for axis in (1, 2))
-    return ctx.cast(ctx.builder.equal(rows, columns), dtype)
-
-
-def _diagonal(ctx: Context, x: Op) -> Op:
-    """(batch, m, n) -> (batch, min(m, n))"""
-    size = min(x.shape.dimensions[1:])
-    square = ctx.builder.slice(x, (0, 0, 0), (x.shape.dimensions[0], size, size))
-    eye = _identity(ctx, square.shape.dimensions[0], size, DType.BOOL)
-    kept = ctx.builder.where(eye, square, ctx.scalar(0, x.shape.dtype))
-    return ctx.builder.reduce_sum(kept, 2)
-
-
-def _columns(ctx: Context, count: int, step: Step, *state: Op) -> list[Op]:
-    """The state after `step` for each of `count` columns."""
-    if not count or not state[0].shape.size:
-        return list(state)
-
-    def unfinished(inner: Builder, column: Op, *rest: Op) -> Op:
-        return inner.less_than(column, limit)
-
-    def body(inner: Builder, column: Op, *rest: Op) -> tuple[Op, ...]:
-        return (inner.add(column, one), *step(ctx.within(inner), column, rest))
-
-    limit, one, zero = (ctx.scalar(number, DType.INT32) for number in (count, 1, 0))
-    return list(ctx.builder.while_loop(unfinished, body, zero, *state)[1:])
-
-
-def _part(ctx: Context, x: Op, starts: Sequence[Op | None], sizes: Sequence[int]) -> Op:
-    zero = ctx.scalar(0, DType.INT32)
-    return ctx.builder.dynamic_slice(x, [zero if start is None else start for start in starts], sizes)
-
-
-def _put(ctx: Context, x: Op, part: Op, starts: Sequence[Op | None]) -> Op:
-    zero = ctx.scalar(0, DType.INT32)
-    return ctx.builder.dynamic_update_slice(x, part, [zero if start is None else start for start in starts])
-
-
-def _first(ctx: Context, wrong: Op) -> Op:
-    """(batch, n) bool -> (batch,) int32: the number of the first that is, from 1; 0 without any."""
-    b, count = ctx.builder, wrong.shape.dimensions[1]
-    if not wrong.shape.size:
-        return ctx.full(wrong.shape.dimensions[:1], 0, DType.INT32)
-    numbers = b.where(wrong, _index(ctx, wrong, 1), ctx.scalar(count, DType.INT32))
-    least = b.reduce_min(numbers, 1)
-    found = b.less_than(least, ctx.scalar(count, DType.INT32))
-    return b.where(found, b.add(least, ctx.scalar(1, DType.INT32)), ctx.scalar(0, DType.INT32))
 
 
 # --- triangular systems
@@ -135,7 +55,7 @@ def triangular_solve(
 ) -> tuple[Op, Op]:
     batch = ctx.broadcast_dims(a.shape.dimensions[:-2], b.shape.dimensions[:-2])
     a, b = (ctx.expand(x, (*batch, *x.shape.dimensions[-2:])) for x in (a, b))
-    turned = _turn(ctx, a) if transpose else a
+    turned = transposed(ctx, a) if transpose else a
     return ctx.builder.triangular_solve(turned, b, True, upper == transpose, unitriangular), a
 
 
@@ -163,30 +83,30 @@ def _cholesky(ctx: Context, a: Op) -> Op:
 
     def step(ctx: Context, column: Op, state: Sequence[Op]) -> Sequence[Op]:
         b, (rest, factor) = ctx.builder, state
-        values = _part(ctx, rest, (None, None, column), (batch, size, 1))
-        pivot = _part(ctx, values, (None, column, None), (batch, 1, 1))
+        values = part_at(ctx, rest, (None, None, column), (batch, size, 1))
+        pivot = part_at(ctx, values, (None, column, None), (batch, 1, 1))
         if pivot.shape.dtype.is_complex:
             pivot = ctx.cast(b.real(pivot), pivot.shape.dtype)
             root = ctx.cast(b.sqrt(b.real(pivot)), pivot.shape.dtype)
         else:
             root = b.sqrt(pivot)
-        rows = _index(ctx, values, 1)
+        rows = index_along(ctx, values, 1)
         below = b.where(b.greater_than(rows, column), b.div(values, root), ctx.scalar(0, rest.shape.dtype))
         found = b.where(b.equal(rows, column), ctx.expand(root, values.shape.dimensions), below)
-        return b.sub(rest, b.mul(below, _adjoint(ctx, below))), _put(ctx, factor, found, (None, None, column))
+        return b.sub(rest, b.mul(below, adjoint_of(ctx, below))), put_at(ctx, factor, found, (None, None, column))
 
-    return _columns(ctx, size, step, a, ctx.full(a.shape.dimensions, 0, a.shape.dtype))[1]
+    return for_columns(ctx, size, step, a, ctx.full(a.shape.dimensions, 0, a.shape.dtype))[1]
 
 
 @lowering(aten.linalg_cholesky_ex.default)
 def cholesky_ex(ctx: Context, x: Op, *, upper: bool = False, check_errors: bool = False) -> tuple[Op, Op]:
-    stack = _stack(ctx, x)
-    factor = _cholesky(ctx, _adjoint(ctx, stack) if upper else stack)
-    diagonal = _diagonal(ctx, factor)
+    stack = as_stack(ctx, x)
+    factor = _cholesky(ctx, adjoint_of(ctx, stack) if upper else stack)
+    diagonal = diagonal_of(ctx, factor)
     real = ctx.builder.real(diagonal) if diagonal.shape.dtype.is_complex else diagonal
     positive = ctx.builder.greater_than(real, ctx.scalar(0, real.shape.dtype))
-    info = _first(ctx, ctx.builder.logical_not(positive))
-    return _unstack(ctx, _adjoint(ctx, factor) if upper else factor, x), _unstack(ctx, info, x)
+    info = first_true(ctx, ctx.builder.logical_not(positive))
+    return unstack(ctx, adjoint_of(ctx, factor) if upper else factor, x), unstack(ctx, info, x)
 
 
 @lowering(aten.cholesky.default, aten.linalg_cholesky.default)
@@ -204,9 +124,9 @@ def cholesky_solve(ctx: Context, b: Op, factor: Op, upper: bool = False) -> Op:
 
 @lowering(aten.cholesky_inverse.default)
 def cholesky_inverse(ctx: Context, factor: Op, upper: bool = False) -> Op:
-    stack = _stack(ctx, factor)
-    eye = _identity(ctx, stack.shape.dimensions[0], stack.shape.dimensions[-1], factor.shape.dtype)
-    return _unstack(ctx, cholesky_solve(ctx, eye, stack, upper), factor)
+    stack = as_stack(ctx, factor)
+    eye = identity(ctx, stack.shape.dimensions[0], stack.shape.dimensions[-1], factor.shape.dtype)
+    return unstack(ctx, cholesky_solve(ctx, eye, stack, upper), factor)
 
 
 # --- Gauss
@@ -236,30 +156,30 @@ def _lu(ctx: Context, a: Op, pivot: bool = True) -> tuple[Op, Op]:
         b, (rest, pivots) = ctx.builder, state
         kind = rest.shape.dtype
         if pivot:
-            values = ctx.reshape(_part(ctx, rest, (None, None, column), (batch, height, 1)), (batch, height))
+            values = ctx.reshape(part_at(ctx, rest, (None, None, column), (batch, height, 1)), (batch, height))
             size = b.add(b.abs(b.real(values)), b.abs(b.imag(values))) if kind.is_complex else b.abs(values)
-            rows = _index(ctx, size, 1)
+            rows = index_along(ctx, size, 1)
             size = b.where(b.greater_or_equal(rows, column), size, ctx.scalar(-1, size.shape.dtype))
             chosen = ctx.reshape(b.arg_min_max(size, 1, DType.INT32, False), (batch, 1))
             rest = _swapped(ctx, rest, column, chosen)
         else:
             chosen = ctx.expand(column, (batch, 1))
-        rows, columns = _index(ctx, rest, 1), _index(ctx, rest, 2)
+        rows, columns = index_along(ctx, rest, 1), index_along(ctx, rest, 2)
         zero = ctx.scalar(0, kind)
-        leading = _part(ctx, rest, (None, column, column), (batch, 1, 1))
+        leading = part_at(ctx, rest, (None, column, column), (batch, 1, 1))
         divisor = b.where(b.equal(leading, zero), ctx.scalar(1, kind), leading)
-        values = _part(ctx, rest, (None, None, column), (batch, height, 1))
-        below = b.greater_than(_index(ctx, values, 1), column)
+        values = part_at(ctx, rest, (None, None, column), (batch, height, 1))
+        below = b.greater_than(index_along(ctx, values, 1), column)
         factors = b.where(below, b.div(values, divisor), zero)
-        row = _part(ctx, rest, (None, column, None), (batch, 1, width))
-        row = b.where(b.greater_than(_index(ctx, row, 2), column), row, zero)
+        row = part_at(ctx, rest, (None, column, None), (batch, 1, width))
+        row = b.where(b.greater_than(index_along(ctx, row, 2), column), row, zero)
         inside = b.logical_and(b.greater_than(rows, column), b.greater_than(columns, column))
         rest = b.where(inside, b.sub(rest, b.mul(factors, row)), rest)
-        rest = _put(ctx, rest, b.where(below, factors, values), (None, None, column))
-        return rest, _put(ctx, pivots, b.add(chosen, ctx.scalar(1, DType.INT32)), (None, column))
+        rest = put_at(ctx, rest, b.where(below, factors, values), (None, None, column))
+        return rest, put_at(ctx, pivots, b.add(chosen, ctx.scalar(1, DType.INT32)), (None, column))
 
     first = ctx.full((batch, count), 1, DType.INT32)
-    found = _columns(ctx, count, step, a, first)
+    found = for_columns(ctx, count, step, a, first)
     return found[0], found[1]
 
 
@@ -268,11 +188,11 @@ def _permutation(ctx: Context, pivots: Op, height: int) -> Op:
     batch, count = pivots.shape.dimensions
 
     def step(ctx: Context, column: Op, state: Sequence[Op]) -> Sequence[Op]:
-        other = ctx.builder.sub(_part(ctx, pivots, (None, column), (batch, 1)), ctx.scalar(1, DType.INT32))
+        other = ctx.builder.sub(part_at(ctx, pivots, (None, column), (batch, 1)), ctx.scalar(1, DType.INT32))
         return [_swapped(ctx, state[0], column, other)]
 
     start = ctx.iota((batch, height, 1), 1, DType.INT32)
-    return ctx.reshape(_columns(ctx, count, step, start)[0], (batch, height))
+    return ctx.reshape(for_columns(ctx, count, step, start)[0], (batch, height))
 
 
 def _lu_solve(ctx: Context, lu: Op, pivots: Op, b: Op, adjoint: bool = False) -> Op:
@@ -282,19 +202,19 @@ def _lu_solve(ctx: Context, lu: Op, pivots: Op, b: Op, adjoint: bool = False) ->
     if not adjoint:
         return solve(lu, solve(lu, _rows(ctx, b, places), True, True, True), True, False)
     found = solve(lu, solve(lu, b, True, False, adjoint=True), True, True, True, adjoint=True)
-    back = ctx.builder.sort(lambda inner, p, q, *_: inner.less_than(p, q), 1, True, places, _index(ctx, places, 1))
+    back = ctx.builder.sort(lambda inner, p, q, *_: inner.less_than(p, q), 1, True, places, index_along(ctx, places, 1))
     return _rows(ctx, found, back[1])
 
 
 def _info(ctx: Context, lu: Op) -> Op:
-    diagonal = _diagonal(ctx, lu)
-    return _first(ctx, ctx.builder.equal(diagonal, ctx.scalar(0, diagonal.shape.dtype)))
+    diagonal = diagonal_of(ctx, lu)
+    return first_true(ctx, ctx.builder.equal(diagonal, ctx.scalar(0, diagonal.shape.dtype)))
 
 
 @lowering(aten.linalg_lu_factor_ex.default)
 def lu_factor_ex(ctx: Context, a: Op, *, pivot: bool = True, check_errors: bool = False) -> tuple[Op, Op, Op]:
-    lu, pivots = _lu(ctx, _stack(ctx, a), pivot)
-    return _unstack(ctx, lu, a), _unstack(ctx, pivots, a), _unstack(ctx, _info(ctx, lu), a)
+    lu, pivots = _lu(ctx, as_stack(ctx, a), pivot)
+    return unstack(ctx, lu, a), unstack(ctx, pivots, a), unstack(ctx, _info(ctx, lu), a)
 
 
 @lowering(aten.linalg_lu_factor.default)
@@ -306,7 +226,7 @@ def lu_factor(ctx: Context, a: Op, *, pivot: bool = True) -> tuple[Op, Op]:
 def lu_unpack(
     ctx: Context, lu: Op, pivots: Op, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> tuple[Op, Op, Op]:
-    stack, kind = _stack(ctx, lu), lu.shape.dtype
+    stack, kind = as_stack(ctx, lu), lu.shape.dtype
     batch, height, width = stack.shape.dimensions
     count = min(height, width)
     nothing = ctx.full((0,), 0, kind)
@@ -314,12 +234,12 @@ def lu_unpack(
     if unpack_data:
         lower = ctx.builder.slice(stack, (0, 0, 0), (batch, height, count))
         upper = ctx.builder.slice(stack, (0, 0, 0), (batch, count, width))
-        lower = _unstack(ctx, _triangle(ctx, lower, True, 1.0), lu)
-        upper = _unstack(ctx, _triangle(ctx, upper, False), lu)
+        lower = unstack(ctx, triangle(ctx, lower, True, 1.0), lu)
+        upper = unstack(ctx, triangle(ctx, upper, False), lu)
     if unpack_pivots:
         places = _permutation(ctx, ctx.reshape(pivots, (batch, count)), height)
-        rows = _rows(ctx, _identity(ctx, batch, height, kind), places)
-        permutation = _unstack(ctx, _turn(ctx, rows), lu)
+        rows = _rows(ctx, identity(ctx, batch, height, kind), places)
+        permutation = unstack(ctx, transposed(ctx, rows), lu)
     return permutation, lower, upper
 
 
@@ -338,9 +258,9 @@ def lu_solve(ctx: Context, lu: Op, pivots: Op, b: Op, *, left: bool = True, adjo
     count = pivots.shape.dimensions[-1]
     flat = ctx.reshape(ctx.expand(pivots, (*batch, count)), (math.prod(batch), count))
     if left:
-        return _unstack(ctx, _lu_solve(ctx, _stack(ctx, lu), flat, _stack(ctx, b), adjoint), b)
-    found = _lu_solve(ctx, _stack(ctx, lu), flat, _adjoint(ctx, _stack(ctx, b)), not adjoint)
-    return _unstack(ctx, _adjoint(ctx, found), b)
+        return unstack(ctx, _lu_solve(ctx, as_stack(ctx, lu), flat, as_stack(ctx, b), adjoint), b)
+    found = _lu_solve(ctx, as_stack(ctx, lu), flat, adjoint_of(ctx, as_stack(ctx, b)), not adjoint)
+    return unstack(ctx, adjoint_of(ctx, found), b)
 
 
 @lowering(aten._linalg_solve_ex.default)
@@ -367,36 +287,36 @@ def inv(ctx: Context, a: Op) -> Op:
 
 @lowering(aten.linalg_inv_ex.default)
 def inv_ex(ctx: Context, a: Op, *, check_errors: bool = False) -> tuple[Op, Op]:
-    stack = _stack(ctx, a)
+    stack = as_stack(ctx, a)
     factors, pivots = _lu(ctx, stack)
-    eye = _identity(ctx, stack.shape.dimensions[0], stack.shape.dimensions[1], a.shape.dtype)
-    return _unstack(ctx, _lu_solve(ctx, factors, pivots, eye), a), _unstack(ctx, _info(ctx, factors), a)
+    eye = identity(ctx, stack.shape.dimensions[0], stack.shape.dimensions[1], a.shape.dtype)
+    return unstack(ctx, _lu_solve(ctx, factors, pivots, eye), a), unstack(ctx, _info(ctx, factors), a)
 
 
 def _parity(ctx: Context, pivots: Op, dtype: DType) -> Op:
     """(batch, k) -> (batch,): 1 or -1, of the permutation."""
     b = ctx.builder
-    swapped = b.not_equal(pivots, b.add(_index(ctx, pivots, 1), ctx.scalar(1, DType.INT32)))
+    swapped = b.not_equal(pivots, b.add(index_along(ctx, pivots, 1), ctx.scalar(1, DType.INT32)))
     one = ctx.scalar(1, dtype)
     return b.reduce_product(b.where(swapped, ctx.full(pivots.shape.dimensions, -1, dtype), one), 1)
 
 
 @lowering(aten._linalg_det.default)
 def det(ctx: Context, a: Op) -> tuple[Op, Op, Op]:
-    factors, pivots = _lu(ctx, _stack(ctx, a))
-    found = ctx.builder.reduce_product(_diagonal(ctx, factors), 1)
+    factors, pivots = _lu(ctx, as_stack(ctx, a))
+    found = ctx.builder.reduce_product(diagonal_of(ctx, factors), 1)
     found = ctx.builder.mul(found, _parity(ctx, pivots, a.shape.dtype))
-    return _unstack(ctx, found, a), _unstack(ctx, factors, a), _unstack(ctx, pivots, a)
+    return unstack(ctx, found, a), unstack(ctx, factors, a), unstack(ctx, pivots, a)
 
 
 @lowering(aten._linalg_slogdet.default)
 def slogdet(ctx: Context, a: Op) -> tuple[Op, Op, Op, Op]:
     b = ctx.builder
-    factors, pivots = _lu(ctx, _stack(ctx, a))
-    diagonal = _diagonal(ctx, factors)
+    factors, pivots = _lu(ctx, as_stack(ctx, a))
+    diagonal = diagonal_of(ctx, factors)
     sign = b.mul(b.reduce_product(b.sign(diagonal), 1), _parity(ctx, pivots, a.shape.dtype))
     logarithm = b.reduce_sum(b.log(b.abs(diagonal)), 1)
-    sign, logarithm, factors, pivots = (_unstack(ctx, x, a) for x in (sign, logarithm, factors, pivots))
+    sign, logarithm, factors, pivots = (unstack(ctx, x, a) for x in (sign, logarithm, factors, pivots))
     return sign, logarithm, factors, pivots
 
 
@@ -406,17 +326,17 @@ def slogdet(ctx: Context, a: Op) -> tuple[Op, Op, Op, Op]:
 @lowering(aten.linalg_qr.default)
 def qr(ctx: Context, a: Op, mode: str = "reduced") -> tuple[Op, Op]:
     """Q and R by reflections, with LAPACK's signs."""
-    stack, kind = _stack(ctx, a), a.shape.dtype
+    stack, kind = as_stack(ctx, a), a.shape.dtype
     batch, height, width = stack.shape.dimensions
     count = min(height, width)
 
     def step(ctx: Context, column: Op, state: Sequence[Op]) -> Sequence[Op]:
         b, (r, q) = ctx.builder, state
-        values = _part(ctx, r, (None, None, column), (batch, height, 1))
-        rows = _index(ctx, values, 1)
+        values = part_at(ctx, r, (None, None, column), (batch, height, 1))
+        rows = index_along(ctx, values, 1)
         zero, one = ctx.scalar(0, kind), ctx.scalar(1, kind)
         tail = b.where(b.greater_than(rows, column), values, zero)
-        alpha = _part(ctx, values, (None, column, None), (batch, 1, 1))
+        alpha = part_at(ctx, values, (None, column, None), (batch, 1, 1))
         size = b.abs(tail)
         # divided by the largest, whose square could overflow
         largest = ctx.reduce(b.reduce_max, b.max(size, ctx.expand(b.abs(alpha), size.shape.dimensions)), (1,), True)
@@ -436,14 +356,14 @@ def qr(ctx: Context, a: Op, mode: str = "reduced") -> tuple[Op, Op]:
         spread = b.where(idle, ctx.expand(one, wide.shape.dimensions), b.sub(alpha, wide))
         v = b.where(b.equal(rows, column), one, b.div(tail, spread))
         conjugate = b.conj(tau) if kind.is_complex else tau
-        r = b.sub(r, b.mul(b.mul(conjugate, v), _product(ctx, _adjoint(ctx, v), r)))
-        q = b.sub(q, b.mul(tau, b.mul(_product(ctx, q, v), _adjoint(ctx, v))))
+        r = b.sub(r, b.mul(b.mul(conjugate, v), product(ctx, adjoint_of(ctx, v), r)))
+        q = b.sub(q, b.mul(tau, b.mul(product(ctx, q, v), adjoint_of(ctx, v))))
         return r, q
 
-    r, q = _columns(ctx, count, step, stack, _identity(ctx, batch, height, kind))
-    r = _triangle(ctx, r, False)
+    r, q = for_columns(ctx, count, step, stack, identity(ctx, batch, height, kind))
+    r = triangle(ctx, r, False)
     if mode != "complete":
         r = ctx.builder.slice(r, (0, 0, 0), (batch, count, width))
         q = ctx.builder.slice(q, (0, 0, 0), (batch, height, count))
     # ATen gives an empty vector for the Q that is not asked for
-    return ctx.full((0,), 0, kind) if mode == "r" else _unstack(ctx, q, a), _unstack(ctx, r, a)
+    return ctx.full((0,), 0, kind) if mode == "r" else unstack(ctx, q, a), unstack(ctx, r, a)
