@@ -145,7 +145,7 @@ class Checkpoint(ContextManager):
     def _apart(self, torch: Reader) -> Architecture:
         """The architecture, with the tied weights that `torch` stores separately."""
         apart = held_apart(torch.tensors, self._known, same_data(torch))
-        # What config.json has to say then depends on transformers' config classes.
+        # Whether config.json then says tie_word_embeddings depends on transformers' config class.
         return replace(self.architecture if apart else self._known, apart=apart)
 
     def in_scheme(self, scheme: str, *, strict: bool = True) -> NamedWeights:

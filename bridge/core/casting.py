@@ -18,7 +18,7 @@ class CastOverflow(CheckpointError):
     """A number that the requested element type cannot represent."""
 
     def of(self, tensor: str) -> CheckpointError:
-        """The same error, naming the tensor."""
+        """The error for `tensor`."""
         return CheckpointError(str(self), tensor=tensor)
 
 

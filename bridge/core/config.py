@@ -15,7 +15,7 @@ _CONFIG_LIMIT = 16 << 20
 
 @dataclass(frozen=True)
 class Config:
-    """`config.json` of a checkpoint."""
+    """The `content` of a config.json, or of what was given or inferred in its place. Errors name `file`."""
 
     file: Path
     content: dict[str, Any]

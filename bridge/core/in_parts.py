@@ -27,7 +27,6 @@ class InParts:
 
     @classmethod
     def of(cls, array: np.ndarray | Unread) -> InParts:
-        """One array as it is."""
         return cls((array,), array.shape, array.dtype)
 
     @classmethod

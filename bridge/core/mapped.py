@@ -159,7 +159,6 @@ class Unread:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     def read_into(self, out: np.ndarray) -> None:

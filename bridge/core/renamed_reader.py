@@ -32,7 +32,7 @@ class RenamedReader(ContextManager):
         return self._reader.read(self.names[name])
 
     def read_in_parts(self, name: str) -> InParts:
-        """The same, in parts where `reader` can."""
+        """`read`, with the tensor in parts where the underlying reader gives parts."""
         return read_in_parts(self._reader, self.names[name])
 
     def close(self) -> None:

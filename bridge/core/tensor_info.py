@@ -35,5 +35,5 @@ class TensorInfo:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the file."""
+        """The number of bytes the elements take in the file."""
         return self.packed_bytes if self.packed else self.nbytes

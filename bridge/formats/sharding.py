@@ -112,7 +112,7 @@ class ShardedReader(ContextManager):
         return self._home[name].read(name)
 
     def read_in_parts(self, name: str) -> InParts:
-        """The same, in parts where the shard can."""
+        """`read`, with the tensor in parts where its shard gives parts."""
         return read_in_parts(self._home[name], name)
 
     def close(self) -> None:

@@ -239,7 +239,7 @@ def _to_hub(folder: Path, name: str) -> None:
 
 def _upload(local: Path, system: Any, root: str, url: str) -> None:
     files = [local] if local.is_file() else sorted(file for file in local.rglob("*") if file.is_file())
-    # Stable: weights first, then what makes readers take the folder for a checkpoint.
+    # Weights first (the sort is stable), then the files by which readers recognise a checkpoint.
     files.sort(key=lambda file: not is_weights(file.name) or file.name.endswith(".index.json"))
     try:
         for file in files:

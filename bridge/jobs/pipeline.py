@@ -84,9 +84,9 @@ class Conversion:
     def _single_file(self) -> str | None:
         suffix = self._format.suffix
         if self._destination.suffix != suffix and self._destination.suffix.lower() in _FILE_SUFFIXES:
-            own = "a folder" if suffix is None else f"a folder, or a file called *{suffix}"
+            own = "a folder" if suffix is None else f"a folder, or a file named *{suffix}"
             raise CheckpointError(
-                f"is the name of a {self._destination.suffix} file, and {self._format.name} is {own}; give such a name",
+                f"ends in {self._destination.suffix}, and {self._format.name} is written as {own}; give such a name",
                 file=self._destination,
             )
         if self._source.is_dir() and self._destination.absolute().resolve().is_relative_to(self._source.resolve()):

@@ -35,7 +35,7 @@ class ReaderSource:
         return self._reader.read(name)
 
     def read_in_parts(self, name: str) -> InParts:
-        """The same, in parts where the reader can."""
+        """`read`, with the tensor in parts where the reader gives parts."""
         return read_in_parts(self._reader, name)
 
     def wrote(self, info: TensorInfo) -> None:

@@ -112,7 +112,7 @@ def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None
             raise CheckpointError(f"`{key}` is {value}; {_MOST_LABELS} is the most", file=config.file)
         if key in _STAGES:
             value = _sum(value)
-        # Not every count is of what this class has (a decoder's, in the config of an encoder).
+        # A count may be of modules that this class lacks, as a decoder's in the config of an encoder.
         limit = tensors if key == "num_hidden_layers" else max(tensors, _HARMLESS)
         if isinstance(value, int) and value < 0 and _LAYERS.fullmatch(key):
             raise CheckpointError(f"`{key}` is {value}; it is a number above 0", file=config.file)

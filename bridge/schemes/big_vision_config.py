@@ -43,7 +43,7 @@ def vit_config(tree: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
 
 
 def siglip_config(tree: Mapping[str, TensorInfo]) -> dict[str, Any] | None:
-    """Of a SigLIP with both towers."""
+    """config.json of a SigLIP with both towers."""
     vision, image = _encoder(tree, "img/Transformer/"), _image(tree, "img/")
     text, words, head = _encoder(tree, "txt/Encoder_0/"), tree.get("txt/Embed_0/embedding"), tree.get("txt/head/kernel")
     positions = tree.get("txt/pos_embedding")

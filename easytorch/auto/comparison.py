@@ -70,6 +70,6 @@ def in_float64(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
 
 
 def _rms(tensor: torch.Tensor, known: torch.Tensor) -> float:
-    """Of the elements that are `known`."""
+    """The root mean square of the elements where `known` is True."""
     chosen = tensor if known.all() else tensor[known]
     return chosen.double().square().mean().sqrt().item() if chosen.numel() else 0.0

@@ -112,7 +112,7 @@ def shrunken(config: PreTrainedConfig, attempt: int = 0) -> PreTrainedConfig:
 
 
 def _fill(part: PreTrainedConfig) -> None:
-    """Sets what a class needs and its default config lacks or has wrong, unlike the config of a checkpoint."""
+    """Sets entries that the class needs and that its default config, unlike a checkpoint's, lacks or has wrong."""
     given = vars(part)  # attributes may be properties that raise
     heads, width = given.get("num_attention_heads"), given.get("hidden_size")
     if _is_int(heads) and _is_int(width):

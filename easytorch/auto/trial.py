@@ -208,7 +208,7 @@ def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
             groups[name].switch(attention[name])
 
     def differs(names: Collection[str]) -> tuple[str | None, set[nn.Module]]:
-        """The first difference with these groups switched, and the modules that called ours."""
+        """The first difference with our attention in the groups `names`, and the modules that called ours."""
         called: set[nn.Module] = set()
         switch(names, ours)
         OBSERVERS.append(called.add)

@@ -27,7 +27,7 @@ def integer(value: Any, what: str = "it") -> int:
 
 
 def integers(values: Any, what: str = "they") -> tuple[int, ...]:
-    """A sequence of integers."""
+    """`values` as a tuple of ints; `BackendError` where they are no sequence, or one of them is no integer."""
     return tuple(integer(value, f"each of {what}") for value in sequence(values, what))
 
 
@@ -75,7 +75,6 @@ def real(value: Any, what: str) -> float:
 
 
 def text(value: Any, what: str) -> str:
-    """A string."""
     if not isinstance(value, str):
         raise BackendError(f"{what} must be a string, and {value!r} was given")
     return value

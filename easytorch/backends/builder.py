@@ -55,7 +55,6 @@ class Builder(
 
     @property
     def name(self) -> str:
-        """The name of the computation."""
         return self.graph.name
 
     def op_shape(self, op: Op) -> Shape:
@@ -129,7 +128,7 @@ class Builder(
 
     def _closure(self, function: Closure, shapes: Sequence[Shape], name: str) -> Graph:
         if not callable(function):
-            raise BackendError(f"{name}: a closure is a function of a builder and operations, and {function!r} is none")
+            raise BackendError(f"{name}: a closure must be a function of a builder and operations, not {function!r}")
         inner = Builder(self.backend, f"{self.name}.{name}", self.num_devices, parent=self)
         result = function(inner, *(inner.parameter(f"x{number}", shape) for number, shape in enumerate(shapes)))
         outputs = result if isinstance(result, tuple | list) else (result,)

@@ -52,17 +52,16 @@ class DType(StrEnum):
 
     @property
     def is_float(self) -> bool:
-        """A real floating point type."""
+        """Whether it is a real floating point dtype; a complex one is not."""
         return self in FLOATS
 
     @property
     def is_complex(self) -> bool:
-        """A complex type."""
         return self in COMPLEX
 
     @property
     def is_integer(self) -> bool:
-        """A signed or unsigned integer; bool is none."""
+        """Whether it is a signed or unsigned integer; bool is not."""
         return self in SIGNED or self in UNSIGNED
 
     @property

@@ -63,10 +63,9 @@ class Graph:
 
     @property
     def parameter_shapes(self) -> tuple[Shape, ...]:
-        """Of the parameters, captures last."""
+        """The shapes of the parameters; captured values come last."""
         return tuple(op.shape for op in self.parameters)
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
-        """Of the outputs."""
         return tuple(op.shape for op in self.outputs)

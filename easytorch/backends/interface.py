@@ -34,7 +34,7 @@ class DataInterface(ABC):
 
     @abstractmethod
     def buffer_device_num(self, buffer: Buffer) -> DeviceNum:
-        """The device it is on."""
+        """The number of the device that holds `buffer`."""
 
     @abstractmethod
     def buffer_to_flat_data(self, buffer: Buffer, flat: np.ndarray) -> None:
@@ -70,7 +70,7 @@ class DataInterface(ABC):
 
     @abstractmethod
     def buffer_to_torch(self, buffer: Buffer) -> torch.Tensor:
-        """The same as a torch tensor."""
+        """`buffer_to_numpy`, as a torch tensor."""
 
 
 class Backend(DataInterface):

@@ -37,11 +37,10 @@ class NotImplementedBackend(Backend):
         return "implements nothing: the base of new backends"
 
     def num_devices(self) -> int:
-        """One, so that a builder can be had."""
+        """One, so that a builder can be made."""
         return 1
 
     def capabilities(self) -> Capabilities:
-        """Nothing."""
         return Capabilities()
 
     def builder(self, name: str, num_devices: int = 1) -> Builder:
@@ -75,7 +74,6 @@ class NotImplementedBackend(Backend):
         self._refuse("BufferFromFlatData")
 
     def has_shared_buffers(self) -> bool:
-        """False."""
         return False
 
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[Buffer, np.ndarray]:

@@ -47,21 +47,18 @@ class Shape:
 
     @property
     def rank(self) -> int:
-        """How many axes."""
         return len(self.dimensions)
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return math.prod(self.dimensions)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
         return self.size * self.dtype.size
 
     def with_dtype(self, dtype: DType) -> Shape:
-        """The same dimensions of another type."""
         return Shape(dtype, self.dimensions)
 
     def __str__(self) -> str:

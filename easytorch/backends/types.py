@@ -277,7 +277,6 @@ def fft_type_strings() -> list[str]:
 
 
 def fft_type_values() -> list[FFTType]:
-    """All members."""
     return list(FFTType)
 
 
@@ -292,7 +291,6 @@ def reduce_op_type_strings() -> list[str]:
 
 
 def reduce_op_type_values() -> list[ReduceOpType]:
-    """All members."""
     return list(ReduceOpType)
 
 

@@ -29,7 +29,7 @@ class LazyGroup(PlainValues, WholeNames, TyperGroup):
 
 
 class Command(PlainValues, WholeHelp):
-    """A command of the group."""
+    """A typer command of which `--help` shows plain default values and every option's full name."""
 
 
 def command_names() -> list[str]:

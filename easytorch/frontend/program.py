@@ -102,7 +102,7 @@ class Program(Generic[Delivery]):
         return self._compiled.put(_key(given), Compiled(executable, inputs, random, donate, delivery))
 
     def execute(self, compiled: Compiled[Delivery], given: Sequence[Any], held: Sequence[Buffer] = ()) -> list[Buffer]:
-        """What it computes of `given` and the buffers of the held tensors."""
+        """The outputs for the inputs `given` and the buffers of the held tensors."""
         if compiled.executable is None:
             return []
         inputs = [*held, *(on_device(self.backend, given[number]) for number in compiled.inputs)]

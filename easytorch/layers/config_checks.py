@@ -29,9 +29,9 @@ _LEAST = {
 
 
 def check_counts(config: PreTrainedConfig, least_counts: Mapping[str, int]) -> None:
-    """`ValueError` for a count that is no integer, or too small, and for heads that do not share out evenly.
+    """`ValueError` for a count that is no integer or too small, and for heads that do not divide.
 
-    least_counts: the least that a family takes, where it is another than most families'.
+    least_counts: the minimum of a count, for families whose minimum differs from `_LEAST`.
     """
     for name, least in {**_LEAST, **least_counts}.items():
         value = getattr(config, name, None)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# The least padding that pays: below, gathering tokens and more, smaller calls cost what they save.
+# The least number of padding tokens to remove: with fewer, gathering the others costs what it saves.
 LEAST_PADDING = 256
 
 
 class Documents(NamedTuple):
-    """tokens (N,): the place of each among the B * T of the batch. lengths: how many each row has. shape: (B, T)."""
+    """A padded batch of `shape` (B, T) without its padding: `tokens` (N,) are indices into B * T, `lengths` per row."""
 
     tokens: torch.Tensor
     lengths: list[int]

@@ -53,12 +53,12 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_weight(layer: nn.Module) -> torch.Tensor | None:
-    """The weight of an `nn.Linear` that nothing stands in for or listens to; None of any other layer."""
+    """The weight of a plain `nn.Linear` without hooks or parametrizations, else None."""
     return None if type(layer) is not nn.Linear or watched(layer) else layer._parameters.get("weight")
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias by what `linear` takes for such a layer: for eager calls where no gradient is recorded."""
+    """x @ weight.T + bias by the path that `linear` chooses for these sizes, in eager mode without gradients."""
     if _few_rows(x, weight, bias):
         return cpu.run(x, weight, bias)
     if x.dtype == torch.float32 and x.is_cpu and weight.numel() >= max(smallest_weight(), SMALLEST_WEIGHT):

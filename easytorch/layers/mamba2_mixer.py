@@ -63,7 +63,7 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias)
 
     def reset_decays(self) -> None:
-        """The decays 1 to H."""
+        """Sets A_log to the logarithms of 1 to H, and D to ones."""
         initialization.copy_(self.A_log, torch.arange(1.0, self.heads + 1, device=self.A_log.device).log())
         initialization.ones_(self.D)
 

@@ -15,7 +15,7 @@ from easytorch.layers.routers import load_balancing_loss
 
 
 class MoeCausalLMHead(CausalLMHead):
-    """`CausalLMHead` with `router_logits` where they are asked for."""
+    """`CausalLMHead` whose output has `router_logits` if `output_router_logits` is set."""
 
     output_class = MoeCausalLMOutputWithPast
 

@@ -1,4 +1,4 @@
-"""CamemBERT (arXiv:1911.03894): RoBERTa of French; its heads come before its layers on disk."""
+"""CamemBERT (arXiv:1911.03894): RoBERTa trained on French; its heads precede its layers in a checkpoint."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class HeadLayerNorm(nn.Module):
 
 
 class CohereRotaryEmbedding(RotaryEmbedding):
-    """cos and sin rounded to the dtype of `x`, and in float32: the heads are turned in that."""
+    """cos and sin rounded to the dtype of `x`, then in float32, in which the heads are rotated."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = super().forward(x, position_ids)

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): a norm after each part too, capped scores and logits, windows in every other layer."""
+"""Gemma 2 (arXiv:2408.00118): norms on both sides of each part, softcapped scores and logits, alternating windows."""
 
 from __future__ import annotations
 

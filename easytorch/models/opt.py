@@ -142,7 +142,6 @@ class OPTModel(OPTPreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """As `DecoderBackbone.forward`."""
         return self.decoder(input_ids=input_ids, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""A model as data: its tensors apart from the rest, in dicts that `torch.func` takes, and put together again.
+"""A model as data: its tensors apart from the rest, in dicts that `torch.func` takes, and merged again.
 
     graphdef, graphstate, graphother = split_module(model)
     output = graphdef.apply({**graphstate, **graphother}, input_ids=tokens)    # no tensor but those given
@@ -35,7 +35,6 @@ class GraphDef:
 
     @property
     def module_class(self) -> type[nn.Module]:
-        """The class of the module."""
         return type(self._skeleton)
 
     @property

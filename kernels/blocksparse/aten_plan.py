@@ -64,8 +64,8 @@ def steps(
 
 
 def _limits(structure: Structure) -> list[list[tuple[int, int, int, int]]]:
-    """For each block of rows: first begin, last end, last begin and first end; of the first two, rows that see none
-    do not count."""
+    """(first begin, last end, last begin, first end) of each block of rows. Rows that see no key do not count for the
+    first two."""
     begin, end = structure.begin, structure.end
     missing = -begin.shape[1] % ROWS
     empty = begin >= end

@@ -69,7 +69,6 @@ class QuantizedWeight:
         return (numbers * spread(self.scale.to(wide), self.group_size, columns)).to(dtype)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same weight on `device`."""
         zero = None if self.zero is None else self.zero.to(device)
         return QuantizedWeight(
             self.data.to(device), self.scale.to(device), zero, self.format, self.shape, self.group_size

@@ -54,7 +54,7 @@ def unpack(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     made = np.empty((len(blocks), block), numpy_dtype(UNPACKED))
     step = max(1, _AT_ONCE // block)
     for start in range(0, len(blocks), step):
-        # A scale that is infinite or not a number is the file's business.
+        # A scale may be infinite or NaN in the file: the elements then are too.
         with np.errstate(invalid="ignore", over="ignore"):
             some = blocks[start : start + step]
             if kind == "Q8_0":

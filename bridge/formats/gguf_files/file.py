@@ -121,7 +121,7 @@ class GgufReader(ContextManager):
         return self.read_in_parts(name).whole()
 
     def read_in_parts(self, name: str) -> InParts:
-        """The same, without reading yet where possible."""
+        """`read` in one part, which is read when it is used unless it must be dequantized."""
         mapped, stored = self._home[name]
         if stored.kind in PLAIN:
             return InParts.of(mapped.elements(stored.start, stored.shape, PLAIN[stored.kind]))

@@ -45,7 +45,8 @@ def write_header(
 
     writer = gguf.GGUFWriter(None, arch_of(config))
     if count > 1:
-        # First, so that the number can be put in when all parts are written. Parts but the first have nothing else.
+        # First, so that the total stands at a fixed offset and can be filled in once all parts are written. Parts after
+        # the first hold no other fields.
         fields = writer.kv_data[0]
         writer.kv_data[0] = {}
         writer.add_int32(_TOTAL, 0)

@@ -39,8 +39,6 @@ _ZIP64_EXTRA = 20
 
 
 class NpzFile(ContextManager):
-    """One open npz file."""
-
     def __init__(self, path: Path, writable: bool = False) -> None:
         self._map = MappedFile(path, writable)
         self.files = (path,)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of a settings' mapping, not of config.json: how many outputs a classifier has.
+# The number of a classifier's outputs: a key of an outline's settings, not of config.json.
 LABELS = "num_labels"
 
 _LARGEST = 1 << 31
@@ -20,14 +20,14 @@ _DTYPES = frozenset(("float32", "float16", "bfloat16"))
 
 @dataclass(frozen=True)
 class Field:
-    """A key of config.json: what stands for it where it is absent, and which values are understood."""
+    """A key of config.json: its default, and which values the outline understands."""
 
     default: Any
     accepts: Callable[[Any], bool]
 
 
 def size(default: int | None = None) -> Field:
-    """A dimension or a count, at least 1; an absent one is None where `default` is."""
+    """A dimension or a count, at least 1, or None if `default` is None."""
     return Field(default, lambda value: (_natural(value) and value > 0) or (value is None and default is None))
 
 

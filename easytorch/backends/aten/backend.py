@@ -60,7 +60,7 @@ class TorchBuffer:
 
 
 class TorchBackend(Backend):
-    """config: see the module."""
+    """`Backend` on torch's ATen; the docstring of the module says what `config` may be."""
 
     def __init__(self, config: str = "") -> None:
         self.compiles, self.torch_device = _configured(config)
@@ -114,7 +114,6 @@ class TorchBackend(Backend):
         return buffer.shape
 
     def buffer_device_num(self, buffer: TorchBuffer) -> DeviceNum:
-        """The device it is on."""
         self._tensor(buffer)
         return buffer.device
 

@@ -23,27 +23,27 @@ class NodeContext:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the operands."""
+        """The shapes of the operands."""
         return tuple(op.shape for op in self.node.inputs)
 
     @property
     def operand(self) -> Shape:
-        """Of the first operand."""
+        """The shape of the first operand."""
         return self.node.inputs[0].shape
 
     @property
     def dtype(self) -> DType:
-        """Of the first operand."""
+        """The dtype of the first operand."""
         return self.node.inputs[0].shape.dtype
 
     @property
     def output(self) -> Shape:
-        """Of the first output."""
+        """The shape of the first output."""
         return self.node.shapes[0]
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """By the names of the builder's arguments."""
+        """The builder's arguments that are no operands, by name."""
         return self.node.attributes
 
 

@@ -1,4 +1,4 @@
-"""Collectives."""
+"""Collectives: each device contributes its operand, and groups of devices exchange them."""
 
 from __future__ import annotations
 

@@ -22,11 +22,10 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.ABS, x)
 
     def ceil(self, x: Op) -> Op:
-        """The next integer above."""
+        """The least integer not below x, in x's dtype."""
         return self._add_one(OpType.CEIL, x)
 
     def cos(self, x: Op) -> Op:
-        """The cosine."""
         return self._add_one(OpType.COS, x)
 
     def erf(self, x: Op) -> Op:
@@ -34,7 +33,6 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.ERF, x)
 
     def exp(self, x: Op) -> Op:
-        """e to the power of x."""
         return self._add_one(OpType.EXP, x)
 
     def expm1(self, x: Op) -> Op:
@@ -42,7 +40,7 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.EXPM1, x)
 
     def floor(self, x: Op) -> Op:
-        """The next integer below."""
+        """The greatest integer not above x, in x's dtype."""
         return self._add_one(OpType.FLOOR, x)
 
     def is_finite(self, x: Op) -> Op:
@@ -50,7 +48,6 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.IS_FINITE, x)
 
     def log(self, x: Op) -> Op:
-        """The natural logarithm."""
         return self._add_one(OpType.LOG, x)
 
     def log1p(self, x: Op) -> Op:
@@ -58,7 +55,7 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.LOG1P, x)
 
     def logical_not(self, x: Op) -> Op:
-        """Of bool."""
+        """x must be bool."""
         return self._add_one(OpType.LOGICAL_NOT, x)
 
     def logistic(self, x: Op) -> Op:
@@ -78,15 +75,13 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.IMAG, x)
 
     def conj(self, x: Op) -> Op:
-        """The complex conjugate."""
         return self._add_one(OpType.CONJ, x)
 
     def round(self, x: Op) -> Op:
-        """To the nearest integer, halves to the even one."""
+        """The nearest integer in x's dtype, halves to the even one."""
         return self._add_one(OpType.ROUND, x)
 
     def rsqrt(self, x: Op) -> Op:
-        """1 / sqrt(x)."""
         return self._add_one(OpType.RSQRT, x)
 
     def sign(self, x: Op) -> Op:
@@ -94,19 +89,16 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.SIGN, x)
 
     def sin(self, x: Op) -> Op:
-        """The sine."""
         return self._add_one(OpType.SIN, x)
 
     def sqrt(self, x: Op) -> Op:
-        """The square root."""
         return self._add_one(OpType.SQRT, x)
 
     def tanh(self, x: Op) -> Op:
-        """The hyperbolic tangent."""
         return self._add_one(OpType.TANH, x)
 
     def bitwise_not(self, x: Op) -> Op:
-        """Every bit turned; of integers and bool."""
+        """x must be an integer or bool."""
         return self._add_one(OpType.BITWISE_NOT, x)
 
     def bit_count(self, x: Op) -> Op:
@@ -118,7 +110,6 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.CLZ, x)
 
     def tan(self, x: Op) -> Op:
-        """The tangent."""
         return self._add_one(OpType.TAN, x)
 
     def cbrt(self, x: Op) -> Op:
@@ -126,7 +117,7 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.CBRT, x)
 
     def round_nearest_afz(self, x: Op) -> Op:
-        """To the nearest integer, halves away from zero."""
+        """The nearest integer in x's dtype, halves away from zero."""
         return self._add_one(OpType.ROUND_NEAREST_AFZ, x)
 
     def reduce_precision(self, x: Op, exponent_bits: int, mantissa_bits: int) -> Op:
@@ -182,15 +173,15 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.ATAN2, x0, x1)
 
     def bitwise_and(self, x0: Op, x1: Op) -> Op:
-        """Of integers and bool."""
+        """x0 and x1 must be integers or bool."""
         return self._add_one(OpType.BITWISE_AND, x0, x1)
 
     def bitwise_or(self, x0: Op, x1: Op) -> Op:
-        """Of integers and bool."""
+        """x0 and x1 must be integers or bool."""
         return self._add_one(OpType.BITWISE_OR, x0, x1)
 
     def bitwise_xor(self, x0: Op, x1: Op) -> Op:
-        """Of integers and bool."""
+        """x0 and x1 must be integers or bool."""
         return self._add_one(OpType.BITWISE_XOR, x0, x1)
 
     def shift_left(self, x0: Op, x1: Op) -> Op:
@@ -198,24 +189,24 @@ class ElementwiseOps(Recorder):
         return self._add_one(OpType.SHIFT_LEFT, x0, x1)
 
     def shift_right_arithmetic(self, x0: Op, x1: Op) -> Op:
-        """By x1 bits, which fill up with the highest bit (the sign, also of unsigned integers); outside 0 to bits - 1
-        all of them."""
+        """x0 shifted right by x1 bits, filled up with the highest bit (the sign, also of unsigned integers). An x1
+        outside 0 to bits - 1 shifts all of them."""
         return self._add_one(OpType.SHIFT_RIGHT_ARITHMETIC, x0, x1)
 
     def shift_right_logical(self, x0: Op, x1: Op) -> Op:
-        """By x1 bits, which fill up with zeros; 0 when x1 is not below the bits."""
+        """x0 shifted right by x1 bits, filled up with zeros; 0 when x1 is not below the bits."""
         return self._add_one(OpType.SHIFT_RIGHT_LOGICAL, x0, x1)
 
     def logical_and(self, x0: Op, x1: Op) -> Op:
-        """Of bool."""
+        """x0 and x1 must be bool."""
         return self._add_one(OpType.LOGICAL_AND, x0, x1)
 
     def logical_or(self, x0: Op, x1: Op) -> Op:
-        """Of bool."""
+        """x0 and x1 must be bool."""
         return self._add_one(OpType.LOGICAL_OR, x0, x1)
 
     def logical_xor(self, x0: Op, x1: Op) -> Op:
-        """Of bool."""
+        """x0 and x1 must be bool."""
         return self._add_one(OpType.LOGICAL_XOR, x0, x1)
 
     def complex(self, x0: Op, x1: Op) -> Op:

@@ -86,7 +86,6 @@ class NumpyBackend(Backend):
         return self._finalized
 
     def buffer_finalize(self, buffer: NumpyBuffer) -> None:
-        """Drops the array."""
         with TAKING:
             self._array(buffer)
             buffer.array = None
@@ -109,7 +108,6 @@ class NumpyBackend(Backend):
         return NumpyBuffer(flat_source(flat, shape).copy(), self._device(device_num))
 
     def has_shared_buffers(self) -> bool:
-        """True."""
         return True
 
     def new_shared_buffer(self, device_num: int, shape: Shape) -> tuple[NumpyBuffer, np.ndarray]:

@@ -125,7 +125,7 @@ class XlaBackend(Backend):
         return np.asarray(self._array(buffer))
 
     def buffer_from_torch(self, tensor: torch.Tensor, device_num: int = 0) -> Buffer:
-        """By DLPack."""
+        """Through DLPack."""
         from easytorch.backends.xla.torch_exchange import from_torch
 
         self._require_open()
@@ -133,7 +133,7 @@ class XlaBackend(Backend):
         return XlaBuffer(array, spec(shape, device_num))
 
     def buffer_to_torch(self, buffer: Buffer) -> torch.Tensor:
-        """By DLPack."""
+        """Through DLPack."""
         from easytorch.backends.xla.torch_exchange import to_torch
 
         shape = self.buffer_shape(buffer)

@@ -52,7 +52,8 @@ def _setting(demo: Demo) -> str:
 def _require_packages() -> None:
     missing = {extra for package, extra in NEEDED.items() if importlib.util.find_spec(package) is None}
     if missing:
-        raise ImportError(f'the demo needs the extras {sorted(missing)}: pip install "easytorch[{",".join(missing)}]"')
+        extras = ",".join(sorted(missing))
+        raise ImportError(f'the demo needs packages of the extras {extras}: pip install "easytorch[{extras}]"')
 
 
 def _fresh(output: Path) -> Path:

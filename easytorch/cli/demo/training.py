@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 
 
 def run(demo: Demo) -> Path:
-    """The checkpoint."""
+    """Trains and returns the folder of the checkpoint."""
     corpus = demo.output / "python-topics.txt"
     corpus.write_text(python_topics(), encoding="utf-8")
     config = settings(corpus, demo.output / "llama", quick=demo.quick)

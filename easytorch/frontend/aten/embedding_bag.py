@@ -82,13 +82,13 @@ def _greatest(ctx: Context, rows: Op, targets: Op, bags: Op, sizes: Op, indices:
 
 
 def _described(ctx: Context, bags: Op, sizes: Op, chosen: Op) -> list[Op]:
-    """They are left empty, and zero, where the graph has no room for the bags: sums need none on a CPU."""
+    """Zeros of the shapes in the graph where those leave the bags out: sums on a CPU do not compute them."""
     values = [bags, sizes, chosen]
     if ctx.node is None:
         return values
     described = ctx.node.meta["val"][1:]
     if described[0].shape != torch.Size(bags.shape.dimensions):
         return [ctx.full([int(size) for size in tensor.shape], 0, dtype_of(tensor.dtype)) for tensor in described]
-    # With the last offset included there is a place more than there are bags.
+    # With include_last_offset there is one offset more than there are bags.
     counts = [int(tensor.shape[0]) - value.shape.dimensions[0] for tensor, value in zip(described, values, strict=True)]
     return [pad(ctx, value, {0: PadAxis(0, count)}) for value, count in zip(values, counts, strict=True)]

@@ -100,7 +100,7 @@ def polar(ctx: Context, absolute: Op, angle: Op) -> Op:
 
 @lowering(aten.angle.default)
 def angle(ctx: Context, x: Op) -> Op:
-    """Of real numbers 0 or pi, of NaN NaN."""
+    """The angle of x: 0 or pi of real numbers, NaN of NaN."""
     b = ctx.builder
     if x.shape.dtype.is_complex:
         return b.atan2(b.imag(x), b.real(x))

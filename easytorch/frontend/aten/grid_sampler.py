@@ -30,7 +30,7 @@ class _Sampler:
         return self.ctx.scalar(value, self.x.shape.dtype)
 
     def unnormalized(self, at: Op, size: int) -> Op:
-        """From [-1, 1] to places among the inputs."""
+        """Coordinates in [-1, 1] as (fractional) indices of the inputs."""
         b, number = self.b, self.number
         if self.align_corners:
             return b.mul(b.add(at, number(1)), number((size - 1) / 2))

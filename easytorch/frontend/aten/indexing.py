@@ -164,7 +164,7 @@ def scatter_reduce(ctx: Context, x: Op, dim: int, index: Op, src: Op, reduce: st
 
 
 def _mean(ctx: Context, total: Op, count: Op) -> Op:
-    """Of integers rounded down."""
+    """total / count; of integers rounded down."""
     b = ctx.builder
     quotient = b.div(total, count)
     if not total.shape.dtype.is_integer:

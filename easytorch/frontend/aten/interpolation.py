@@ -31,7 +31,7 @@ Filter = Callable[[int, int, bool, float | None], Taps]
 
 
 def _nearest(size: int, count: int, align_corners: bool, scale: float | None) -> Taps:
-    """As ATen in float32, with its shortcuts."""
+    """The index of the nearest input, computed in float32 and with the special cases of ATen."""
     at = np.arange(count)
     if count == size:
         return Taps(at[:, None], None)

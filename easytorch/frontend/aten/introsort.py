@@ -252,18 +252,18 @@ def _flat(b: Builder, x: Op) -> Op:
 
 
 def _at(b: Builder, x: Op, places: Op) -> Op:
-    """The elements at `places`; those outside are the nearest."""
+    """The elements at `places`, which are clamped to the bounds."""
     return b.gather(x, places, 1, (), (0,), (0,), (1,))
 
 
 def _put(b: Builder, places: Op, values: Op) -> Op:
-    """A vector with `values` at `places`, each but those outside given once, and zeros elsewhere."""
+    """A vector with `values` at `places` and zeros elsewhere; places are unique, those out of bounds dropped."""
     zeros = b.broadcast(_number(b, 0), *values.shape.dimensions)
     return b.scatter_sum(zeros, places, values, 1, (), (0,), (0,))
 
 
 def _counted(b: Builder, flags: Op) -> Op:
-    """How many hold up to each place."""
+    """The number of true flags up to and including each element."""
     return running_sum(b, b.convert_dtype(flags, DType.INT32), 0)
 
 

@@ -61,14 +61,14 @@ def triangular_solve(
 
 @lowering(aten._linalg_check_errors.default)
 def check_errors(ctx: Context, info: Op, api_name: str, *, is_matrix: bool) -> None:
-    """A program raises nothing: what could not be computed is NaN or infinite."""
+    """No error: a compiled program cannot raise, and gives NaN or infinities where ATen would."""
 
 
 @lowering(torch.ops.higher_order.with_effects)
 def with_effects(
     ctx: Context, token: Op, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """AOTAutograd orders by tokens what may raise."""
+    """AOTAutograd wraps an operation that may raise in this, to keep its order."""
     if operation is not aten._linalg_check_errors.default:
         raise UnsupportedOpError(f"{operation}: no lowering for an operation with effects")
     return token, None
@@ -78,7 +78,7 @@ def with_effects(
 
 
 def _cholesky(ctx: Context, a: Op) -> Op:
-    """The lower factor of (batch, n, n), of which the lower triangle is read; NaN from where it is not positive."""
+    """The lower Cholesky factor of (batch, n, n), whose lower triangle is read; NaN from the first bad pivot on."""
     batch, size, _ = a.shape.dimensions
 
     def step(ctx: Context, column: Op, state: Sequence[Op]) -> Sequence[Op]:

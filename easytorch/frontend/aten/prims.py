@@ -27,7 +27,7 @@ lowering(prims.where.default)(pointwise.where)
 
 @lowering(prims.div.default)
 def div(ctx: Context, x: Op, other: Op) -> Op:
-    """Of integers toward zero."""
+    """x / other; of integers rounded toward zero."""
     return ctx.builder.div(*ctx.operands(x, other))
 
 
@@ -81,7 +81,7 @@ def fmin(ctx: Context, x: Op, other: Op) -> Op:
 
 
 def _but_nan(ctx: Context, x: Op, other: Op, result: Op) -> Op:
-    """`result`, and where one operand is NaN the other."""
+    """`result`, but where exactly one operand is NaN the other operand."""
     if not result.shape.dtype.is_float:
         return result
     b = ctx.builder

@@ -95,7 +95,7 @@ def resize(ctx: Context, x: Op, size: Sizes, *, memory_format: Any = None) -> Op
 
 @lowering(aten.sym_stride.int)
 def sym_stride(ctx: Context, x: Op, dim: int) -> int:
-    """As the graph describes it."""
+    """The stride in the graph's own description of x."""
     described = _described(ctx)
     axis = ctx.axis(dim, x.shape.rank)
     if described is not None and isinstance(described.stride(axis), int):

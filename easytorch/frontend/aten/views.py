@@ -304,7 +304,7 @@ def diagonal_scatter(ctx: Context, x: Op, src: Op, offset: int = 0, dim1: int = 
 
 
 def _diagonal(ctx: Context, x: Op, offset: int, dim1: int, dim2: int) -> tuple[list[int], int, int]:
-    """The order of axes with the two last, where the diagonal starts in them flattened, and how long it is."""
+    """A permutation that puts dim1 and dim2 last, and the diagonal's offset and length in those two, flattened."""
     first, second = ctx.axis(dim1, x.shape.rank), ctx.axis(dim2, x.shape.rank)
     order = [*(axis for axis in range(x.shape.rank) if axis not in (first, second)), first, second]
     rows, columns = x.shape.dimensions[first], x.shape.dimensions[second]

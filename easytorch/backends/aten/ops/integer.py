@@ -35,7 +35,7 @@ def bind_divide(context: NodeContext) -> Kernel:
 
 
 def bind_remainder(context: NodeContext) -> Kernel:
-    """With the sign of x0; by zero x0."""
+    """The remainder has the sign of x0; of a division by zero it is x0."""
     dtype = context.dtype
     if dtype is DType.UINT64:
         return lambda x0, x1: _divide_words(x0, x1)[1]

@@ -43,7 +43,7 @@ def reduced(dtype: DType, kind: ReduceOpType) -> Reduction:
 
 
 def identity_of(dtype: DType, kind: ReduceOpType) -> int | float:
-    """The identity of the reduction."""
+    """The element that a reduction starts from: 0, 1, or the least or greatest of the dtype."""
     if kind in (ReduceOpType.SUM, ReduceOpType.PRODUCT):
         return int(kind is ReduceOpType.PRODUCT)
     return lowest(dtype) if kind is ReduceOpType.MAX else highest(dtype)

@@ -199,7 +199,7 @@ def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
 
 
 def _tan(e: Emitter, x: Value) -> Value:
-    """For complex numbers -i tanh(i x)."""
+    """tan x; of complex numbers -i tanh(i x)."""
     if not x.dtype.is_complex:
         return e.unary("tan", x)
     turned = e.unary("tanh", _complex(e, e.unary("negate", _imag(e, x)), _real(e, x)))
