@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache
 
 from easytorch.layers.attention import interface_of
-from easytorch.layers.config import attn_implementation
+from easytorch.layers.config import attn_implementation, wants_attentions
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import all_full, window_of
@@ -101,6 +101,19 @@ class GroupedAttention(FusedProjections):
         """Keywords of the attention function besides the tensors, the scale and the dropout."""
         return self._features
 
+    def features_of_pages(self, implementation: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The keywords of attention to the pages of a cache (`RaggedPagesCache`) themselves; None: not of this call.
+
+        Another attention that was asked for gets its keys and values gathered, and so does one that returns weights.
+        """
+        weights = asked.get("output_attentions") or wants_attentions(self.config)
+        if weights or self.training or implementation not in ("easytorch", "sdpa"):
+            return None
+        features = {"sinks" if name == "s_aux" else name: value for name, value in self.features().items()}
+        if not features.keys() <= {"sinks", "sliding_window", "softcap"}:
+            return None
+        return features | {"softmax_scale": self.scaling}
+
     def project_output(self, attended: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """attended (B, T, H * head_dim), and whatever else `project` returned -> (B, T, D)."""
         return linear(getattr(self, self.output_name), attended)
@@ -121,9 +134,15 @@ class GroupedAttention(FusedProjections):
         query, key, value, *rest = self.project(hidden_states)
         query, key = self.rotate(query, key, position_embeddings, kwargs.get("position_ids"))
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        implementation = attn_implementation(self.config)
         if past_key_values is not None:
+            if attention_mask is None and hasattr(past_key_values, "attend_pages"):
+                features = self.features_of_pages(implementation, kwargs)
+                if features is not None:
+                    output = past_key_values.attend_pages(query, key, value, self.layer_idx, **features)
+                    return self.project_output(output.reshape(batch, length, -1), *rest), None
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = interface_of(attn_implementation(self.config))
+        attend = interface_of(implementation)
         dropout = self.attention_dropout if self.training else 0.0
         features = self.features()
         output, weights = attend(

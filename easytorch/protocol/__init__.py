@@ -17,6 +17,7 @@ dtypes.py            the dtype of its tensors
 display.py           a model as text
 describe.py          forward's switches, the auto class, the sharding
 loss.py              a model's forward and the loss of its head; loss_config.py, loss_terms.py
+caches.py            caches, dense and paged, and the inputs that go with them
 attention_inputs.py  packed sequences, as segment ids say them
 lora.py              low-rank adapters, in PEFT's layers
 module.py            these functions as methods of native models
@@ -27,6 +28,15 @@ The functions here take any model of transformers.
 from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.base import BaseModuleProtocol
 from easytorch.protocol.bridge import BridgeMixin
+from easytorch.protocol.caches import (
+    create_cache_metadata,
+    create_paged_metadata,
+    init_cache,
+    init_ragged_pages,
+    prepare_inputs_for_call,
+    prepare_inputs_for_generation,
+    update_inputs_for_generation,
+)
 from easytorch.protocol.conversion import from_flax, to_flax, to_torch, transform_fn
 from easytorch.protocol.describe import get_static_arguments, get_torch_loader, params_sharding
 from easytorch.protocol.display import get_module_repr, prettify_nnx, printify_nnx, return_type_adjuster
@@ -69,6 +79,8 @@ __all__ = [
     "TrainState",
     "apply_lora_to_layers",
     "compute_loss",
+    "create_cache_metadata",
+    "create_paged_metadata",
     "flatten",
     "float32",
     "from_flax",
@@ -80,6 +92,8 @@ __all__ = [
     "graphother",
     "graphstate",
     "half",
+    "init_cache",
+    "init_ragged_pages",
     "lazy_init",
     "load_state",
     "merge_lora_params",
@@ -87,6 +101,8 @@ __all__ = [
     "merge_params",
     "merge_params_dict",
     "params_sharding",
+    "prepare_inputs_for_call",
+    "prepare_inputs_for_generation",
     "prettify_nnx",
     "printify_nnx",
     "return_type_adjuster",
@@ -102,4 +118,5 @@ __all__ = [
     "transform_fn",
     "unflatten",
     "unwrap_lora_to_layers",
+    "update_inputs_for_generation",
 ]

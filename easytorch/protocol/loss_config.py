@@ -147,7 +147,8 @@ class LossConfig:
             raise TypeError(f"loss_kwargs has {unknown}; it takes shift_labels and {', '.join(sorted(names | also))}")
         # a second word for a setting replaces what the config has under the first
         replaced = {_FIRST_WORD.get(name, name): value for name, value in settings.items()}
-        return dataclasses.replace(self, **replaced, **dict.fromkeys(also, None))
+        none: dict[str, Any] = dict.fromkeys(also)
+        return dataclasses.replace(self, **replaced, **none)
 
 
 _CHUNKS = ("chunk_token_size", "chunk_vocab_size", "chunk_block_size")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.optim import Optimizer
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from easytorch.protocol import describe, dtypes, lazy, lora, loss, state, train_state
+from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerMetadata
+from easytorch.protocol import caches, describe, dtypes, lazy, lora, loss, state, train_state
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 
 if TYPE_CHECKING:
@@ -20,6 +21,12 @@ else:
 
 class ModuleMixin(_Base):
     """A model's tensors as data, its dtype, and what callers ask of it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # on the class that generates alone: transformers takes every class that has the method for one
+        if GenerationMixin in cls.__bases__:
+            caches.also_by_length(cls)
 
     @classmethod
     def lazy_init(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Self:
@@ -88,6 +95,48 @@ class ModuleMixin(_Base):
         return loss.compute_loss(
             self, input_ids=input_ids, labels=labels, loss_config=loss_config, loss_kwargs=loss_kwargs, **batch
         )
+
+    def create_cache_metadata(
+        self, batch_size: int, max_length: int, pad_token_id: int | None = None
+    ) -> TransformerMetadata:
+        """The sizes of a cache."""
+        return caches.create_cache_metadata(self, batch_size, max_length, pad_token_id)
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        starts: torch.Tensor | None = None,
+        shardings: Mapping[str, Any] | None = None,
+        pad_token_id: int | None = None,
+        **settings: Any,
+    ) -> Any:
+        """A `TransformerCache` to pass as `past_key_values`; settings: see `protocol.init_cache`."""
+        return caches.init_cache(self, batch_size, max_length, starts, shardings, pad_token_id, **settings)
+
+    def create_paged_metadata(
+        self, hbm_utilization: float, page_size: int, max_model_length: int
+    ) -> RaggedPagesMetadata:
+        """As many pages as fit the memory that is free."""
+        return caches.create_paged_metadata(self, hbm_utilization, page_size, max_model_length)
+
+    def init_ragged_pages(
+        self,
+        metadata: RaggedPagesMetadata | None = None,
+        page_size: int | None = None,
+        hbm_utilization: float | None = None,
+        max_model_length: int | None = None,
+    ) -> RaggedPagesCache:
+        """A `RaggedPagesCache` to pass as `past_key_values`."""
+        return caches.init_ragged_pages(self, metadata, page_size, hbm_utilization, max_model_length)
+
+    def prepare_inputs_for_call(self, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a call, EasyDeL's in transformers' words."""
+        return caches.prepare_inputs_for_call(self, **kwargs)
+
+    def update_inputs_for_generation(self, model_outputs: Any, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the next step."""
+        return caches.update_inputs_for_generation(self, model_outputs, model_kwargs)
 
     def apply_lora_to_layers(
         self,

@@ -1,0 +1,17 @@
+"""Caches of keys, values and states, and what they are made for.
+
+metadata.py     `TransformerMetadata`: the sizes of a cache
+transformer.py  `TransformerCache`: dynamic, static and quantized, sliding windows and recurrent states by layer
+quantized.py    keys and values in few bits
+ragged_pages.py `RaggedPagesCache`: pages of a pool, shared by sequences that begin alike
+page_table.py   which pages hold which tokens
+memory.py       how much memory is free
+
+All are transformers' `Cache`, so that they are taken as `past_key_values`.
+"""
+
+from easytorch.cache.metadata import TransformerMetadata
+from easytorch.cache.ragged_pages import RaggedPagesCache, RaggedPagesMetadata
+from easytorch.cache.transformer import TransformerCache
+
+__all__ = ["RaggedPagesCache", "RaggedPagesMetadata", "TransformerCache", "TransformerMetadata"]

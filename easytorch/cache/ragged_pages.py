@@ -1,0 +1,258 @@
+"""`RaggedPagesCache`: keys and values in pages of a pool (PagedAttention, arXiv:2309.06180)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from easytorch.cache.arguments import positive
+from easytorch.cache.memory import free_and_total
+from easytorch.cache.metadata import sizes_of
+from easytorch.cache.page_table import PageTable
+from easytorch.kernels.ragged_page.write import write_pages
+from easytorch.operations import OperationRegistry
+
+_ATTENTION = OperationRegistry.create("ragged_page_attention")
+_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedPagesMetadata:
+    """The pages of a pool: `num_pages` of `page_size` tokens, each with the keys and values of all layers."""
+
+    num_hidden_layers: int
+    num_kv_heads: int
+    k_headdim: int
+    v_headdim: int
+    dtype: torch.dtype
+    page_size: int
+    num_pages: int
+    max_model_length: int
+    hbm_utilization: float
+
+    def __post_init__(self) -> None:
+        positive(page_size=self.page_size, num_pages=self.num_pages, max_model_length=self.max_model_length)
+
+    @classmethod
+    def of(
+        cls,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        hbm_utilization: float,
+        page_size: int,
+        max_model_length: int,
+    ) -> RaggedPagesMetadata:
+        """As many pages as the memory that is really free takes:
+
+            page  = layers * page_size * heads * (key head_dim + value head_dim) * bytes of dtype
+            pages = floor((free - (1 - hbm_utilization) * total) / page)
+
+        so that (1 - hbm_utilization) of the device stays free. Of a CPU, free is what the system can give without
+        swapping, within the container's limit. `ValueError` where one row of `max_model_length` does not fit.
+        """
+        positive(page_size=page_size, max_model_length=max_model_length)
+        if isinstance(hbm_utilization, bool) or not isinstance(hbm_utilization, int | float):
+            raise TypeError(f"hbm_utilization={hbm_utilization!r} must be a number")
+        if not 0 < hbm_utilization <= 1:
+            raise ValueError(f"hbm_utilization={hbm_utilization!r} must be above 0 and at most 1")
+        settings: Any = config.get_text_config(decoder=True)
+        types = get_layer_types_and_kwargs(settings)[0]
+        if others := sorted(set(types) - set(_LAYERS)):
+            raise ValueError(f"pages hold keys and values; {settings.model_type} has layers of {', '.join(others)}")
+        heads, key_dim, value_dim = sizes_of(settings)
+        if getattr(settings, "kv_lora_rank", None) is not None or not heads:
+            raise ValueError(f"pages hold keys and values of attention; {settings.model_type} caches something else")
+        page = len(types) * page_size * heads * (key_dim + value_dim) * dtype.itemsize
+        free, total = free_and_total(device)
+        pages = math.floor((free - (1 - hbm_utilization) * total) / page)
+        needed = -(-max_model_length // page_size)
+        if pages < needed:
+            raise ValueError(
+                f"a row of {max_model_length} tokens takes {needed} pages of {page} bytes; of {total} bytes of "
+                f"{device} {free} are free, of which hbm_utilization={hbm_utilization} leaves {max(pages, 0)} pages"
+            )
+        return cls(
+            num_hidden_layers=len(types),
+            num_kv_heads=heads,
+            k_headdim=key_dim,
+            v_headdim=value_dim,
+            dtype=dtype,
+            page_size=page_size,
+            num_pages=pages,
+            max_model_length=max_model_length,
+            hbm_utilization=hbm_utilization,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        widths = self.num_kv_heads * (self.k_headdim + self.v_headdim)
+        return self.num_hidden_layers * self.page_size * widths * self.dtype.itemsize
+
+    @property
+    def max_num_pages_per_req(self) -> int:
+        return -(-self.max_model_length // self.page_size)
+
+    def check(self, cache: Any) -> None:
+        """`ValueError` for a cache that was not made by this metadata."""
+        if not isinstance(cache, RaggedPagesCache) or cache.metadata != self:
+            raise ValueError(f"past_key_values are no RaggedPagesCache of this metadata, but {type(cache).__name__}")
+
+
+class RaggedPagesCache(Cache):
+    """Keys and values of all layers in the pages of one pool; a transformers `Cache` of rows of one length.
+
+    Rows take pages as they grow, and give them back by `reset` and `crop`. Rows that begin alike share pages: beams,
+    and `batch_repeat_interleave` of a prompt, copy a page when one of them writes to it. Our models attend to the pages
+    themselves where there is no mask (no padding, no more tokens than a sliding window); elsewhere they are gathered.
+    """
+
+    def __init__(self, metadata: RaggedPagesMetadata, device: torch.device | str = "cpu") -> None:
+        self.metadata, self.device = metadata, torch.device(device)
+        self.table = PageTable(metadata.num_pages, metadata.page_size)
+        self._tables: Tensor | None = None
+        layers = [_Layer(self, index) for index in range(metadata.num_hidden_layers)]
+        super().__init__(layers=layers)
+
+    @property
+    def block_tables(self) -> Tensor:
+        """(rows, pages) int32: where the tokens of each row lie, as `ragged_page_attention` takes it."""
+        if self._tables is None:
+            self._tables = torch.tensor(self.table.rows, dtype=torch.int32, device=self.device)
+        return self._tables
+
+    def context_lens(self, layer_idx: int = 0) -> Tensor:
+        """(rows,) int32: how many tokens each row has."""
+        return torch.full((len(self.table.rows),), self._of(layer_idx).length, dtype=torch.int32, device=self.device)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.table.rows)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self.table.free)
+
+    def attend_pages(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, **features: Any) -> Tensor:
+        """Appends key and value (B, K, T, D) and attends to the row's pages: query (B, H, T, D) -> (B, T, H, Dv)."""
+        layer = self._of(layer_idx)
+        layer.write(key, value)
+        batch, _, length, _ = query.shape
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        output = _ATTENTION(
+            query.transpose(1, 2).flatten(0, 1), layer.key_pages, layer.value_pages, self.context_lens(layer_idx),
+            self.block_tables, starts, **features,
+        )  # fmt: skip
+        attended: Tensor = output.attention_outputs
+        return attended.unflatten(0, (batch, length))
+
+    def reserve(self, rows: int, start: int, end: int) -> None:
+        """Makes room for tokens [start, end) of every row; the first call says how many rows there are."""
+        if end > self.metadata.max_model_length:
+            raise ValueError(f"max_model_length={self.metadata.max_model_length}, and a row would have {end} tokens")
+        if not self.table.rows:
+            self.table.rows = [[] for _ in range(rows)]
+        if len(self.table.rows) != rows:
+            raise ValueError(f"the cache has {len(self.table.rows)} rows, and {rows} are given; reset() begins anew")
+        size = self.metadata.page_size
+        if any(len(row) * size < end or self.table.holders[row[start // size]] > 1 for row in self.table.rows):
+            for source, target in self.table.reserve(start, end):
+                for index in range(len(self.layers)):
+                    layer = self._of(index)
+                    layer.key_pages[target], layer.value_pages[target] = (
+                        layer.key_pages[source],
+                        layer.value_pages[source],
+                    )
+            self._tables = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select(chosen.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([row for row in range(len(self.table.rows)) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        length = max(0, self._of(0).length - abs(tokens_to_remove))
+        self._cut(length)
+
+    def reset(self) -> None:
+        self._cut(0)
+        self.table.rows = []
+
+    def _cut(self, length: int) -> None:
+        self.table.truncate(length)
+        self._tables = None
+        for index in range(len(self.layers)):
+            self._of(index).length = length
+
+    def _select(self, rows: list[int]) -> None:
+        self.table.select(rows)
+        self._tables = None
+
+    def _of(self, layer_idx: int) -> _Layer:
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, _Layer)
+        return layer
+
+
+class _Layer(CacheLayerMixin):
+    is_sliding = False  # pages keep every token; windows are the attention's and the mask's
+    is_croppable = True
+
+    def __init__(self, cache: RaggedPagesCache, index: int) -> None:
+        super().__init__()
+        made, pages = cache.metadata, (cache.metadata.num_pages, cache.metadata.page_size)
+        # not filled: memory is then taken as pages are written
+        self.key_pages = torch.empty(*pages, made.num_kv_heads, made.k_headdim, dtype=made.dtype, device=cache.device)
+        self.value_pages = torch.empty(*pages, made.num_kv_heads, made.v_headdim, dtype=made.dtype, device=cache.device)
+        self.cache, self.index, self.length = cache, index, 0
+        self.dtype, self.device, self.is_initialized = made.dtype, cache.device, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def write(self, key: Tensor, value: Tensor) -> None:
+        """Appends key and value (B, K, T, D)."""
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise ValueError("pages are for inference, and a gradient is asked for: call under torch.no_grad()")
+        expected = (self.key_pages.shape[2], *self.key_pages.shape[3:], *self.value_pages.shape[3:])
+        if (key.shape[1], key.shape[-1], value.shape[-1]) != expected or key.dtype != self.dtype:
+            raise ValueError(
+                f"the pages are of (heads, key and value head_dim) {expected} in {self.dtype}, and layer {self.index} "
+                f"gives {(key.shape[1], key.shape[-1], value.shape[-1])} in {key.dtype}"
+            )
+        start, end = self.length, self.length + key.shape[2]
+        self.cache.reserve(key.shape[0], start, end)
+        size = self.cache.metadata.page_size
+        places = torch.arange(start, end, device=key.device)
+        slots = self.cache.block_tables[:, places // size].long() * size + places % size
+        rows = (one.transpose(1, 2).flatten(0, 1) for one in (key, value))
+        write_pages(self.key_pages, self.value_pages, *rows, slots.flatten())
+        self.length = end
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.write(key_states, value_states)
+        table = self.cache.block_tables[:, : -(-self.length // self.cache.metadata.page_size)].long()
+        pools = (self.key_pages, self.value_pages)
+        keys, values = (pool[table].flatten(1, 2)[:, : self.length].transpose(1, 2) for pool in pools)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.cache.metadata.max_model_length

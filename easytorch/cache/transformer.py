@@ -1,0 +1,88 @@
+"""`TransformerCache`: one of transformers' caches, for so many rows and tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    get_layer_types_and_kwargs,
+)
+
+from easytorch.cache.metadata import TransformerMetadata
+from easytorch.cache.quantized import QuantizedKeysAndValues
+
+KINDS = ("static", "dynamic", "int8", "int4", "nf4", "fp8")
+
+
+class TransformerCache(Cache):
+    """Keys and values of every layer; the layers' types are the config's: sliding windows keep their window, recurrent
+    layers their states.
+
+    kind: "static", memory for `max_length` tokens from the start, which compiled programs need; "dynamic", which
+    grows; "int8", "int4", "nf4" or "fp8", which grows in few bits. starts (B,): how many tokens of padding each row
+    begins with. `ValueError` for more rows or tokens than it was made for.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        metadata: TransformerMetadata,
+        kind: str = "static",
+        starts: Tensor | None = None,
+        *,
+        group_size: int = 64,
+        residual_length: int = 128,
+    ) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
+        settings = config.get_text_config(decoder=True)
+        types, keywords = get_layer_types_and_kwargs(settings)
+        if tuple(types) != metadata.layer_types:
+            raise ValueError(f"the metadata has layers {metadata.layer_types}, and the config {tuple(types)}")
+        if starts is not None and tuple(starts.shape) != (metadata.batch_size,):
+            raise ValueError(f"starts {tuple(starts.shape)} must be ({metadata.batch_size},): one for each row")
+        self.metadata, self.kind, self.starts = metadata, kind, starts
+        if kind == "static":
+            # attention layers alone take a length
+            layers: list[Any] = [
+                STATIC_LAYER_TYPE_MAPPING[name](max_cache_len=metadata.max_length, **more)
+                for name, more in zip(types, keywords, strict=True)
+            ]
+        else:
+            layers = [
+                QuantizedKeysAndValues(kind, group_size, residual_length)
+                if kind != "dynamic" and name == "full_attention"
+                else DYNAMIC_LAYER_TYPE_MAPPING[name](**more)
+                for name, more in zip(types, keywords, strict=True)
+            ]
+            if kind != "dynamic" and "full_attention" not in types:
+                raise ValueError(f"kind={kind!r} is for layers of full attention; the config has {sorted(set(types))}")
+        super().__init__(layers=layers)
+
+    @property
+    def rows(self) -> int:
+        return self.metadata.batch_size
+
+    @property
+    def longest(self) -> int:
+        return self.metadata.max_length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if not torch.compiler.is_compiling() and key_states.is_cpu:
+            # elsewhere a length is on the device, and to read it would wait for that
+            past = int(layer.get_seq_length()) if layer.is_initialized else 0
+            if past + key_states.shape[-2] > self.longest:
+                raise ValueError(
+                    f"the cache is for {self.longest} tokens, and holds {past} with {key_states.shape[-2]} to come; "
+                    "make it with a larger max_length"
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
