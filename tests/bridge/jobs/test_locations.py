@@ -201,6 +201,8 @@ def hub(tiny_flax, tiny_torch, tmp_path) -> Iterator[tuple[dict[str, str], type[
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    # 10 seconds otherwise, which a busy machine may take to answer.
+    environment |= {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
     yield {name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"}, handler
     server.shutdown()
     thread.join()
