@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.names.flax_leaves import is_statistic
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.rules.table import TIED_ALWAYS, RuleTable
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 # What transformers and torch raise for values of the wrong kind or size.
@@ -87,7 +89,8 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # transformers recomputes these where a checkpoint lacks them: sinusoidal positions, for example.
     made = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
-    optional = {name for name in names.state if name not in parameters or made.search(name)}
+    needed = parameters | _of_statistics(names.state)
+    optional = {name for name in names.state if name not in needed or made.search(name)}
     return Architecture(
         name=type(model).__name__,
         shapes={
@@ -101,6 +104,14 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
         names=names,
         given=given,
     )
+
+
+def _of_statistics(state: Mapping[str, torch.Tensor]) -> set[str]:
+    """The buffers of a BatchNorm that nothing can make anew: its statistics, and the weights of a frozen one."""
+    modules = {name.rpartition(".")[0] for name in state if is_statistic(name)}
+    return {
+        name for name, tensor in state.items() if name.rpartition(".")[0] in modules and tensor.dtype.is_floating_point
+    }
 
 
 def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:
