@@ -16,6 +16,22 @@ Forward = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
 InputGrad = Callable[[Tensor, QuantizedWeight], Tensor]
 
 
+def _traced_bytes(data: Tensor) -> Tensor:
+    """A weight's codes in a trace by torch.jit (2.13), which saves no view as another dtype.
+
+    A constant of the trace is viewed outside of it: with gradients TorchScript compares constants, and cannot compare
+    fp8. A buffer stays a buffer.
+    """
+    if not data.is_floating_point() or torch._C._get_value_trace(data).node().kind() != "prim::Constant":
+        return data
+    tracing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        return data.view(torch.uint8)
+    finally:
+        torch._C._set_tracing_state(tracing)
+
+
 def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
     """The differentiable function of `forward`, on the operator `easytorch::<library>_quantized_matmul`.
 
@@ -82,16 +98,9 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
         tracing = torch.jit.is_tracing()
         if eager() and not (tracing or recording(x, bias, weight.scale)):  # without the operator, which costs 40 us
             return forward(rows, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
-        # as bytes: opcheck and other tools cannot multiply or compare fp8; but torch.jit (2.13) does not save a trace
-        # that views a tensor as another dtype
-        data = weight.data if tracing else weight.data.view(torch.uint8)
-        tensors = (
-            data,
-            weight.scale.detach(),
-            weight.zero,
-            weight.packed,
-            weight.packed_scale,
-        )
+        # as bytes: opcheck and other tools cannot multiply or compare fp8
+        data = _traced_bytes(weight.data) if tracing else weight.data.view(torch.uint8)
+        tensors = (data, weight.scale.detach(), weight.zero, weight.packed, weight.packed_scale)
         output = multiply(rows, bias, *tensors, weight.format, weight.shape[1], weight.group_size)
         return output.reshape(*x.shape[:-1], weight.shape[0])
 
