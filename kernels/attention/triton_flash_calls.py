@@ -17,7 +17,7 @@ from easytorch.kernels.attention.triton_flash_backward_keys import flash_key_val
 from easytorch.kernels.attention.triton_flash_backward_queries import flash_delta, flash_query_grad
 from easytorch.kernels.attention.triton_flash_forward import flash_forward
 from easytorch.kernels.attention.triton_tuning import padded_dim, tiles_of
-from easytorch.kernels.interop.triton_call import Call
+from easytorch.kernels.interop.triton_call import Call, adjacent
 
 LOG2E = math.log2(math.e)
 
@@ -35,9 +35,9 @@ def forward_call(
     batch, length, heads, _ = query.shape
     tiles = tiles_of("forward", architecture, query, value, dense=call.dense)
     arguments = {
-        "query": query, "key": key, "value": value, "output": output, "lse": lse, "sinks": call.sinks,
-        "output_strides": output.stride(), **shared_arguments(query, key, value, call, natural),
-        **tile_arguments(query, value, tiles),
+        "query": query, "key": key, "value": value, "output": output, "lse": lse,
+        "sinks": adjacent(call.sinks), "output_strides": output.stride(),
+        **shared_arguments(query, key, value, call, natural), **tile_arguments(query, value, tiles),
     }  # fmt: skip
     return Call(
         flash_forward, -(-length // tiles.block_m) * heads * batch, arguments, tiles.num_warps, tiles.num_stages

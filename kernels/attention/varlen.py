@@ -217,14 +217,18 @@ def _check(
     if torch.compiler.is_compiling() or cu_seqlens_q.device.type != "cpu" or cu_seqlens_k.device.type != "cpu":
         return None
     lengths = []
-    for name, stops, tokens, longest in (
-        ("cu_seqlens_q", cu_seqlens_q.tolist(), query.shape[1], max_seqlen_q),
-        ("cu_seqlens_k", cu_seqlens_k.tolist(), key.shape[1], max_seqlen_k),
+    for side, stops, tokens, longest in (
+        ("q", cu_seqlens_q.tolist(), query.shape[1], max_seqlen_q),
+        ("k", cu_seqlens_k.tolist(), key.shape[1], max_seqlen_k),
     ):
         found = [stop - start for start, stop in pairwise(stops)]
         if stops[0] != 0 or stops[-1] > tokens or min(found, default=0) < 0:
-            raise ValueError(f"attention: {name} must rise from 0 to at most the {tokens} tokens, got {stops}")
+            raise ValueError(
+                f"attention: cu_seqlens_{side} must rise from 0 to at most the {tokens} tokens, got {stops}"
+            )
         if longest is not None and longest < max(found, default=0):
-            raise ValueError(f"attention: the longest of {name} is {max(found)}, but its max_seqlen says {longest}")
+            raise ValueError(
+                f"attention: max_seqlen_{side} is {longest}, but the longest of cu_seqlens_{side} is {max(found)}"
+            )
         lengths.append(found)
     return lengths[0], lengths[1]

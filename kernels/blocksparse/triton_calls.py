@@ -19,7 +19,7 @@ from easytorch.kernels.blocksparse.structure import Structure, structure_of
 from easytorch.kernels.blocksparse.triton_backward_keys import blocksparse_key_value_grad
 from easytorch.kernels.blocksparse.triton_backward_queries import blocksparse_query_grad
 from easytorch.kernels.blocksparse.triton_forward import blocksparse_forward
-from easytorch.kernels.interop.triton_call import Call
+from easytorch.kernels.interop.triton_call import Call, adjacent
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,7 +32,7 @@ def forward_call(
     tiles = tiles_of("forward", architecture, query, value, dense=call.dense)
     arguments = {
         **_common(given, structure, call, tiles, transposed=False), "output": output, "lse": lse,
-        "sinks": call.sinks, "output_strides": output.stride(),
+        "sinks": adjacent(call.sinks), "output_strides": output.stride(),
     }  # fmt: skip
     programs = -(-query.shape[1] // tiles.block_m) * query.shape[2] * query.shape[0]
     return Call(blocksparse_forward, programs, arguments, tiles.num_warps, tiles.num_stages)

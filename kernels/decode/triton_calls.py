@@ -11,7 +11,7 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.triton_flash_calls import LOG2E, natural_scores
 from easytorch.kernels.decode.triton_kernels import decode_merge, decode_split
 from easytorch.kernels.decode.triton_tuning import rows_of_group, tiles_of
-from easytorch.kernels.interop.triton_call import Call, power_of_two
+from easytorch.kernels.interop.triton_call import Call, adjacent, power_of_two
 
 
 def split_call(
@@ -31,9 +31,9 @@ def split_call(
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip
     arguments = {
         "query": query, "key": key, "value": value, "output": output, "lse": lse, "bias": bias, "mask": mask,
-        "query_ids": call.query_segment_ids, "key_ids": call.key_segment_ids, "sinks": call.sinks,
-        "lengths": lengths, "query_strides": query.stride(), "key_strides": key.stride(),
-        "value_strides": value.stride(), "bias_strides": _strides(bias), "mask_strides": _strides(mask),
+        "query_ids": call.query_segment_ids, "key_ids": call.key_segment_ids,
+        "sinks": adjacent(call.sinks), "lengths": adjacent(lengths), "query_strides": query.stride(),
+        "key_strides": key.stride(), "value_strides": value.stride(), "bias_strides": _strides(bias), "mask_strides": _strides(mask),
         "query_id_strides": _strides(call.query_segment_ids), "key_id_strides": _strides(call.key_segment_ids),
         "H": heads, "S": keys, "left": call.left, "scale": scale * unit if softcap is None else scale / softcap,
         "cap": None if softcap is None else softcap * unit, "GROUP": group, "SPLITS": splits, "D": dim,
@@ -49,9 +49,9 @@ def merge_call(partial: Tensor, lse: Tensor, output: Tensor, call: AttentionCall
     """Fills output (B, 1, H, Dv), contiguous, from what `split_call` of the same call fills."""
     batch, heads, splits, value_dim = partial.shape
     arguments = {
-        "partial": partial, "lse": lse, "output": output, "sinks": call.sinks, "H": heads, "SPLITS": splits,
-        "DV": value_dim, "BLOCK_SPLITS": power_of_two(splits), "BLOCK_DV": power_of_two(value_dim),
-        "NATURAL": natural_scores(call),
+        "partial": partial, "lse": lse, "output": output, "sinks": adjacent(call.sinks),
+        "H": heads, "SPLITS": splits, "DV": value_dim, "BLOCK_SPLITS": power_of_two(splits),
+        "BLOCK_DV": power_of_two(value_dim), "NATURAL": natural_scores(call),
     }  # fmt: skip
     return Call(decode_merge, batch * heads, arguments)
 

@@ -60,3 +60,8 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     width = tensor.shape[-1]
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     return rows if rows.stride(1) == 1 or width <= 1 else rows.contiguous()
+
+
+def adjacent(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """A vector, where there is one, as kernels read it that take no stride of it."""
+    return None if vector is None else vector.contiguous()

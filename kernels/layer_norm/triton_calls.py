@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from easytorch.kernels.interop.triton_call import BlockShape, Call, block_of, power_of_two, rows_of
+from easytorch.kernels.interop.triton_call import BlockShape, Call, adjacent, block_of, power_of_two, rows_of
 from easytorch.kernels.layer_norm.triton_kernels import norm_backward, norm_forward
 from easytorch.kernels.layer_norm.triton_limits import MAX_WIDTH
 
@@ -18,7 +18,7 @@ def forward_call(
     """Fills output (..., N), and mean and rstd of each row as float32; mean is None for RMS norm."""
     rows, block = rows_of(x), _block(x)
     arguments = {
-        "x": rows, "weight": _adjacent(weight), "bias": _adjacent(bias), "output": output, "mean": mean, "rstd": rstd,
+        "x": rows, "weight": adjacent(weight), "bias": adjacent(bias), "output": output, "mean": mean, "rstd": rstd,
         "x_stride": rows.stride(0), "ROWS": rows.shape[0], "N": rows.shape[1], "eps": eps, "BLOCK_M": block.rows,
         "BLOCK_N": block.columns,
     }  # fmt: skip
@@ -32,7 +32,7 @@ def backward_call(
     """Fills x_grad (..., N), and weight_parts and bias_parts (programs, N) float32 where they are given."""
     grads, rows, block = rows_of(grad), rows_of(x), _block(x)
     arguments = {
-        "grad": grads, "x": rows, "weight": _adjacent(weight), "mean": mean, "rstd": rstd, "x_grad": x_grad,
+        "grad": grads, "x": rows, "weight": adjacent(weight), "mean": mean, "rstd": rstd, "x_grad": x_grad,
         "weight_parts": weight_parts, "bias_parts": bias_parts, "grad_stride": grads.stride(0),
         "x_stride": rows.stride(0), "ROWS": rows.shape[0], "N": rows.shape[1], "BLOCK_M": block.rows,
         "BLOCK_N": block.columns,
@@ -64,7 +64,3 @@ def typical_calls(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 def _block(x: torch.Tensor) -> BlockShape:
     return block_of(x.shape[-1], elements=2048, widest=power_of_two(MAX_WIDTH))
-
-
-def _adjacent(vector: torch.Tensor | None) -> torch.Tensor | None:
-    return None if vector is None else vector.contiguous()

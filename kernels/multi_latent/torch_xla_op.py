@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from easytorch.kernels.interop.arguments import check_tensors as check_devices
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
@@ -28,6 +29,7 @@ def multi_latent_attention(
     **features: Any,
 ) -> torch.Tensor:
     """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`. A dense cache is treated as pages in order."""
+    check_devices("multi_latent", query=query, sinks=features.get("sinks"))
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
     batch, length = query.shape[:2]
     keys = latent.shape[1]

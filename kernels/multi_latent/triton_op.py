@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from easytorch.kernels.interop.arguments import check_tensors as check_devices
 from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
 from easytorch.kernels.multi_latent.plans import absorb, project
@@ -37,6 +38,7 @@ def multi_latent_attention(
     **features: Any,
 ) -> torch.Tensor:
     """-> (B, T, H, Dv), or (B, T, H, L) without `up_value`; scores and sums in float32. It has no backward."""
+    check_devices("multi_latent", query=query, sinks=features.get("sinks"))
     sizes = check_tensors(query, query_rope, latent, key_rope, up_key, up_value)
     batch, length = query.shape[:2]
     keys = latent.shape[1]

@@ -95,6 +95,7 @@ def resolve_features(
     sinks: torch.Tensor | None = None, softmax_scale: float | None = None,
 ) -> AttentionCall:  # fmt: skip
     """`resolve` for the features alone. scale: used where the call gives none."""
+    check_tensors("ragged_page", sinks=sinks)
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
     if sinks is not None and not floating(sinks):

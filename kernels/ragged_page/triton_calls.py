@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.interop.triton_call import Call, power_of_two
+from easytorch.kernels.interop.triton_call import Call, adjacent, power_of_two
 from easytorch.kernels.ragged_page.triton_kernels import merge_splits, ragged_forward
 from easytorch.kernels.ragged_page.triton_tuning import tiles_of
 
@@ -56,7 +56,7 @@ def forward_call(
     tail_dim = 0 if tail_query is None else tail_query.shape[2]
     arguments: dict[str, Any] = {
         "query": query, "tail_query": tail_query, "key": pages.key, "tail_key": pages.tail_key, "value": pages.value,
-        "output": output, "lse": lse, "sinks": None if call.sinks is None else call.sinks.contiguous(),
+        "output": output, "lse": lse, "sinks": adjacent(call.sinks),
         "context_lens": pages.context_lens.contiguous(), "block_tables": pages.block_tables,
         "query_start_loc": pages.query_start_loc.contiguous(), "num_seqs": pages.num_seqs,
         "query_strides": query.stride(), "tail_query_strides": _strides(tail_query),

@@ -167,7 +167,7 @@ def test_compiled_without_graph_breaks():
         ({"cu_seqlens_q": torch.tensor([0, 3])}, "cu_seqlens_q has 1 sequences"),
         ({"cu_seqlens_q": torch.tensor([0, 4, 3])}, "must rise from 0"),
         ({"cu_seqlens_k": torch.tensor([0, 4, 30])}, "at most the 9 tokens"),
-        ({"max_seqlen_q": 2}, "the longest of cu_seqlens_q is 5"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q is 2, but the longest of cu_seqlens_q is 5"),
         ({"mask": torch.ones(9, 9, dtype=torch.bool)}, "mask must be None"),
         ({"query": torch.ones(2, 9, 6, 20)}, "packed in one row"),
     ],

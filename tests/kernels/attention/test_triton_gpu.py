@@ -173,7 +173,13 @@ def strides() -> dict[str, Any]:
     value = rand(1, 1, 60, 63).permute(0, 3, 1, 2)  # the head_dim is not the innermost
     mask = chance(0.7, 63, 63).T
     query = rand(1, 2, 63, 60).transpose(1, 2)
-    return {"query": query, "key": packed[..., 60:120], "value": value, "mask": mask, "causal": True}
+    given = {"query": query, "key": packed[..., 60:120], "value": value, "mask": mask, "causal": True}
+    return {**given, "sinks": rand(2, 3)[:, 1]}
+
+
+@case
+def one_sink_for_all() -> dict[str, Any]:
+    return {**heads(h=4, k=2, t=20), "sinks": rand(1).expand(4)}
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "mask of the keys": lambda: {
         **heads(), "mask": torch.arange(63, device=DEVICE) // 16 != 1, "sinks": torch.randn(2, device=DEVICE),
     },
+    "strides of sinks": lambda: {**heads(t=20, h=2), "sinks": torch.randn(2, 3, device=DEVICE)[:, 1]},
     "everything": lambda: {
         **heads(t=70, h=4, k=2, dv=33), "mask": blocks(70, 63)[None, None],
         "bias": torch.randn(1, 1, 70, 63, device=DEVICE), "causal": True, "sliding_window": (50, 50),

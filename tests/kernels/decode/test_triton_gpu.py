@@ -76,7 +76,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "strides": lambda: {
         "query": rand(2, 6, 1, 60).transpose(1, 2), "key": rand(2, 2, 100, 60).transpose(1, 2),
-        "value": rand(2, 2, 60, 100).permute(0, 3, 1, 2),
+        "value": rand(2, 2, 60, 100).permute(0, 3, 1, 2), "sinks": rand(6, 2)[:, 1],
+        "lengths": lengths(70, 1, 90, 2)[::2],
     },
 }  # fmt: skip
 
