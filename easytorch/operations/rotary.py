@@ -46,9 +46,9 @@ class Rotary(OperationImpl):
         if backend == "triton":
             from easytorch.kernels.rotary import triton_op
 
-            return triton_op.supports(query, cos, sin, self.metadata.runtime_dtype)
+            return triton_op.supports(query, key, cos, sin, self.metadata.runtime_dtype)
         if backend == "xla":
-            return torch_xla_op.supports(self.cast(query), cos, sin)
+            return torch_xla_op.supports(self.cast(query), self.cast(key), cos, sin)
         return None
 
     def forward_native(

@@ -12,11 +12,11 @@ from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.rotary import native
 
 
-def supports(query: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+def supports(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     """None when `rotary` takes this call, else the reason."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "gradients of the tables are taken by the definition"
-    if torch.float64 in (query.dtype, cos.dtype, sin.dtype):
+    if torch.float64 in (query.dtype, key.dtype, cos.dtype, sin.dtype):
         return "it computes in float32, not float64"
     return missing("jax")
 
@@ -29,7 +29,7 @@ def rotary(
 
     Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
     """
-    if (reason := supports(query, cos, sin)) is not None:
+    if (reason := supports(query, key, cos, sin)) is not None:
         raise ValueError(f"xla rotary: {reason}")
     cos, sin = (table.squeeze(2) for table in native.tables(query, key, cos, sin, position_ids, offset))
     return _Turn.apply(query, key, cos, sin, interleaved, False)

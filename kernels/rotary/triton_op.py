@@ -13,13 +13,15 @@ from easytorch.kernels.interop.triton_devices import DTYPES, refusal
 from easytorch.kernels.rotary import native
 
 
-def supports(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
+def supports(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype | None = None
+) -> str | None:
     """None when the kernel takes query and key as `dtype` (None: their own), else the reason."""
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "gradients of the tables are taken by the definition"
     if cos.dtype not in DTYPES or sin.dtype not in DTYPES:
         return f"its tables are float32, float16 or bfloat16, got {cos.dtype}, {sin.dtype}"
-    return refusal(query.device, dtype or query.dtype)
+    return refusal(query.device, dtype or query.dtype) or refusal(query.device, dtype or key.dtype)
 
 
 def rotary(
@@ -31,7 +33,7 @@ def rotary(
     Not differentiable twice. Raises `ValueError` for what `supports` refuses, and for shapes that do not fit.
     """
     cos, sin = (table.squeeze(2) for table in native.tables(query, key, cos, sin, position_ids, offset))
-    reason = supports(query, cos, sin)
+    reason = supports(query, key, cos, sin)
     if reason is not None:
         raise ValueError(f"triton rotary: {reason}")
     return _forward(query, key, cos, sin, interleaved)

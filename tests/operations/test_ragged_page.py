@@ -185,6 +185,7 @@ BROKEN: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     "past_the_tokens": (lambda b: b._replace(query=b.query[:-1]), "end within the 16 tokens"),
     "shape_of_pages": (lambda b: b._replace(value_pages=b.value_pages[1:]), "pages, page_size"),
     "heads": (lambda b: b._replace(query=b.query[:, :5]), "5 query heads are not a multiple of the 2"),
+    "no_heads": (lambda b: b._replace(query=b.query[:, :0]), "0 query heads"),
     "dtype": (lambda b: b._replace(query=b.query.half()), "one dtype"),
     "index_dtype": (lambda b: b._replace(context_lens=b.context_lens.float()), "context_lens must be int32 or int64"),
     "index_shape": (lambda b: b._replace(context_lens=b.context_lens[1:]), r"query_start_loc \(B \+ 1,\)"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easytorch.kernels.rotary import aten
+from easytorch.kernels.rotary import aten, torch_xla_op
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
@@ -186,3 +186,12 @@ def test_errors() -> None:
             rotary(q, q, table[0], table[0], position_ids=ids)
     with pytest.raises(ValueError, match="exclude each other"):
         rotary(q, q, table[0], table[0], position_ids=torch.zeros(1, 5, dtype=torch.long), offset=2)
+
+
+@pytest.mark.jax_cpu
+@pytest.mark.parametrize("wide", range(4))
+def test_xla_refuses_float64_wherever_it_is(wide: int) -> None:
+    tensors = [torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8), torch.ones(3, 8), torch.ones(3, 8)]
+    assert torch_xla_op.supports(*tensors) is None
+    tensors[wide] = tensors[wide].double()
+    assert "float64" in (torch_xla_op.supports(*tensors) or "")

@@ -82,6 +82,13 @@ def test_tables_whose_halves_differ() -> None:
     check(rand(2, 2, 3, 24), rand(2, 2, 1, 24), cos, sin, torch.float32)
 
 
+def test_float64_is_refused_wherever_it_is() -> None:
+    given = [rand(1, 3, 2, 8), rand(1, 3, 2, 8), rand(3, 8), rand(3, 8)]
+    for place, tensor in enumerate(given):
+        wide = [*given[:place], tensor.double(), *given[place + 1 :]]
+        assert "float64" in (triton_op.supports(*wide) or "")
+
+
 def test_nothing_to_turn() -> None:
     angles = angles_of(1, 0, 16)
     query, key = triton_op.rotary(rand(2, 0, 3, 16), rand(2, 0, 1, 16), angles.cos(), angles.sin())
