@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.layers.config import wants_attentions
-from easytorch.operations import Attention, OperationMetadata, UnsupportedOperationError
+from easytorch.operations import Attention, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.environment import forced_by_environment
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,10 @@ OF_STOCK = {
 }
 NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
 
-_OPERATIONS = {backend: Attention(OperationMetadata(backend=backend)) for backend in NATIVE_INTERFACES.values()}
+_OPERATIONS = {
+    backend: cast(Attention, OperationRegistry.create("attention", OperationMetadata(backend=backend)))
+    for backend in NATIVE_INTERFACES.values()
+}
 
 # Other keywords that reach the attention through transformers' **kwargs. These do not change the result: positions and
 # packing are already in the mask.

@@ -6,17 +6,19 @@ torch's `quantize_dynamic`, replace modules of exactly that type and would silen
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from easytorch.kernels.linear import cpu
-from easytorch.kernels.linear.preference import prefers_cpu, smallest_weight
+from easytorch.kernels.linear.preference import smallest_weight
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
+from easytorch.operations.linear import Linear
 
-_OPERATION = OperationRegistry.create("linear")
+_OPERATION = cast(Linear, OperationRegistry.create("linear"))
 
 # The smallest float32 weight, in elements, whatever the table of `linear` says: other libraries round differently from
 # MKL, and MiniLM's layers would differ by 1.3e-5 from transformers', where less than 1e-5 is promised.
@@ -39,8 +41,10 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     parameters = layer._parameters
     weight = parameters.get("weight")
     plain = untouched()
-    if plain and weight is not None and "bias" in parameters and _few_rows(x, weight, parameters["bias"]):
-        return cpu.run(x, weight, parameters["bias"])
+    if plain and weight is not None and "bias" in parameters and _rounds_alike(x, weight):
+        rows = _OPERATION.few_rows(x, weight, parameters["bias"])
+        if rows is not None:
+            return rows
     # the dtype first: it decides for nearly every layer of a model in half precision
     if (x.dtype == torch.float32 or not plain) and (_profits(layer, x) or _asked()):
         return _OPERATION(x, layer.weight, layer.bias)
@@ -59,20 +63,22 @@ def plain_weight(layer: nn.Module) -> torch.Tensor | None:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias by the path that `linear` chooses for these sizes, in eager mode without gradients."""
-    if _few_rows(x, weight, bias):
-        return cpu.run(x, weight, bias)
-    if x.dtype == torch.float32 and x.is_cpu and weight.numel() >= max(smallest_weight(), SMALLEST_WEIGHT):
-        return _OPERATION(x, weight, bias)
-    return F.linear(x, weight, bias)
+    if not _rounds_alike(x, weight):
+        return F.linear(x, weight, bias)
+    rows = _OPERATION.few_rows(x, weight, bias)
+    if rows is not None:
+        return rows
+    asks = x.dtype == torch.float32 and x.is_cpu and weight.numel() >= smallest_weight()
+    return _OPERATION(x, weight, bias) if asks else F.linear(x, weight, bias)
 
 
-def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """True where the C++ operator should compute the product."""
-    large = x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT
-    return large and prefers_cpu(x, weight) and cpu.takes(x, weight, bias)
+def _rounds_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """False for the small products in float32 that stay MKL's, whatever is faster: see `SMALLEST_WEIGHT`."""
+    return x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT
 
 
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:
+    """True where `linear` may choose oneDNN: asking it of every product would take longer than the small ones."""
     large = layer.in_features * layer.out_features >= max(smallest_weight(), SMALLEST_WEIGHT)
     return large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_exporting()
 

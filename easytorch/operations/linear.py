@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ class Linear(OperationImpl):
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        self._few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the weight of few rows at the speed of memory")
-        self._small = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for a weight of this size")
+        mkl = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size")
+        self._small = (mkl,)
+        self._large = (Choice(self, "forward_cpu", "cpu", "onednn", "faster than MKL for this CPU and size"), mkl)
+        few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the weight of few rows at the speed of memory")
+        self._few = (few,)
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -39,22 +43,26 @@ class Linear(OperationImpl):
     def emulates(self, backend: str, platform: str) -> bool:
         return backend == "aten" or super().emulates(backend, platform)
 
-    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         if platform != "cpu":
-            return super().choose_freely(platform, args, kwargs)
-        if self.metadata.runtime_dtype is None:
-            given = _named(*args, **kwargs)
-            if prefers_cpu(given[0], given[1]) and cpu.takes(*given):
-                return self._few
-        if len(args) > 1 and args[1].numel() < smallest_weight() and not torch.compiler.is_compiling():
-            return self._small  # too small for oneDNN in any call
+            return super().candidates(platform, args, kwargs)
         given = self._cast(*_named(*args, **kwargs))
-        reason = onednn.supports(*given)
-        if reason is None:
-            if prefers_onednn(given[0], given[1], recording(*given)):
-                return Choice(self, "forward_cpu", platform, "onednn", "faster than MKL for this CPU and size")
-            reason = "MKL is as fast for this CPU and size"
-        return Choice(self, "forward_gpu", platform, "aten", reason)
+        if prefers_cpu(given[0], given[1]) and cpu.takes(*given):
+            return self._few
+        if given[1].numel() >= smallest_weight() and prefers_onednn(given[0], given[1], recording(*given)):
+            return self._large
+        return self._small
+
+    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        # `takes` asked all that `supports` asks, and what makes the operator the faster one
+        return None if choice is self._few[0] else super().refusal_of(choice, args, kwargs)
+
+    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.
+
+        For a model's layers, which ask at each token: the dispatch takes as long as a small product.
+        """
+        return cpu.run(x, weight, bias) if prefers_cpu(x, weight) and cpu.takes(x, weight, bias) else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.linear(*self._cast(x, weight, bias))

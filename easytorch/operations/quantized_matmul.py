@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,6 @@ from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import cpu, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
-from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -27,7 +26,7 @@ class QuantizedMatmul(ProductImpl):
     (..., N) in x's dtype. Gradients go to x and bias; the weight is frozen. `quantize(weight, format)` makes one.
     """
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "pallas"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "pallas"}
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
@@ -57,21 +56,16 @@ class QuantizedMatmul(ProductImpl):
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
-    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        if platform == "cpu":
-            x, weight, bias = _named(*args, **kwargs)
-            if isinstance(weight, QuantizedWeight) and cpu.prefers(x, weight, bias):
-                reason = self.supports("cpu", x, weight, bias)
-                if reason is None:
-                    return self._few
-        return super().choose_freely(platform, args, kwargs)
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        own = super().candidates(platform, args, kwargs)
+        if platform != "cpu":
+            return own
+        x, weight, bias = _named(*args, **kwargs)
+        few = isinstance(weight, QuantizedWeight) and cpu.prefers(x, weight, bias)
+        return (self._few, *own) if few else own
 
     def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         return self.run(native.quantized_matmul, x, weight, bias)
-
-    @backend("cpu")
-    def forward_cpp(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        return self.run(cpu.quantized_matmul, x, weight, bias)
 
     def run(
         self, kernel: Callable[..., Tensor], x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None

@@ -34,11 +34,10 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import check_tensors
 from easytorch.kernels.attention.layout import four_dims, readable
 from easytorch.kernels.attention.native import attend, working_dtype
-from easytorch.kernels.decode import cpu, native
+from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
 from easytorch.kernels.decode.contract import resolve
-from easytorch.kernels.interop.arguments import FLOATS
 from easytorch.kernels.interop.torch_func import recording
 
 _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
@@ -110,32 +109,15 @@ def decode(
 def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor | None:
     """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv), as models and their caches hold them -> (B, 1, H, Dv).
 
-    `decode` of a call without features, which generation makes at each layer of each token: over a short cache its
-    steps take longer than the attention itself. By the C++ operator where it is ahead. None where the general path is
-    needed: another layout, dtype or size, a traced graph, and invalid arguments, for which `decode` raises.
+    `decode` of a call without features whose tensors are a `contract.plain_token`, which generation makes at each layer
+    of each token: over a short cache its steps take longer than the attention itself. None for a large cache.
     """
-    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
-        return None
-    if not (query.is_cpu and key.is_cpu and value.is_cpu and key.is_contiguous() and value.is_contiguous()):
-        return None
-    q, k, v = query.shape, key.shape, value.shape
-    if not len(q) == len(k) == len(v) == 4:
-        return None
-    batch, heads, length, dim = q
-    kv_heads, keys, value_dim = v[1:]
-    if length != 1 or k != (batch, kv_heads, keys, dim) or v[0] != batch or dim == 0 or keys == 0 or kv_heads == 0:
-        return None
-    dtype = query.dtype
-    if heads % kv_heads or dtype not in FLOATS or key.dtype != dtype or value.dtype != dtype:
-        return None
-    attended = cpu.one_token(query, key, value, dim**-0.5 if scale is None else scale)
-    if attended is not None:
-        return attended
     if key.numel() >= _LARGE:
         return None
+    (batch, heads, _, dim), kv_heads = query.shape, key.shape[1]
     rows = readable(query.reshape(batch, kv_heads, heads // kv_heads, dim))
     output = fused(rows, key, value, scale=scale)
-    return output.reshape(batch, 1, heads, value_dim)
+    return output.reshape(batch, 1, heads, value.shape[3])
 
 
 def _fuses(call: AttentionCall) -> bool:

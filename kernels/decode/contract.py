@@ -14,7 +14,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import contract
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.interop.arguments import bounds
+from easytorch.kernels.interop.arguments import FLOATS, bounds
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 
 
@@ -23,6 +23,26 @@ def not_one_query(query: Tensor) -> str | None:
     if query.dim() == 4 and query.shape[1] != 1:
         return f"decode takes one query token (T = 1), got T = {query.shape[1]}: use attention"
     return None
+
+
+def plain_token(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True of a query (B, H, 1, D), keys (B, K, S, D) and values (B, K, S, Dv) that fit each other and need no look.
+
+    Plain contiguous tensors of one dtype on the CPU, none of them empty, and no graph is compiled.
+    """
+    if torch.compiler.is_compiling() or not (type(query) is type(key) is type(value) is Tensor):
+        return False
+    if not (query.is_cpu and key.is_cpu and value.is_cpu and key.is_contiguous() and value.is_contiguous()):
+        return False
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        return False
+    batch, heads, length, dim = q
+    kv_heads, keys, _ = v[1:]
+    if length != 1 or k != (batch, kv_heads, keys, dim) or v[0] != batch or dim == 0 or keys == 0 or kv_heads == 0:
+        return False
+    dtype = query.dtype
+    return heads % kv_heads == 0 and dtype in FLOATS and key.dtype == dtype and value.dtype == dtype
 
 
 def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **features: Any) -> AttentionCall:

@@ -14,7 +14,6 @@ from easytorch.kernels.attention.layout import matrix_of
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decode.contract import resolve
 from easytorch.kernels.interop.torch_func import eager, recording
-from easytorch.kernels.linear import preference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
@@ -79,27 +78,27 @@ def run(
     )
 
 
-def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
-    """`run` of a call without features, on plain dense tensors that fit each other and in no graph that is compiled.
-
-    None where ATen is to compute it; the operator was measured faster on CPUs with the dot products of bfloat16.
-    """
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True where `one_token` may be called right away, for a `contract.plain_token`. It may build the library."""
     # what `supports` asks, without a call of Python for each question: this is at each layer of each token
-    if (
-        not preference.BFLOAT16_DOT_PRODUCTS
-        or query.dtype not in _FLOATS
-        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.is_autocast_enabled("cpu")
-        or forward_ad._current_level >= 0
-        or library.missing() is not None
-    ):
-        return None
-    return torch.ops.easytorch_cpu.decode.default(
+    return (
+        query.dtype in _FLOATS
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0
+        and library.missing() is None
+    )
+
+
+def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv): `run` of a call without features."""
+    output: Tensor = torch.ops.easytorch_cpu.decode.default(
         query, key, value, _NO_MASK, _NO_NUMBERS, _NO_NUMBERS, _NO_LENGTHS, scale, 0.0, -1, library.BEST
     )
+    return output
 
 
 def _side_by_side(cache: Tensor) -> Tensor:

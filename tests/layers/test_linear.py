@@ -25,6 +25,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
     monkeypatch.setattr(preference, "VENDOR", "AuthenticAMD")
     monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    record.few_rows = operation.few_rows
     monkeypatch.setattr(module, "_OPERATION", record)
     return seen
 

@@ -276,9 +276,12 @@ def test_where_the_cpp_operator_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             assert chosen(operation, *given, **features)[1] != "cpu"
         with torch.autocast("cpu", torch.bfloat16):
             assert chosen(operation, query, key, value)[1] != "cpu"
-    for setting in ({"runtime_softmax_dtype": torch.float64}, {"softmax_scale": 0.5}):
-        made = OperationRegistry.create("attention", OperationMetadata(**setting))
-        assert made.choose(query, key, value).backend != "cpu"
+    wide = OperationRegistry.create("attention", OperationMetadata(runtime_softmax_dtype=torch.float64))
+    assert wide.choose(query, key, value).backend != "cpu"
+    scaled = OperationRegistry.create("attention", OperationMetadata(softmax_scale=0.5))
+    assert scaled.choose(query, key, value).backend == "cpu"
+    expected = definition(query, key, value, softmax_scale=0.5)
+    assert relative_rms_error(scaled(query, key, value).attention_outputs, expected) <= 1e-5
     for refused, reason in (
         ({"dropout_prob": 0.5}, "no dropout"),
         ({"bias": torch.zeros(S).requires_grad_()}, "no gr"),
@@ -328,14 +331,11 @@ def test_what_one_token_leaves_to_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         (query, None, value),
     ):
         assert operation.one_token(*others, 1.0) is None
-    with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
-        patch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
-        assert cpu.one_token(query, key, value, 1.0) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
-        assert cpu.one_token(query.clone().requires_grad_(), key, value, 1.0) is None
-        assert cpu.one_token(query.double(), key.double(), value.double(), 1.0) is None
-        assert (cpu.one_token(query, key, value, 1.0) is None) == (library.missing() is not None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not cpu.takes(query, key, value)
+    assert not cpu.takes(query.clone().requires_grad_(), key, value)
+    assert not cpu.takes(query.double(), key.double(), value.double())
+    assert cpu.takes(query, key, value) == (library.missing() is None)
     for scale in (1, True, "1", float("nan"), float("inf"), torch.tensor(1.0)):
         assert operation.one_token(query, key, value, scale) is None
     for setting in (
@@ -415,6 +415,7 @@ def test_autocast_and_checkpointing() -> None:
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
     for package in ("triton", "jax"):
         monkeypatch.setitem(installed.INSTALLED, package, True)
     args, features = decode().typical_call()

@@ -184,7 +184,7 @@ def test_a_table_of_paths_makes_methods_that_a_class_overrides() -> None:
 
 
 def test_a_path_by_an_unknown_backend_is_refused_where_it_is_written() -> None:
-    with pytest.raises(ValueError, match="cpu has the backend 'atem'; known are aten, triton, xla, pallas"):
+    with pytest.raises(ValueError, match="cpu has the backend 'atem'; known are aten, cpu, triton, xla, pallas"):
         type("Wrong", (RMSNorm,), {"paths": {"cpu": "atem"}})
     with pytest.raises(ValueError, match="gpus is no platform; known are cpu, cuda, rocm, tpu, gpu"):
         type("Wrong", (RMSNorm,), {"paths": {"gpus": "aten"}})
@@ -195,6 +195,6 @@ def test_every_path_of_a_table_finds_its_kernel(name: str) -> None:
     """A file or function that is not there would show on an accelerator only."""
     operation = OperationRegistry.get(name)
     for backend_of_path in operation.paths.values():
-        file = ROOT / "kernels" / (operation.folder or name) / f"{FILES[backend_of_path]}.py"
+        file = ROOT / "kernels" / (operation.folder or operation.primary_name()) / f"{FILES[backend_of_path]}.py"
         functions = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
         assert operation.primary_name() in functions, file

@@ -56,6 +56,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import window_of
+from easytorch.kernels.linear import preference
 from easytorch.operations.attention.decode import ONE_QUERY
 
 Preferences = tuple[tuple[str, str], ...]
@@ -78,13 +79,20 @@ _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
 DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
 DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
+# The operator in C++ was measured ahead of both on CPUs with dot products of bfloat16.
+_IN_CPP = ("decode:cpu", "one query: heads share a reading of the cache")
+CPP_THEN_DECODE: Preferences = (_IN_CPP, *DECODE_FIRST)
+CPP_THEN_ATEN: Preferences = (_IN_CPP, *DECODE_LAST)
 ATEN_FIRST: Preferences = (_ATEN, ("flash", "tiles of ATen's products carry what its kernel lacks"))
 FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen's fused CPU kernel"), _ATEN)
 BLOCKS_FIRST: Preferences = (("blocksparse", "skips blocks that nothing sees, measured ahead of flash here"), _ATEN)
 SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, ATen's kernel does not"), _ATEN)
 
-# All of them: `attention` builds a choice for each when it is created.
-ANY = tuple({one for order in (DECODE_FIRST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST, SKIPPING_FIRST) for one in order})
+# All of them: `attention` makes the candidates of each when it is created.
+ORDERS = (
+    ATEN_ONLY, CPP_THEN_DECODE, CPP_THEN_ATEN, DECODE_FIRST, DECODE_LAST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST,
+    SKIPPING_FIRST,
+)  # fmt: skip
 
 
 def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> Preferences:
@@ -94,7 +102,10 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
         return ATEN_ONLY
     batch, rows, heads, _ = query.shape
     if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
-        return DECODE_FIRST if heads > key.shape[2] else DECODE_LAST
+        folds = heads > key.shape[2]
+        if preference.BFLOAT16_DOT_PRODUCTS:
+            return CPP_THEN_DECODE if folds else CPP_THEN_ATEN
+        return DECODE_FIRST if folds else DECODE_LAST
     if rows < LACKING_ROWS:
         return ATEN_ONLY
     keys = key.shape[1]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.decode import aten, cpu, native, torch_xla_op
-from easytorch.kernels.decode.contract import not_one_query
+from easytorch.kernels.decode.contract import not_one_query, plain_token
 from easytorch.kernels.linear import preference
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
+from easytorch.operations.dispatch.impl import Choice
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -31,6 +32,8 @@ class DecodeAttention(AttentionImpl):
 
     kernels/decode/contract.py says what `lengths` means.
     """
+
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
@@ -56,19 +59,24 @@ class DecodeAttention(AttentionImpl):
 
         return triton_op.supports(query, key, value, **features)
 
-    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        query = args[0] if args else kwargs["query"]
-        if (reason := not_one_query(query)) is not None:  # the definition refuses it too: nothing to fall back to
-            raise UnsupportedOperationError(reason)
-        if platform == "cpu" and (choice := self.choose_cpp(*named(*args, **kwargs))) is not None:
-            return choice
-        return super().choose_freely(platform, args, kwargs)
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        own = super().candidates(platform, args, kwargs)
+        return (self._cpp, *own) if platform == "cpu" and preference.BFLOAT16_DOT_PRODUCTS else own
 
-    def choose_cpp(self, query: Tensor, key: Tensor, value: Tensor, features: Any) -> Choice | None:
-        """The C++ operator where it carries the call and is ahead; measured on CPUs with dot products of bfloat16."""
-        if not (self._settled_as_given and preference.BFLOAT16_DOT_PRODUCTS and query.is_cpu):
+    def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None) -> Tensor | None:
+        """What the first candidates compute for `Attention.one_token`, in the same order; None where neither does."""
+        if not plain_token(query, key, value):
             return None
-        return self._cpp if self.supports_features("cpu", query, key, value, features) is None else None
+        scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        if preference.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
+            return cpu.one_token(query, key, value, scale)
+        return aten.one_token(query, key, value, softmax_scale)
+
+    def run(
+        self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **features: Any
+    ) -> AttentionOutput:
+        query, key, value, settled = self.prepare(query, key, value, cast(DecodeFeatures, features))
+        return AttentionOutput(attention_outputs=kernel(query, key, value, **settled))
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
@@ -76,29 +84,6 @@ class DecodeAttention(AttentionImpl):
         query, key, value, settled = self.prepare(query, key, value, features)
         output = native.decode(query, key, value, **settled, softmax_dtype=self.metadata.runtime_softmax_dtype)
         return AttentionOutput(attention_outputs=output)
-
-    @backend("aten")
-    def forward_cpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
-    ) -> AttentionOutput:
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=aten.decode(query, key, value, **settled))
-
-    @backend("cpu")
-    def forward_cpp(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
-    ) -> AttentionOutput:
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=cpu.decode(query, key, value, **settled))
-
-    @backend("triton")
-    def forward_gpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
-    ) -> AttentionOutput:
-        from easytorch.kernels.decode import triton_op
-
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=triton_op.decode(query, key, value, **settled))
 
     @backend("xla")
     def forward_tpu(
@@ -112,8 +97,3 @@ class DecodeAttention(AttentionImpl):
         query = torch.empty(8, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(8, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
         return (query, cache, cache), {"causal": True}
-
-
-def named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """The arguments of an attention however they were given."""
-    return query, key, value, features

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
+from collections.abc import Iterable
 from typing import Any, Unpack, cast
 
 from torch import Tensor
 
-from easytorch.kernels.decode import aten as aten_decode
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
-from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention, named
+from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.dispatch.environment import untouched
-from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, log_fallback
+from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
-from easytorch.operations.dispatch.platform import platform_of_device
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 # platform -> (implementation, why it is preferred): the first that supports the call is taken, `vanilla` if none does.
@@ -51,11 +49,15 @@ class Attention(AttentionImpl):
         }
         self._decode = cast(DecodeAttention, self.implementations["decode"])
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
-        orders = {**PREFERENCES, "cpu": cpu_order.ANY}
-        self._preferred = {  # platform -> preference -> the choice of a call that it carries
-            platform: {preference: self._choice(platform, *preference) for preference in (ONE_QUERY, *order)}
-            for platform, order in orders.items()
+        # the candidates, by the CPU's order of preferences, elsewhere by platform and whether there is one query
+        self._orders: dict[Any, tuple[Choice, ...]] = {
+            order: tuple(self._choice("cpu", *preference) for preference in order) for order in cpu_order.ORDERS
         }
+        for platform, order in PREFERENCES.items():
+            for one_query in (False, True):
+                preferences = (ONE_QUERY, *order) if one_query and order else order
+                choices = tuple(self._choice(platform, *preference) for preference in preferences)
+                self._orders[platform, one_query] = choices
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -64,47 +66,38 @@ class Attention(AttentionImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
     ) -> AttentionOutput:
-        name = "vanilla" if BEYOND_THE_CONTRACT.isdisjoint(features) else "blocksparse"
-        output: AttentionOutput = self.implementations[name].forward_native(query, key, value, **features)
+        defining = self.definition_of(cast(dict[str, Any], features))
+        output: AttentionOutput = defining.forward_native(query, key, value, **features)
         return output
 
     def _choice(self, platform: str, name: str, why: str) -> Choice:
-        method, backend = self.implementations[name].path(platform)
-        return Choice(self.implementations[name], method, platform, backend, why)
+        name, _, named = name.partition(":")
+        implementation = self.implementations[name]
+        method, backend = implementation.path(platform)
+        if named:
+            method, backend = implementation.backends()[named], named
+        return Choice(implementation, method, platform, backend, why)
 
-    def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        if len(args) == 3:
-            query, key, value = args
-            features = kwargs
-        else:
-            query, key, value, features = named(*args, **kwargs)
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        query, key, value, features = (*args, kwargs) if len(args) == 3 else _named(*args, **kwargs)
         if not BEYOND_THE_CONTRACT.isdisjoint(features):
-            choice = self.implementations["blocksparse"].choose_freely(platform, args, kwargs)
-            return choice._replace(reason=f"chunks and prefixes; {choice.reason}")
+            blocksparse = self.implementations["blocksparse"].candidates(platform, args, kwargs)
+            return [choice._replace(reason=f"chunks and prefixes; {choice.reason}") for choice in blocksparse]
         preferences = PREFERENCES.get(platform)
-        if preferences is None and query.dim() == 4 and query.shape[1] == 1:
-            in_cpp = self._decode.choose_cpp(query, key, value, features)
-            if in_cpp is not None:
-                return in_cpp
         if preferences is None:
-            preferences = cpu_order.preferences(query, key, value, features)
-        elif preferences and query.dim() == 4 and query.shape[1] == 1:
-            preferences = (ONE_QUERY, *preferences)
-        refusals: list[str] = []
-        for preference in preferences:
-            name, why = preference
-            choice = self._preferred[platform][preference]
-            refusal = self.implementations[name].supports_features(choice.backend, query, key, value, features)
-            if refusal is None:
-                if not refusals:
-                    return choice
-                fallen_back = self._fall_back(platform, query, refusals, name, logging.INFO)
-                return choice._replace(reason=f"{fallen_back}; {why}")
-            refusals.append(f"{name}: {refusal}")
-        reason = "the definition, on a device without kernels"
-        if refusals:
-            reason = self._fall_back(platform, query, refusals, "vanilla", logging.WARNING)
-        return Choice(self.implementations["vanilla"], "forward_native", platform, "native", reason)
+            return self._orders[cpu_order.preferences(query, key, value, features)]
+        one_query = bool(preferences) and query.dim() == 4 and query.shape[1] == 1
+        return self._orders[platform, one_query]
+
+    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        implementation: Any = choice.operation
+        if len(args) == 3:  # passing the features on as keywords takes 1 us
+            refusal: str | None = implementation.supports_features(choice.backend, *args, kwargs)
+            return refusal
+        return super().refusal_of(choice, args, kwargs)
+
+    def definition_of(self, kwargs: dict[str, Any]) -> AttentionImpl:
+        return self.implementations["vanilla" if BEYOND_THE_CONTRACT.isdisjoint(kwargs) else "blocksparse"]
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None = None) -> Tensor | None:
         """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv): a call without features.
@@ -116,7 +109,7 @@ class Attention(AttentionImpl):
             return None
         if softmax_scale is not None and not (type(softmax_scale) is float and math.isfinite(softmax_scale)):
             return None
-        return aten_decode.one_token(query, key, value, softmax_scale)
+        return self._decode.one_token(query, key, value, softmax_scale)
 
     def choose_forced(self, forced: str, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         name, _, backend = forced.partition(":")
@@ -149,9 +142,7 @@ class Attention(AttentionImpl):
                 return choice._replace(reason="forced")
         return holders[0].choose_forced(forced, platform, args, kwargs)
 
-    def _fall_back(self, platform: str, query: Tensor, refusals: list[str], instead: str, level: int) -> str:
-        """The refusals as one reason, logged once, unless the tensors are on another platform."""
-        reason = "; ".join(refusals)
-        if platform == platform_of_device(query.device.type):
-            log_fallback(self._name, platform, reason, instead, level)
-        return reason
+
+def _named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """The arguments of an attention however they were given."""
+    return query, key, value, features

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -45,6 +45,10 @@ class Choice(NamedTuple):
     @property
     def implementation(self) -> str:
         return self.operation.primary_name()
+
+    def label(self, chooser: OperationImpl) -> str:
+        """ "aten", and "flash:aten" where `chooser` is another operation."""
+        return self.backend if self.operation is chooser else f"{self.implementation}:{self.backend}"
 
 
 class OperationImpl(BaseOperation):
@@ -88,8 +92,8 @@ class OperationImpl(BaseOperation):
             self._check_metadata(metadata)
         # nothing forces a backend here: unless the environment does, `choose_freely` is called directly
         self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
-        self._unrefused = {  # platform -> the choice where its path supports the call, which is the common case
-            platform: Choice(self, method, platform, backend, _reason_of(method))
+        self._own: dict[str, tuple[Choice, ...]] = {  # platform -> its path, which most operations have one of
+            platform: (Choice(self, method, platform, backend, _reason_of(method)),)
             for platform, (method, backend) in self._paths.items()
         }
 
@@ -228,22 +232,58 @@ class OperationImpl(BaseOperation):
             return self.choose_forced(forced, platform, args, kwargs)
         return self.choose_freely(platform, args, kwargs)
 
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        """What may run this call on `platform`, in the order of preference; the definition comes after them."""
+        return self._own[platform]
+
+    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """None where the candidate supports the call, else the reason."""
+        return choice.operation.supports(choice.backend, *args, **kwargs)
+
+    def definition_of(self, kwargs: dict[str, Any]) -> OperationImpl:
+        """The operation whose `forward_native` defines this call."""
+        return self
+
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The path of the platform, or the definition where that path does not support the call."""
-        choice = self._unrefused[platform]
-        refusal = self.supports(choice.backend, *args, **kwargs)
-        if refusal is None:
+        """The first of the candidates that supports the call, or the definition where none does."""
+        refusals: list[str] | None = None
+        for choice in self.candidates(platform, args, kwargs):
+            refusal = self.refusal_of(choice, args, kwargs)
+            if refusal is None:
+                if refusals is None:
+                    return choice
+                fallen_back = self._fall_back(platform, args, kwargs, refusals, choice.label(self), logging.INFO)
+                return choice._replace(reason=f"{fallen_back}; {choice.reason}")
+            refusals = [*(refusals or ()), f"{choice.label(self)}: {refusal}"]
+            if choice.method == "forward_native":
+                break
+        else:
+            return self._choose_definition(platform, args, kwargs, refusals or [])
+        raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {'; '.join(refusals)}")
+
+    def _choose_definition(
+        self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any], refusals: list[str]
+    ) -> Choice:
+        defining, reason = self.definition_of(kwargs), "; ".join(refusals)
+        if not self.falls_back:
+            raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {reason}")
+        lacking = defining.supports("native", *args, **kwargs)
+        if lacking is not None:
+            raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {reason}; native: {lacking}")
+        if refusals:
+            choice = Choice(defining, "forward_native", platform, "native", reason)
+            self._fall_back(platform, args, kwargs, refusals, choice.label(self), logging.WARNING)
             return choice
-        _, method, _, backend, _ = choice
-        if method != "forward_native" and self.falls_back:
-            reason = f"{backend}: {refusal}"
-            lacking = self.supports("native", *args, **kwargs)
-            if lacking is not None:
-                raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {reason}; native: {lacking}")
-            if platform == platform_of(args, kwargs):  # not for a platform that the tensors are not on
-                log_fallback(self._name, platform, reason, "native")
-            return Choice(self, "forward_native", platform, "native", reason)
-        raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {refusal}")
+        return Choice(defining, "forward_native", platform, "native", "the definition, on a device without kernels")
+
+    def _fall_back(
+        self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any], refusals: list[str], to: str, level: int
+    ) -> str:
+        """The refusals as one reason, logged once, unless the tensors are on another platform."""
+        reason = "; ".join(refusals)
+        if platform == platform_of(args, kwargs):
+            log_fallback(self._name, platform, reason, to, level)
+        return reason
 
     def choose_by_name(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The choice where this operation was forced and the path it takes was not."""

@@ -1,8 +1,8 @@
 """`forward_*` methods from a table, platform -> backend: in every folder a kernel's file is named after its backend.
 
 `paths = {"cpu": "aten", "gpu": "triton"}` of the operation `rms_norm` gives it a `forward_cpu` that runs
-kernels/rms_norm/aten.py, and a `forward_gpu` that runs triton_op.py beside it. A method that a class defines itself
-overrides the table's.
+kernels/rms_norm/aten.py, and a `forward_gpu` that runs triton_op.py beside it. "cpp": "cpu" adds `forward_cpp`, the
+operator in C++ that `candidates` may name for a CPU. A method that a class defines itself overrides the table's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 # backend -> the file of its kernels (docs/add-an-operation.md)
-FILES = {"aten": "aten", "triton": "triton_op", "xla": "torch_xla_op", "pallas": "torch_xla_op"}
+FILES = {"aten": "aten", "cpu": "cpu", "triton": "triton_op", "xla": "torch_xla_op", "pallas": "torch_xla_op"}
+
+_EVERYWHERE = frozenset({"aten", "cpu"})  # they import torch alone
 
 # Source text, as `dataclasses` makes its methods: Dynamo traces an import statement and breaks the graph at
 # `importlib.import_module`, and importing every kernel's operators at once would add a tenth to the start.
@@ -29,13 +31,13 @@ def {method}(self, *args, **kwargs):
 
 def path(platform: str, backend: str, folder: str, function: str) -> Callable[..., Any]:
     """`forward_<platform>`: `self.run(kernel, *args, **kwargs)` for `function` of kernels/`folder`/, by `backend`."""
-    if platform not in (known := (*PLATFORMS, "gpu")):
+    if platform not in (known := (*PLATFORMS, "gpu", "cpp")):
         raise ValueError(f"paths: {platform} is no platform; known are {', '.join(known)}")
     if backend not in FILES:
         raise ValueError(f"paths: {platform} has the backend {backend!r}; known are {', '.join(FILES)}")
     method = f"forward_{platform}"
-    if backend == "aten":  # imported with the operation, since every process runs it: no import at a call
-        kernel = getattr(import_module(f"easytorch.kernels.{folder}.aten"), function)
+    if backend in _EVERYWHERE:  # imported with the operation, since every process may run it: no import at a call
+        kernel = getattr(import_module(f"easytorch.kernels.{folder}.{FILES[backend]}"), function)
 
         def made(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self.run(kernel, *args, **kwargs)

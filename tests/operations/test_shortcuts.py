@@ -1,0 +1,69 @@
+"""The ways past the dispatch, for a model's layers: which calls they take, and the bits of what is chosen for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.linear import preference
+from easytorch.operations import OperationRegistry
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(params=[True, False], ids=["dot products", "without"])
+def dot_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("leaf", [None, "x", "weight"])
+def test_few_rows_are_those_that_linear_gives_its_operator(dot_products, dtype, biased, leaf) -> None:
+    linear: Any = OperationRegistry.create("linear")
+    taken = 0
+    for rows in (1, 3, 8, 9, 16, 17, 40):
+        for n, k in ((16, 16), (128, 128), (512, 256)):
+            for matrix in (torch.randn(n, k), torch.randn(k, n).t()):
+                bias = torch.randn(n).to(dtype) if biased else None
+                given = {"x": torch.randn(rows, k).to(dtype), "weight": matrix.to(dtype)}
+                if leaf is not None:
+                    given[leaf] = given[leaf].clone().requires_grad_()
+                x, weight = given["x"], given["weight"]
+                product, choice = linear.few_rows(x, weight, bias), linear.choose(x, weight, bias)
+                assert (product is not None) == (choice.backend == "cpu"), (rows, n, k, choice)
+                if product is not None:
+                    taken += 1
+                    assert linear.supports("cpu", x, weight, bias) is None
+                    assert torch.equal(product, linear(x, weight, bias))
+    built = dot_products and leaf is None and dtype != torch.float64 and library.missing() is None
+    assert bool(taken) == built
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_one_token_is_what_attention_chooses(dot_products, dtype, recorded, kv_heads) -> None:
+    attention: Any = OperationRegistry.create("attention")
+    for keys in (1, 7, 64):
+        query = torch.randn(2, 4, 1, 16).to(dtype).requires_grad_(recorded)
+        key, value = (torch.randn(2, kv_heads, keys, 16).to(dtype) for _ in range(2))
+        heads_last = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        choice = attention.choose(*heads_last)
+        cpp = dot_products and not recorded and dtype != torch.float64 and library.missing() is None
+        assert (choice.backend == "cpu") == cpp and choice.implementation in ("decode", "sdpa")
+        got, expected = attention.one_token(query, key, value, None), attention(*heads_last).attention_outputs
+        if cpp:
+            assert torch.equal(got, expected)
+        torch.testing.assert_close(got, expected)  # ATen's kernel folds the heads here, whatever the order of choice
+
+
+def test_each_candidate_of_attention_exists() -> None:
+    attention: Any = OperationRegistry.create("attention")
+    for choices in attention._orders.values():
+        for choice in choices:
+            assert getattr(choice.operation, choice.method).backend == choice.backend
