@@ -1,6 +1,7 @@
 """README.md and docs/training.md as a newcomer takes them: every sample runs as it stands, every page is linked.
 
-docs/bridge.md and docs/frontend.md are run by tests/bridge/test_page.py and tests/frontend/test_docs.py.
+The Python of the other pages is run beside what it is about (`RUN_BY`), and what commands name is held by
+test_commands.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from easytorch.training import arguments
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("README.md", "docs/training.md", "docs/backends.md")
+RUN_BY = {
+    "docs/add-an-operation.md": "tests/operations/test_page.py",
+    "docs/bridge.md": "tests/bridge/test_page.py",
+    "docs/frontend.md": "tests/frontend/test_docs.py",
+    "docs/protocol.md": "tests/protocol/test_page.py",
+}
 
 
 def samples(page: str, language: str) -> list[tuple[str, str]]:
@@ -93,10 +100,20 @@ def test_the_commands_run_in_their_order(folder, monkeypatch):
     assert {"convert", "inspect", "diff", "train", "generate"} <= set(ran)
 
 
-def test_scripts_that_are_named_are_there():
-    for page in (*PAGES, "CONTRIBUTING.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for name in re.findall(r"\bscripts/[\w./]+\.(?:sh|py)", text):
+def test_the_python_of_every_page_is_run_by_a_test():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    names = [str(page.relative_to(ROOT)) for page in pages]
+    assert {name for name in names if samples(name, "python")} == {*PAGES, *RUN_BY}
+    for page, test in RUN_BY.items():
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not read {page}"
+
+
+def test_files_that_are_named_are_there():
+    """In text too, not in commands alone."""
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        if page.name == "CHANGELOG.md":
+            continue
+        for name in re.findall(r"\b(?:scripts|tests|examples)/[\w./-]+\.(?:sh|py|md)\b", page.read_text("utf-8")):
             assert (ROOT / name).is_file(), (page, name)
 
 
