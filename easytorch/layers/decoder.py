@@ -77,6 +77,25 @@ class DecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class PrePostNormLayer(DecoderLayer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), as in Gemma 2: (B, T, D) -> (B, T, D)."""
+
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        mixed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        return hidden_states + self.post_feedforward_layernorm(mixed)
+
+
 class DecoderBackbone(_Base):
     """Embedding, layers and the final norm; a mixin for the family's `PreTrainedModel`.
 
@@ -123,7 +142,7 @@ class DecoderBackbone(_Base):
         return DynamicCache(config=self.config_of_cache()) if past_key_values is None else past_key_values
 
     def config_of_cache(self) -> Any:
-        """The config as caches read it: with the layer types that the model has, whatever else it was given."""
+        """The config for transformers' caches, with the model's own layer types."""
         config = self.config
         if getattr(config, "layer_types", None) != self.layer_types:
             config = copy.copy(config)

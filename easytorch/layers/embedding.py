@@ -1,11 +1,15 @@
-"""Token embeddings with a scale."""
+"""Token embeddings with a scale, and the decoder that starts from them."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
+
+from easytorch.layers.config_checks import padding_of
+from easytorch.layers.decoder import DecoderBackbone
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -21,6 +25,14 @@ class ScaledEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale}"
+
+
+class ScaledBackbone(DecoderBackbone):
+    """`DecoderBackbone` whose embeddings are multiplied by sqrt(hidden_size)."""
+
+    @staticmethod
+    def embedding(config: Any) -> nn.Embedding:
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
 
 @functools.cache

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import GemmaConfig, GenerationMixin
 
-from easytorch.layers.config_checks import padding_of
-from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
-from easytorch.layers.embedding import ScaledEmbedding
+from easytorch.layers.decoder import DecoderLayer
+from easytorch.layers.embedding import ScaledBackbone
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
 from easytorch.layers.norm import ZeroCenteredRMSNorm
@@ -36,12 +34,8 @@ class GemmaPreTrainedModel(NativeDecoder):
     _can_record_outputs = {"hidden_states": GemmaDecoderLayer, "attentions": GemmaAttention}  # noqa: RUF012
 
 
-class GemmaModel(DecoderBackbone, GemmaPreTrainedModel):
+class GemmaModel(ScaledBackbone, GemmaPreTrainedModel):
     layer_class = GemmaDecoderLayer
-
-    @staticmethod
-    def embedding(config: Any) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
 
 class GemmaForCausalLM(CausalLMHead, GemmaPreTrainedModel, GenerationMixin):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
 from transformers import Gemma2Config, GenerationMixin
 
-from easytorch.layers.config_checks import padding_of
-from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
-from easytorch.layers.embedding import ScaledEmbedding
+from easytorch.layers.decoder import PrePostNormLayer
+from easytorch.layers.embedding import ScaledBackbone
 from easytorch.layers.grouped_attention import GroupedAttention
-from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead, TokenClassificationHead
+from easytorch.layers.heads import SequenceClassificationHead, SoftcappedCausalLMHead, TokenClassificationHead
 from easytorch.layers.masks import types_of_config
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import ZeroCenteredRMSNorm
@@ -28,33 +25,15 @@ class Gemma2Attention(GroupedAttention):
     types_of_layers = staticmethod(types_of_config)
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(
-            config,
-            layer_idx,
-            scaling=config.query_pre_attn_scalar**-0.5,
-            softcap=config.attn_logit_softcapping,
-        )
+        scaling, softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        super().__init__(config, layer_idx, scaling=scaling, softcap=softcap)
         self.is_causal = not config.use_bidirectional_attention
 
 
-class Gemma2DecoderLayer(DecoderLayer):
-    attention_class: ClassVar[type[nn.Module]] = Gemma2Attention
+class Gemma2DecoderLayer(PrePostNormLayer):
+    attention_class: ClassVar[type[GroupedAttention]] = Gemma2Attention
     mlp_class = Gemma2MLP
     norm_class = ZeroCenteredRMSNorm
-    norms = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
-    pre_feedforward_layernorm: nn.Module
-    post_feedforward_layernorm: nn.Module
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.post_attention_layernorm(attended)
-        mixed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
-        return hidden_states + self.post_feedforward_layernorm(mixed)
 
 
 class Gemma2PreTrainedModel(NativeDecoder):
@@ -64,23 +43,12 @@ class Gemma2PreTrainedModel(NativeDecoder):
     _can_record_outputs = {"hidden_states": Gemma2DecoderLayer, "attentions": Gemma2Attention}  # noqa: RUF012
 
 
-class Gemma2Model(DecoderBackbone, Gemma2PreTrainedModel):
+class Gemma2Model(ScaledBackbone, Gemma2PreTrainedModel):
     layer_class = Gemma2DecoderLayer
 
-    @staticmethod
-    def embedding(config: Gemma2Config) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
-
-class Gemma2ForCausalLM(CausalLMHead, Gemma2PreTrainedModel, GenerationMixin):
+class Gemma2ForCausalLM(SoftcappedCausalLMHead, Gemma2PreTrainedModel, GenerationMixin):
     backbone_class = Gemma2Model
-
-    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def logits_finish(self) -> tuple[float, float | None]:
-        return 1.0, self.config.final_logit_softcapping
 
 
 class Gemma2ForSequenceClassification(SequenceClassificationHead, Gemma2PreTrainedModel):

@@ -1,4 +1,4 @@
-"""The text of Gemma 3 (arXiv:2503.19786): Gemma 2's layers, norms of queries and keys, rotary positions by layer type.
+"""Gemma 3's text model (arXiv:2503.19786): Gemma 2's layers, norms of queries and keys, rotary by layer type.
 
 EmbeddingGemma is this model with `use_bidirectional_attention`.
 """
@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Cache, Gemma3TextConfig, GenerationMixin
 
-from easytorch.layers.config_checks import padding_of
-from easytorch.layers.decoder import DecoderBackbone
-from easytorch.layers.embedding import ScaledEmbedding
-from easytorch.layers.grouped_attention import GroupedAttention
-from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
+from easytorch.layers.embedding import ScaledBackbone
+from easytorch.layers.head_norm import HeadNormAttention
+from easytorch.layers.heads import SequenceClassificationHead, SoftcappedCausalLMHead
 from easytorch.layers.masks import FULL, SLIDING, Masks, masks_by_layer_type, types_of_config
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding
@@ -24,17 +21,13 @@ from easytorch.models.gemma2 import Gemma2DecoderLayer
 from easytorch.protocol.native import NativeDecoder
 
 
-class Gemma3Attention(GroupedAttention):
+class Gemma3Attention(HeadNormAttention):
     types_of_layers = staticmethod(types_of_config)
+    norm_class = ZeroCenteredRMSNorm
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx, scaling=config.query_pre_attn_scalar**-0.5)
         self.is_causal = not config.use_bidirectional_attention
-        self.q_norm = ZeroCenteredRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, *positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().rotate(self.q_norm(query), self.k_norm(key), *positions)
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):
@@ -48,13 +41,9 @@ class Gemma3PreTrainedModel(NativeDecoder):
     _can_record_outputs = {"hidden_states": Gemma3DecoderLayer, "attentions": Gemma3Attention}  # noqa: RUF012
 
 
-class Gemma3TextModel(DecoderBackbone, Gemma3PreTrainedModel):
+class Gemma3TextModel(ScaledBackbone, Gemma3PreTrainedModel):
     layer_class = Gemma3DecoderLayer
     rotary_class = LayerTypeRotaryEmbedding
-
-    @staticmethod
-    def embedding(config: Any) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.hidden_size**0.5)
 
     def make_masks(
         self,
@@ -72,15 +61,8 @@ class Gemma3TextModel(DecoderBackbone, Gemma3PreTrainedModel):
         )
 
 
-class Gemma3ForCausalLM(CausalLMHead, Gemma3PreTrainedModel, GenerationMixin):
+class Gemma3ForCausalLM(SoftcappedCausalLMHead, Gemma3PreTrainedModel, GenerationMixin):
     backbone_class = Gemma3TextModel
-
-    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def logits_finish(self) -> tuple[float, float | None]:
-        return 1.0, self.config.final_logit_softcapping
 
 
 class Gemma3TextForSequenceClassification(SequenceClassificationHead, Gemma3PreTrainedModel):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from transformers import GenerationMixin, Qwen3Config
 
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
-from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.head_norm import HeadNormAttention
 from easytorch.layers.heads import (
     CausalLMHead,
     QuestionAnsweringHead,
@@ -17,7 +14,6 @@ from easytorch.layers.heads import (
 )
 from easytorch.layers.masks import types_of_config
 from easytorch.layers.mlp import GatedMLP
-from easytorch.layers.norm import RMSNorm
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -26,16 +22,8 @@ class Qwen3MLP(GatedMLP):
         super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act)
 
 
-class Qwen3Attention(GroupedAttention):
+class Qwen3Attention(HeadNormAttention):
     types_of_layers = staticmethod(types_of_config)
-
-    def __init__(self, config: Any, layer_idx: int, **biases: bool) -> None:
-        super().__init__(config, layer_idx, **biases)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, *positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().rotate(self.q_norm(query), self.k_norm(key), *positions)
 
 
 class Qwen3DecoderLayer(DecoderLayer):
