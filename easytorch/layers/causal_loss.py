@@ -27,8 +27,8 @@ def causal_lm_loss(
 ) -> Tensor:
     """hidden_states (B, T, D), weight (V, D), labels (B, T): `ForCausalLMLoss` of the logits, and its keywords.
 
-    The labels are shifted by one unless `shift_labels` are given. The losses' sum over `num_items_in_batch`, else over
-    the labels that count: NaN where none does, as there.
+    The labels are shifted by one unless `shift_labels` are given. The sum of the losses is divided by
+    `num_items_in_batch`, else by the number of labels that are not ignored: NaN where all are, as in transformers.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -42,7 +42,7 @@ def causal_lm_loss(
 
 
 def plain_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of an `nn.Linear` that nothing listens to or stands in for, outside of a graph; else two None."""
+    """The weight and bias of a plain `nn.Linear` without hooks, in eager mode; else (None, None)."""
     if type(layer) is not nn.Linear or watched(layer) or torch.compiler.is_compiling():
         return None, None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")

@@ -1,4 +1,4 @@
-"""What a config must satisfy before a model is built of it: the numbers that otherwise fail deep inside."""
+"""Checks of a config before a model is built from it, of numbers that would fail deep inside."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def materialized(value: Any) -> Any:
 
 
 class _Deferring:
-    """Mixed in before an output class with a field `logits`."""
+    """A mixin that goes before an output class with a field `logits`."""
 
     @property
     def logits(self) -> Any:
@@ -89,12 +89,12 @@ class _Deferring:
 
 @functools.cache
 def deferring(output_class: type[ModelOutput]) -> type[ModelOutput]:
-    """`output_class`, an instance of which may be given `DeferredLogits`."""
+    """A subclass of `output_class` whose `logits` may be `DeferredLogits`."""
     return type(output_class.__name__, (_Deferring, output_class), {"__module__": __name__})
 
 
 def defers(hidden_states: Tensor, weight: Tensor) -> bool:
-    """True where autograd records a training step whose logits are worth not materializing."""
+    """Whether gradients are recorded and there are at least `SMALLEST` logits."""
     return (
         torch.is_grad_enabled()
         and hidden_states.requires_grad

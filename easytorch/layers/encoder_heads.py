@@ -109,7 +109,7 @@ class ClassificationHead(nn.Module):
 
 
 class EncoderHead(_Base):
-    """A backbone and what stands on it.
+    """A backbone and the head on it.
 
     arguments: those of `forward`, in the order of transformers. pooled: whether the backbone has its pooler, in
     families that have one. head_first: whether the head's weights come before the backbone's; optimizer states follow.
@@ -149,7 +149,7 @@ class EncoderHead(_Base):
         setattr(self, self.base_model_prefix, self.backbone_class(config, **more))
 
     def add_head(self, config: Any) -> None:
-        """What stands on the backbone, under the names of transformers."""
+        """The modules of the head, under the names of transformers."""
         raise NotImplementedError
 
     def encode(self, input_ids: torch.Tensor | None, **inputs: Any) -> Any:

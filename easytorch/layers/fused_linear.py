@@ -50,9 +50,9 @@ class FusedProjections(nn.Module):
             lay_side_by_side(layers)
 
     def projections(self, x: Tensor) -> list[Tensor]:
-        """x (..., K) -> what each of `fused` makes of it, (..., N): views of one product, or products of their own.
+        """x (..., K) -> the output of each of `fused`, (..., N): views of one product, or products of their own.
 
-        One product where no gradient is recorded and no graph traced, nothing listens to the layers or stands in for
+        One product where no gradient is recorded and no graph traced, the layers are plain and without hooks
         them, and their parameters lie side by side.
         """
         modules: Any = self._modules
@@ -92,7 +92,7 @@ class FusedProjections(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What `copy.deepcopy` and `pickle` end with; the former has copied each parameter by itself."""
+        """Called by `copy.deepcopy` and `pickle`; the former copies each parameter by itself."""
         super().__setstate__(state)
         if not self._together():
             self.lay_projections()
@@ -107,7 +107,7 @@ class FusedProjections(nn.Module):
 
 
 def _reads_memory(x: Tensor) -> bool:
-    """True for an eager call. Autocast keeps the parameters that it has cast, but no view of them."""
+    """True in eager mode without autocast, whose cache of cast parameters does not take views of them."""
     plain = untouched() and (x.is_cpu or x.is_cuda) and torch._C._get_tracing_state() is None
     return plain and not torch.is_autocast_enabled(x.device.type)
 
@@ -189,7 +189,7 @@ def _move(parameters: Sequence[Tensor]) -> None:
 
 
 def runs(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of tensors, those that follow one another in memory together, in the order they lie in."""
+    """The indices of tensors in runs that are adjacent in memory, in memory order."""
     found: list[list[int]] = []
     end = -1
     for address, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)], key=_ADDRESS):

@@ -17,7 +17,7 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """(..., N), (..., N) -> (..., N). An activation that something listens to is called as the module that it is."""
+    """(..., N), (..., N) -> (..., N). An activation with hooks is called as a module."""
     if gate.dtype is not up.dtype or watched(act):
         return act(gate) * up
     kind = type(act)

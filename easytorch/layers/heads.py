@@ -47,7 +47,7 @@ def labels_of(config: PreTrainedConfig) -> int:
 
 
 def _owner(owner: type, name: str) -> type:
-    """The class that `owner` has this attribute of."""
+    """The class in `owner`'s MRO that defines `name`."""
     return next(one for one in owner.__mro__ if name in vars(one))
 
 
@@ -80,7 +80,7 @@ class CausalLMHead(_Base):
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
         """transformers' loss of causal language models, of hidden states (B, T, D), without their logits.
 
-        None where it takes the logits: something else is computed of them, or listens to the head.
+        None where it needs the logits, because they are changed first or the head has hooks.
         """
         if not self.training or self.loss_function is not ForCausalLMLoss:
             return None
@@ -146,6 +146,17 @@ class CausalLMHead(_Base):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return self.make_output(outputs, loss, logits, attention_mask)
+
+
+class SoftcappedCausalLMHead(CausalLMHead):
+    """`CausalLMHead` whose logits are bounded, cap * tanh(logits / cap), by `config.final_logit_softcapping`."""
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0, self.config.final_logit_softcapping
 
 
 class SequenceClassificationHead(_Base):

@@ -115,7 +115,7 @@ class Mamba2Mixer(nn.Module):
 
 
 def initial_time_steps(config: Any, count: int, device: torch.device) -> torch.Tensor:
-    """(count,): the bias whose softplus lies between config.time_step_min and config.time_step_max, even in its log."""
+    """(count,): the bias whose softplus lies between config.time_step_min and config.time_step_max, log-uniformly."""
     low, high = math.log(config.time_step_min), math.log(config.time_step_max)
     steps = (torch.rand(count, device=device) * (high - low) + low).exp().clamp(min=config.time_step_floor)
     return steps + torch.log(-torch.expm1(-steps))

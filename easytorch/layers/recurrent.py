@@ -18,9 +18,9 @@ _OPERATION = OperationRegistry.create("causal_conv1d")
 
 
 def padding_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """(B, past + T) -> (B, T), 1 for tokens and 0 for padding; None where nothing is to be left out.
+    """(B, past + T) -> (B, T), 1 for tokens and 0 for padding; None where there is no padding.
 
-    One token after others is no padding, as in transformers; masks of another form say nothing of it.
+    A single token over a cache is never padding, as in transformers, and masks that are not 2D are ignored.
     """
     if attention_mask is None or attention_mask.ndim != 2 or length == 1:
         return None
@@ -52,7 +52,7 @@ def without_padding(hidden_states: torch.Tensor, mask: torch.Tensor | None) -> t
 
 
 def recurrent_state(cache: Cache | None, layer_idx: int) -> torch.Tensor | None:
-    """The state of a layer after the tokens so far, or None. To be asked for before `convolve`, which counts tokens."""
+    """The state of a layer after the tokens so far, or None. Read it before `convolve`, which counts tokens."""
     if cache is None or not cache.has_previous_state(layer_idx):
         return None
     layer: Any = cache.layers[layer_idx]

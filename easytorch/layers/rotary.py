@@ -66,7 +66,7 @@ class RotaryEmbedding(RotaryTables):
         return _frequencies(config, rope if cls.partial else _of_whole_heads(config, rope), **how)
 
     def initial_frequencies(self) -> Frequencies:
-        """Those of the buffers: of lengths that were trained."""
+        """The frequencies of the buffers, which are those of the trained length."""
         return self.frequencies(self.config, self.config.rope_parameters)
 
     def init_buffers(self) -> None:

@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805): post-norm layers, learned positions, and words and the next sentence to train on."""
+"""BERT (arXiv:1810.04805): post-norm layers, learned positions, masked words and next sentence prediction."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BertHeads(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, pooled: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """(B, T, D) -> word logits; with both heads also (B, D) -> sentence logits; (B, D) alone where that is all."""
+        """(B, T, D) -> word logits, (B, D) -> next sentence logits: of the heads that there are."""
         if not hasattr(self, "predictions"):
             return self.seq_relationship(hidden_states)
         words = self.predictions(hidden_states)
@@ -86,7 +86,7 @@ class BertWords(_Base):
     """A BERT whose `cls.predictions` is tied to its embedding. Mixed in before the head."""
 
     backbone_class = BertModel
-    # The decoder is the word embedding read backwards, with a bias of its own.
+    # The decoder's matrix is the word embedding; its bias is its own.
     _tied_weights_keys = {  # noqa: RUF012
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",

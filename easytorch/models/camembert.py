@@ -1,4 +1,4 @@
-"""CamemBERT (arXiv:1911.03894): RoBERTa trained on French; its heads precede its layers in a checkpoint."""
+"""CamemBERT (arXiv:1911.03894): RoBERTa in French; its heads precede its layers in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command R: attention and MLP of one norm side by side, rotary pairs side by side, and scaled logits."""
+"""Command R: attention and MLP in parallel after one norm, interleaved rotary pairs, and scaled logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CohereLayerNorm(LayerNorm):
 
 
 class HeadLayerNorm(nn.Module):
-    """A layer norm of each head, with weights of its own: (B, T, H, head_dim) -> the same, in float32 until the end."""
+    """LayerNorm of each head with weights of its own, in float32: (B, T, H, head_dim) -> the same."""
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Command R7B, Command A: Cohere's decoder with windows in most layers, and no positions in the others."""
+"""Command R7B, Command A: Cohere's decoder with sliding windows in most layers, and no positions in the others."""
 
 from __future__ import annotations
 

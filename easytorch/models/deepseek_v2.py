@@ -1,4 +1,4 @@
-"""DeepSeek V2 (arXiv:2405.04434): latent attention, and experts chosen by a softmax, within groups or not."""
+"""DeepSeek V2 (arXiv:2405.04434): latent attention, and experts chosen by a softmax, if set within groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3 (arXiv:2412.19437): latent attention, and experts chosen by a sigmoid and a bias within groups."""
+"""DeepSeek V3 (arXiv:2412.19437): latent attention, and experts chosen within groups by a sigmoid and a bias."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeepseekV3Attention(LatentAttention):
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """Pairs that stand side by side, half a head apart: as transformers' class has them in the cache."""
+    """Interleaved pairs, moved half a head apart as transformers' class caches them."""
     return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 

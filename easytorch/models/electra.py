@@ -1,4 +1,4 @@
-"""ELECTRA (arXiv:2003.10555): BERT's layers over embeddings of another width, which tell replaced tokens apart."""
+"""ELECTRA (arXiv:2003.10555): BERT's layers over embeddings of another width, trained to detect replaced tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ElectraGeneratorPredictions(nn.Module):
 
 
 class ElectraDiscriminatorPredictions(nn.Module):
-    """(B, T, D) -> (B, T): how surely each token is a replaced one."""
+    """(B, T, D) -> (B, T): the logit of each token being replaced."""
 
     def __init__(self, config: ElectraConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama's decoder with rotary pairs side by side, turned in float32."""
+"""ERNIE 4.5: Llama's decoder with interleaved rotary pairs, rotated in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EXAONE 4 (arXiv:2507.11407): Qwen 3's attention in OLMo 2's layers; layers without a window know no positions."""
+"""EXAONE 4 (arXiv:2507.11407): Qwen 3's attention in OLMo 2's layers; full attention has no positions (NoPE)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon-H1 (arXiv:2507.22448): attention and Mamba 2 side by side in every layer, with multipliers for each path."""
+"""Falcon-H1 (arXiv:2507.22448): attention and Mamba 2 in parallel in every layer, with multipliers for each path."""
 
 from __future__ import annotations
 

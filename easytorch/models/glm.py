@@ -1,4 +1,4 @@
-"""GLM 4 (arXiv:2406.12793): Phi 3's MLP, half of each head rotating, its pairs side by side."""
+"""GLM 4 (arXiv:2406.12793): Phi 3's MLP, partial rotary positions with interleaved pairs."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class GPT2CrossAttention(GPT2Attention):
 
 
 class GPT2Block(DecoderLayer):
-    """x + attention(norm(x)), then of the encoder where there is one, then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + cross attention if there is an encoder, then x + mlp(norm(x))."""
 
     attention_class = GPT2Attention
     mlp_class = GPT2MLP
@@ -169,7 +169,7 @@ class GPT2PreTrainedModel(NativeDecoder):
         if isinstance(module, Conv1D):
             initialization.normal_(module.weight, mean=0.0, std=std)
             initialization.zeros_(module.bias)
-        if isinstance(module, GPT2Attention | GPT2MLP):  # what is added to the residual, by how often it is
+        if isinstance(module, GPT2Attention | GPT2MLP):  # projections into the residual, scaled by their number
             initialization.normal_(module.c_proj.weight, mean=0.0, std=std / math.sqrt(2 * self.config.n_layer))
 
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia (arXiv:2204.06745): attention and MLP side by side, each with its norm; one matrix for q, k, v."""
+"""GPT-NeoX, Pythia (arXiv:2204.06745): attention and MLP in parallel, each with its norm; one matrix for q, k, v."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GPTNeoXAttention(GroupedAttention):
         self.dense = nn.Linear(hidden, hidden, bias=out_bias)
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # query, key and value of one head stand together, then those of the next
+        # stored head by head: query, key and value of one, then those of the next
         return linear(self.query_key_value, hidden_states).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
 
 

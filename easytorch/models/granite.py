@@ -1,4 +1,4 @@
-"""Granite 3: Llama's decoder with factors of the embeddings, the scores, what the layers add and the logits."""
+"""Granite 3: Llama's decoder with multipliers of the embeddings, the scores, the residual branches and the logits."""
 
 from __future__ import annotations
 

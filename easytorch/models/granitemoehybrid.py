@@ -1,4 +1,4 @@
-"""Granite 4: Granite's decoder with Mamba 2 in most layers, and experts beside an MLP that every token has."""
+"""Granite 4: Granite's decoder with Mamba 2 in most layers, and experts beside a shared MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helium 1: Llama's decoder with rotary pairs side by side, and norms in float32 throughout."""
+"""Helium 1: Llama's decoder with interleaved rotary pairs, and norms in float32 throughout."""
 
 from __future__ import annotations
 

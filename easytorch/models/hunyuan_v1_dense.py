@@ -17,12 +17,12 @@ from easytorch.protocol.native import NativeDecoder
 
 
 class HunYuanDenseV1RotaryEmbedding(RotaryEmbedding):
-    """With `alpha` among the parameters of the "dynamic" type, a base that is larger once and for all."""
+    """With `alpha`, the "dynamic" type has one NTK-scaled base, whatever the length."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if self._alpha():
-            self.rope_type = "ntk_alpha"  # whose frequencies are of no length
+            self.rope_type = "ntk_alpha"  # whose frequencies do not depend on the length
 
     def _alpha(self) -> float | None:
         rope = self.config.rope_parameters

@@ -138,7 +138,7 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """The padding is in the state after the prompt."""
+        """Drops the mask after the prompt: the state has left its padding out."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
             inputs["attention_mask"] = None
@@ -182,6 +182,6 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
 
 
 def _rename_embeddings(state_dict: dict[str, Any], *_: Any) -> None:
-    """The name that checkpoints of the authors have."""
+    """Takes the embeddings' name in the authors' checkpoints."""
     for name in [name for name in state_dict if "embedding." in name]:
         state_dict[name.replace("embedding.", "embeddings.")] = state_dict.pop(name)

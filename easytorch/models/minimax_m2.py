@@ -1,4 +1,4 @@
-"""MiniMax M2: experts chosen by a sigmoid and a bias, and norms of all queries and all keys together."""
+"""MiniMax M2: experts chosen by a sigmoid and a bias, and norms of queries and keys across all heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral's decoder, whose queries grow with the logarithm of their position, as Llama 4's."""
+"""Ministral 3: Mistral's decoder, with queries scaled by the logarithm of their position, as in Llama 4."""
 
 from __future__ import annotations
 

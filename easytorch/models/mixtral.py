@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): Mistral's decoder with experts, two of which each token goes to."""
+"""Mixtral (arXiv:2401.04088): Mistral's decoder with experts; each token is routed to two."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class ModernBertModel(ModernBertPreTrainedModel):
         self.embeddings.tok_embeddings = value
 
     def make_masks(self, hidden_states: torch.Tensor, attention_mask: Any) -> Masks:
-        """By type of layer; None where everyone sees everyone, within the window where there is one."""
+        """The mask of each layer type, None where every token attends to all others in its window."""
         given = {"config": self.config, "inputs_embeds": hidden_states, "attention_mask": attention_mask}
         full = create_bidirectional_mask(**given)
         if full is None and attn_implementation(self.config) in NATIVE_INTERFACES:
@@ -296,7 +296,7 @@ class ModernBertForSequenceClassification(EncoderSequenceClassification, ModernB
         self.classifier = nn.Linear(config.hidden_size, labels)
 
     def first(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """(B, T, D) -> (B, D) of what stands first, as transformers: padding on the left is not told apart."""
+        """(B, T, D) -> (B, D) of position 0, as in transformers, even where that is padding on the left."""
         return hidden_states[:, 0]
 
     def classify(self, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:

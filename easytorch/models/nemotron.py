@@ -1,4 +1,4 @@
-"""Nemotron (arXiv:2402.16819): squared ReLU without a gate, half of each head rotating, layer norms around one."""
+"""Nemotron (arXiv:2402.16819): squared ReLU without a gate, partial rotary positions, zero-centered layer norms."""
 
 from __future__ import annotations
 

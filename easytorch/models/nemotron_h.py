@@ -71,7 +71,7 @@ class NemotronHTopkRouter(GroupedSigmoidRouter):
 
 
 class NemotronHMoE(SparseMoe):
-    """Experts of a narrower hidden size where `config.moe_latent_size` says so, and one that every token has."""
+    """Experts, of a latent width if `config.moe_latent_size` is set, and a shared expert."""
 
     order = ("experts", "gate")
     router_class = NemotronHTopkRouter
@@ -127,7 +127,7 @@ class NemotronHBlock(DecoderLayer):
 
 
 def _no_mask(**_: Any) -> None:
-    """Of layers that see one token at a time."""
+    """None, the mask of layers without attention."""
 
 
 class NemotronHPreTrainedModel(NativeMoeDecoder):

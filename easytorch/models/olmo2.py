@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms after attention and MLP, and of all queries and all keys of a token together."""
+"""OLMo 2 (arXiv:2501.00656): norms after attention and MLP, and of queries and keys across all heads."""
 
 from __future__ import annotations
 

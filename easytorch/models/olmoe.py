@@ -1,4 +1,4 @@
-"""OLMoE (arXiv:2409.02060): experts, and norms of all queries and all keys of a token together."""
+"""OLMoE (arXiv:2409.02060): experts, and norms of queries and keys across all heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT (arXiv:2205.01068): learned positions from the third row of their table on, norms before each part or after."""
+"""OPT (arXiv:2205.01068): learned positions with an offset of two, norms before each part or after."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from easytorch.protocol.native import NativeDecoder
 
 
 class OPTLearnedPositionalEmbedding(nn.Embedding):
-    """position_ids (B, T) -> (B, T, D). The first two rows are those of padding, as the model was trained."""
+    """position_ids (B, T) -> (B, T, D). Positions are offset by two: the first rows are padding's."""
 
     offset = 2
 

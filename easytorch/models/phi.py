@@ -1,4 +1,4 @@
-"""Phi (arXiv:2306.11644, 2309.05463): attention and MLP side by side, part of each head rotating, biases everywhere."""
+"""Phi (arXiv:2306.11644, 2309.05463): attention and MLP in parallel, partial rotary positions, biases everywhere."""
 
 from __future__ import annotations
 

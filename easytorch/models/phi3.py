@@ -80,7 +80,7 @@ class Phi3ForCausalLM(CausalLMHead, Phi3PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Beyond the trained length the factors of longrope are others, and what the cache holds is made anew."""
+        """Past the trained length longrope takes its long factors, and the cache is recomputed."""
         trained = self.config.original_max_position_embeddings
         if past_key_values and input_ids.shape[1] > trained >= past_key_values.get_seq_length():
             past_key_values, kwargs["next_sequence_length"] = None, None

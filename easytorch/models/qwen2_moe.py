@@ -1,4 +1,4 @@
-"""Qwen 2 MoE and Qwen 1.5 MoE: Qwen 2's decoder with experts, and one more that every token has, behind a gate."""
+"""Qwen 2 MoE and Qwen 1.5 MoE: Qwen 2's decoder with experts and a gated shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 MoE's language model: Qwen3.5 with experts in every layer, and one more that every token has."""
+"""Qwen3.5 MoE's language model: Qwen3.5 with experts and a shared expert in every layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Qwen3_5MoePreTrainedModel(NativeMoeDecoder):
         "attentions": Qwen3NextAttention,
     }
     _is_stateful = True
-    # layers of multi-token prediction, and what sees images
+    # layers of multi-token prediction, and the vision tower
     _keys_to_ignore_on_load_unexpected = [r"^mtp.*", r"^model.visual.*"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:

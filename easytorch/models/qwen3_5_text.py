@@ -1,4 +1,4 @@
-"""Qwen3.5's language model: Qwen3-Next without experts, with positions in three dimensions where there are images."""
+"""Qwen3.5's language model: Qwen3-Next without experts, with three-dimensional positions where there are images."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Qwen3_5PreTrainedModel(NativeDecoder):
     _no_split_modules = ["Qwen3_5DecoderLayer", "Qwen3_5VisionBlock"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": Qwen3_5DecoderLayer, "attentions": Qwen3NextAttention}  # noqa: RUF012
     _is_stateful = True
-    # layers of multi-token prediction, and what sees images
+    # layers of multi-token prediction, and the vision tower
     _keys_to_ignore_on_load_unexpected = [r"^mtp.*", r"^model.visual.*"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:

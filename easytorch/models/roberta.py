@@ -1,4 +1,4 @@
-"""RoBERTa (arXiv:1907.11692): BERT's layers, with positions that count from the padding token on, and words alone."""
+"""RoBERTa (arXiv:1907.11692): BERT's layers, positions counted from the padding token on, and masked words alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def positions_after_padding(
 ) -> torch.Tensor:
     """padding + 1, padding + 2, ... (B or 1, T) for tokens, and `padding` for padding, as fairseq counts.
 
-    Of embeddings (B, T, D) alone, without input_ids, padding cannot be told: all are taken for tokens.
+    Without input_ids padding is unknown, and every position counts as a token.
     """
     if input_ids is None:
         return (torch.arange(embeddings.shape[1], device=embeddings.device) + past + padding + 1)[None]

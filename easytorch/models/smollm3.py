@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama's decoder, some of whose layers know no positions."""
+"""SmolLM 3: Llama's decoder, some of whose layers have no positions (NoPE)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM (arXiv:2402.17834): a quarter of each head rotating, layer norms, some of each head, parts side by side."""
+"""StableLM (arXiv:2402.17834): partial rotary positions, layer norms, if set also of each head, and parallel parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa (arXiv:1911.02116): RoBERTa of a hundred languages; its heads come before its layers on disk."""
+"""XLM-RoBERTa (arXiv:1911.02116): RoBERTa in a hundred languages; its heads precede its layers in a checkpoint."""
 
 from __future__ import annotations
 

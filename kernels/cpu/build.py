@@ -49,9 +49,9 @@ class BuildError(RuntimeError):
 
 
 def folder() -> Path | None:
-    """Where libraries are kept; None where no home is known."""
+    """The folder of built libraries; None without a home directory."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # the variable's definition says to pass over a relative one
+    if not cache.is_absolute():  # its specification says to ignore a relative path
         try:
             cache = Path.home() / ".cache"
         except RuntimeError:
@@ -117,11 +117,11 @@ def build() -> Path:
 
 
 def _compile_into(path: Path) -> None:
-    """The lock is held."""
+    """Compiles into `path`; the caller holds the lock."""
     failed, work = path.with_suffix(".failed"), path.with_suffix(".build")
     if failed.exists() and time.time() - failed.stat().st_mtime < REMEMBERED:
         raise BuildError(f"the C++ compiler failed before: its messages are in {failed}, remove it to try again")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a killed process
     work.mkdir()
     try:
         made = _compile(work)
@@ -161,7 +161,7 @@ def _compile(work: Path) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    # whatever the encoding of its messages
+    # a compiler's messages may have any encoding
     try:
         subprocess.run(
             command, check=True, capture_output=True, text=True, errors="replace", cwd=SOURCES, timeout=LONGEST
@@ -195,7 +195,7 @@ def _knows(*command: str) -> bool:
 
 
 def _flags() -> tuple[str, ...]:
-    """EASYTORCH_CPU_FLAGS adds more, such as a sanitizer's (scripts/test_sanitizers.sh)."""
+    """The compiler's flags; EASYTORCH_CPU_FLAGS adds more, such as a sanitizer's (scripts/test_sanitizers.sh)."""
     return (*FLAGS, *os.environ.get("EASYTORCH_CPU_FLAGS", "").split())
 
 
@@ -216,7 +216,7 @@ def _compiler_key(*tool: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock ends with the process that holds it, even if that is killed."""
+    """Holds an flock on `path`, which ends with the process even if that is killed."""
     import fcntl
 
     with path.open("w") as file:
@@ -228,7 +228,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Those that are still there: another process may be removing old ones."""
+    """The paths that exist, newest first: another process may be removing old ones."""
     aged = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):

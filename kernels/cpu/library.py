@@ -29,7 +29,7 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-# A process forked while a thread was loading: that thread is not there to let the lock go.
+# In a process forked while a thread held the lock, nothing would release it.
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_renew_lock)
 

@@ -18,13 +18,13 @@ from easytorch.kernels.interop.torch_func import eager, recording
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-# What stands for an argument that is absent: the operator takes tensors only.
+# Passed for an absent argument: the operator takes tensors only.
 _NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (torch.bool, torch.float32, torch.int64))
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None when `decode` carries this call, else the reason. Asking may build the library."""
-    # what is no tensor, or of a dtype that attention does not take, is `resolve`'s to refuse
+    # `resolve` refuses what is no tensor or has another dtype
     given = [x for x in (query, key, value, features.get("bias"), features.get("sinks")) if isinstance(x, Tensor)]
     if query.dtype == torch.float64:
         return f"it computes in float32, bfloat16 and float16, got {query.dtype}"
@@ -80,7 +80,7 @@ def run(
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True where `one_token` may be called right away, for a `contract.plain_token`. It may build the library."""
-    # what `supports` asks, without a call of Python for each question: this is at each layer of each token
+    # the checks of `supports`, inlined: this runs at each layer of each token
     return (
         query.dtype in _FLOATS
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))

@@ -57,7 +57,7 @@ def decode(
 
 
 def added_of(call: AttentionCall) -> Array | None:
-    """What is added to the scores, float32 (B or 1, H or 1, S or 1): the bias, and -inf where mask or segments hide."""
+    """The addend of the scores, float32 (B or 1, H or 1, S or 1): the bias, and -inf where mask or segments hide."""
     parts = []
     if call.bias is not None:
         parts.append(_three_dims(call.bias).astype(jnp.float32))
@@ -82,5 +82,5 @@ def precision_of(query: Array) -> lax.Precision:
 
 
 def _three_dims(x: Array) -> Array:
-    """What broadcasts to (B, H, 1, S), without the 1."""
+    """Drops the third dimension of what broadcasts to (B, H, 1, S)."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)[:, :, 0]

@@ -15,7 +15,7 @@ from easytorch.kernels.linear.operator import define
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-# What stands for no bias: the operator takes tensors only.
+# Passed for an absent bias: the operator takes tensors only.
 _NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
 
 
@@ -61,7 +61,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.layout is _STRIDED
         and weight.layout is _STRIDED
         and (bias is None or _adds(bias, weight))
-        # `recording` and `eager` without their calls: this is asked of each product of each layer of each token
+        # `recording` and `eager`, inlined: this runs for each product of each layer of each token
         and not (
             torch.is_grad_enabled()
             and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
@@ -107,7 +107,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run_or_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """By ATen where the library is missing: an exported program may run on a machine without a compiler."""
+    """`run`, or ATen where the library is missing: an exported program may run on a machine without a compiler."""
     return run(x, weight, bias) if library.missing() is None else F.linear(x, weight, bias)
 
 
