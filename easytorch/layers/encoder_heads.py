@@ -56,7 +56,7 @@ def in_order(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..
         )
         for name in names
     ]
-    ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])
+    ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])  # type: ignore[attr-defined]
     return ordered
 
 
@@ -341,7 +341,9 @@ class EncoderMultipleChoice(EncoderHead):
     ) -> MultipleChoiceModelOutput:
         """Every input (B, choices, T, ...) -> logits (B, choices). labels (B,): the right choice."""
         check_one_input(input_ids, inputs_embeds)
-        choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None, "check_one_input says so"
+        choices = given.shape[1]
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         ids, mask, types, positions, embeds = (None if one is None else one.flatten(0, 1) for one in inputs)
         outputs = self.encode(

@@ -136,7 +136,7 @@ class BertBackbone(_Base):
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings.word_embeddings = value
+        self.embeddings.word_embeddings = value  # type: ignore[assignment]
 
     def enter(self, embeddings: torch.Tensor) -> torch.Tensor:
         """What the first layer gets of the embeddings (B, T, D)."""
@@ -184,7 +184,7 @@ class BertBackbone(_Base):
                 config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
             )
         if encoder_attention_mask is not None:
-            encoder_attention_mask = create_bidirectional_mask(
+            encoder_attention_mask = create_bidirectional_mask(  # type: ignore[assignment]
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=encoder_attention_mask,

@@ -24,6 +24,7 @@ from easytorch.layers.encoder_heads import (
     TiedWordHead,
     classifier_dropout,
 )
+from easytorch.layers.heads import labels_of
 from easytorch.layers.linear import linear
 from easytorch.models._bert_encoder import BertModel as BertModel
 from easytorch.models._bert_encoder import BertPreTrainedModel
@@ -93,7 +94,7 @@ class BertWords(_Base):
     }
 
     def add_head(self, config: BertConfig) -> None:
-        self.cls = BertHeads(config, words=True, sentence=self.pooled)
+        self.cls = BertHeads(config, words=True, sentence=self.pooled)  # type: ignore[arg-type]
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.cls(hidden_states)
@@ -102,8 +103,8 @@ class BertWords(_Base):
         return self.cls.predictions.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.cls.predictions.decoder = new_embeddings
-        self.cls.predictions.bias = new_embeddings.bias
+        self.cls.predictions.decoder = new_embeddings  # type: ignore[assignment]
+        self.cls.predictions.bias = new_embeddings.bias  # type: ignore[assignment]
 
 
 class BertForPreTraining(BertWords, EncoderHead, BertPreTrainedModel):
@@ -180,7 +181,7 @@ class BertForSequenceClassification(EncoderSequenceClassification, BertPreTraine
 
     def add_head(self, config: BertConfig) -> None:
         self.dropout = classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, labels_of(config))
 
     def classify(self, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
         return self.classifier(self.dropout(outputs.pooler_output))

@@ -69,7 +69,7 @@ class ElectraModel(BertBackbone, ElectraPreTrainedModel):
         super().__init__(config, add_pooling_layer=False)
 
     def add_modules(self, config: ElectraConfig) -> None:
-        self.embeddings = self.embeddings_class(config)
+        self.embeddings = self.embeddings_class(config)  # type: ignore[arg-type]
         if config.embedding_size != config.hidden_size:
             self.embeddings_project = nn.Linear(config.embedding_size, config.hidden_size)
         self.encoder = PostNormEncoder(config, self.layer_class)

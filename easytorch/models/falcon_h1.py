@@ -112,7 +112,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         )
         attended = attended * config.attention_out_multiplier
         hidden_states = hidden_states + (mixed * config.ssm_out_multiplier + attended)
-        return hidden_states + self.feed_forward(self.pre_ff_layernorm(hidden_states))
+        return hidden_states + self.feed_forward(self.pre_ff_layernorm(hidden_states))  # type: ignore[operator]
 
 
 class FalconH1PreTrainedModel(NativeDecoder):
@@ -149,7 +149,7 @@ class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin
     backbone_class = FalconH1Model
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * self.config.lm_head_multiplier
+        return logits * self.config.lm_head_multiplier  # type: ignore[operator]
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: torch.Tensor, **kwargs: Any

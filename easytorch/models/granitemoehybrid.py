@@ -118,11 +118,11 @@ class GraniteMoeHybridModel(HybridBackbone, GraniteMoeHybridPreTrainedModel):
             self.rotary_emb = None
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return inputs_embeds * self.config.embedding_multiplier
+        return inputs_embeds * self.config.embedding_multiplier  # type: ignore[operator]
 
 
 class GraniteMoeHybridForCausalLM(BalancedCausalLMHead, GraniteMoeHybridPreTrainedModel, GenerationMixin):
     backbone_class = GraniteMoeHybridModel
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits / self.config.logits_scaling
+        return logits / self.config.logits_scaling  # type: ignore[operator]

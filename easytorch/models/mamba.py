@@ -51,9 +51,10 @@ class MambaPreTrainedModel(NativeDecoder):
         super()._init_weights(module)
         if not isinstance(module, self.mixer_class):
             return
-        module.reset_parameters(self.config)
-        initialization.kaiming_uniform_(module.conv1d.weight, a=math.sqrt(5))
-        weight = module.out_proj.weight
+        mixer: Any = module  # nn.Module's attributes are `Tensor | Module`
+        mixer.reset_parameters(self.config)
+        initialization.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
+        weight = mixer.out_proj.weight
         initialization.kaiming_uniform_(weight, a=math.sqrt(5))
         if self.config.rescale_prenorm_residual and not getattr(weight, "_is_hf_initialized", False):
             with torch.no_grad():  # GPT-2's scheme: the residuals add up over the layers

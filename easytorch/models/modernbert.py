@@ -28,6 +28,7 @@ from easytorch.layers.encoder_heads import (
     EncoderSequenceClassification,
     EncoderTokenClassification,
 )
+from easytorch.layers.heads import labels_of
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import FULL, SLIDING, Masks, types_of_config
 from easytorch.layers.norm import LayerNorm
@@ -177,6 +178,7 @@ class ModernBertModel(ModernBertPreTrainedModel):
 
     def __init__(self, config: ModernBertConfig) -> None:
         super().__init__(config)
+        assert config.layer_types is not None, "transformers' config fills it in"
         if unknown := sorted(set(map(str, config.layer_types)) - {FULL, SLIDING}):
             raise ValueError(
                 f"modernbert: config.layer_types names {', '.join(unknown)}; this family has {FULL}, {SLIDING}"
@@ -197,7 +199,7 @@ class ModernBertModel(ModernBertPreTrainedModel):
         return self.embeddings.tok_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings.tok_embeddings = value
+        self.embeddings.tok_embeddings = value  # type: ignore[assignment]
 
     def make_masks(self, hidden_states: torch.Tensor, attention_mask: Any) -> Masks:
         """The mask of each layer type, None where every token attends to all others in its window."""
@@ -223,7 +225,9 @@ class ModernBertModel(ModernBertPreTrainedModel):
         layer. Without gradients, padding on the right is left out where there is much of it, and its states are zeros.
         """
         check_one_input(input_ids, inputs_embeds)
-        length, device = (input_ids if inputs_embeds is None else inputs_embeds).shape[1], self.device
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None, "check_one_input says so"
+        length, device = given.shape[1], self.device
         if position_ids is None:
             position_ids = torch.arange(length, device=device)[None]
         documents = None
@@ -280,20 +284,25 @@ class ModernBertForMaskedLM(EncoderMaskedLM, ModernBertPreTrainedModel):
         return self.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.decoder = new_embeddings
+        self.decoder = new_embeddings  # type: ignore[assignment]
+
+
+def add_classifier(model: nn.Module, config: ModernBertConfig, labels: int) -> None:
+    """The modules of the classifiers, in the order of transformers: optimizer states follow it."""
+    model.head = ModernBertPredictionHead(config)
+    model.drop = nn.Dropout(config.classifier_dropout)
+    model.classifier = nn.Linear(config.hidden_size, labels)
 
 
 class ModernBertForSequenceClassification(EncoderSequenceClassification, ModernBertPreTrainedModel):
     backbone_class = ModernBertModel
     arguments = ARGUMENTS
+    head: nn.Module
+    drop: nn.Module
+    classifier: nn.Module
 
     def add_head(self, config: ModernBertConfig) -> None:
-        self.add_classifier(config, config.num_labels)
-
-    def add_classifier(self, config: ModernBertConfig, labels: int) -> None:
-        self.head = ModernBertPredictionHead(config)
-        self.drop = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.hidden_size, labels)
+        add_classifier(self, config, labels_of(config))
 
     def first(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """(B, T, D) -> (B, D) of position 0, as in transformers, even where that is padding on the left."""
@@ -313,9 +322,12 @@ class ModernBertForSequenceClassification(EncoderSequenceClassification, ModernB
 class ModernBertForTokenClassification(EncoderTokenClassification, ModernBertPreTrainedModel):
     backbone_class = ModernBertModel
     arguments = ARGUMENTS
+    head: nn.Module
+    drop: nn.Module
+    classifier: nn.Linear
 
     def add_head(self, config: ModernBertConfig) -> None:
-        ModernBertForSequenceClassification.add_classifier(self, config, config.num_labels)
+        add_classifier(self, config, labels_of(config))
 
     def classify(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.drop(self.head(hidden_states)))
@@ -334,7 +346,7 @@ class ModernBertForMultipleChoice(EncoderMultipleChoice, ModernBertPreTrainedMod
     score = ModernBertForSequenceClassification.classify
 
     def add_head(self, config: ModernBertConfig) -> None:
-        ModernBertForSequenceClassification.add_classifier(self, config, 1)
+        add_classifier(self, config, 1)
 
     def first(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """(B, T, D) -> (B, D) of the first token that is not padding."""

@@ -116,7 +116,7 @@ class NemotronHBlock(DecoderLayer):
         self.mixer = self.mixers[self.layer_type](config, layer_idx)
 
     def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
-        normalized = self.norm(hidden_states.to(self.norm.weight.dtype))
+        normalized = self.norm(hidden_states.to(self.norm.weight.dtype))  # type: ignore[arg-type]
         if self.layer_type == LINEAR:
             mixed = self.mixer(normalized, cache_params=past_key_values, **kwargs)
         elif self.layer_type == FULL:
