@@ -105,7 +105,7 @@ def transform_for(
     fill = architecture.shapes if architecture.tie else ()
 
     def transform(state_dict: StateDict) -> Tree:
-        plain = architecture.names.to_hub({name: _whole(tensor) for name, tensor in state_dict.items()})
+        plain = architecture.names.to_hub({name: _full_tensor(tensor) for name, tensor in state_dict.items()})
         arrays = {name: to_numpy(tensor) for name, tensor in plain.items()}
         apart = held_apart(infos_of(arrays), architecture, same_arrays(arrays.__getitem__))
         return state_dict_to_tree(
@@ -219,8 +219,8 @@ def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dic
     return {rename_source_key(name, [], [], base, weights)[0]: weight for name, weight in weights.items()}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on the CPU; a sharded one is gathered."""
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU; a `DTensor` is gathered."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 

@@ -1,4 +1,4 @@
-"""What callers ask of a model before they call it."""
+"""Forward's static arguments, the auto class and the sharding of a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def get_torch_loader(model_class: type[PreTrainedModel] | PreTrainedModel) -> An
 
 
 def params_sharding(model: torch.nn.Module) -> dict[str, tuple[Any, ...] | None]:
-    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None where it is not sharded."""
+    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None for one that is not sharded."""
     placements = {name: getattr(one, "placements", None) for name, one in model.named_parameters()}
     return {name: None if found is None else tuple(found) for name, found in placements.items()}
 

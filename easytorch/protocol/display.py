@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def get_module_repr(module: nn.Module) -> str:
-    """What a module's own parameters and buffers are: `weight: float32 (64, 32), bias: float32 (64,)`."""
+    """A module's own parameters and buffers in words: `weight: float32 (64, 32), bias: float32 (64,)`."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return ", ".join(f"{name}: {_tensor_repr(tensor)}" for name, tensor in own)
 

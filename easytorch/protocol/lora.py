@@ -164,7 +164,7 @@ def _wrapped(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _take_out(model: PreTrainedModel) -> None:
-    """Puts the plain layers back in place of PEFT's, and lets train what trained before."""
+    """Replaces PEFT's layers by the plain ones and restores what required gradients before."""
     for name, layer in _wrapped(model).items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
