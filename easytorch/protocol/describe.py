@@ -55,7 +55,7 @@ def get_torch_loader(model_class: type[PreTrainedModel] | PreTrainedModel) -> An
 
 
 def params_sharding(model: torch.nn.Module) -> dict[str, tuple[Any, ...] | None]:
-    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None for one that is not sharded."""
+    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh."""
     placements = {name: getattr(one, "placements", None) for name, one in model.named_parameters()}
     return {name: None if found is None else tuple(found) for name, found in placements.items()}
 
