@@ -10,6 +10,7 @@ import numpy as np
 from easytorch.backends.arguments import ints, text
 from easytorch.backends.builder_ops.collectives import CollectivesOps
 from easytorch.backends.builder_ops.control import ControlOps
+from easytorch.backends.builder_ops.conversion import ConversionOps
 from easytorch.backends.builder_ops.elementwise import ElementwiseOps
 from easytorch.backends.builder_ops.indexing import IndexingOps
 from easytorch.backends.builder_ops.movement import MovementOps
@@ -18,6 +19,8 @@ from easytorch.backends.builder_ops.product import ProductOps
 from easytorch.backends.builder_ops.random import RandomOps
 from easytorch.backends.builder_ops.recorder import Closure
 from easytorch.backends.builder_ops.reduction import ReductionOps
+from easytorch.backends.builder_ops.sorting import SortingOps
+from easytorch.backends.builder_ops.windows import WindowOps
 from easytorch.backends.composites import decompose, is_composite
 from easytorch.backends.dtypes import array_of, dtype_of
 from easytorch.backends.errors import BackendError, OpNotImplementedError
@@ -32,12 +35,15 @@ if TYPE_CHECKING:
 
 class Builder(
     ElementwiseOps,
+    ConversionOps,
     MovementOps,
     IndexingOps,
     ReductionOps,
+    WindowOps,
     ProductOps,
     NormalizationOps,
     RandomOps,
+    SortingOps,
     ControlOps,
     CollectivesOps,
 ):

@@ -14,7 +14,7 @@ import numpy as np
 
 from easytorch.backends.errors import BackendError
 from easytorch.backends.graph import Graph, Node, Op
-from easytorch.backends.shapeinference.control import COLLECTIVES
+from easytorch.backends.shapeinference import collectives
 from easytorch.backends.types import OpType
 
 Value = Any
@@ -121,7 +121,7 @@ class Interpreter:
         if node.op_type is OpType.WHILE_LOOP:
             return self._loop(attributes["cond"], attributes["body"])
         function = self._functions[node.op_type]
-        if node.op_type in COLLECTIVES:
+        if node.op_type in collectives.RULES:
             return collective(node, function, self._num_devices)
         if node.op_type is OpType.SORT:
             return self._sort(node, function)

@@ -20,10 +20,7 @@ from easytorch.backends.shapeinference.elementwise import RULES
 from easytorch.backends.types import OpType
 
 # With further arguments, or of several types.
-_OTHERS = {
-    *(OpType.COMPLEX, OpType.CLAMP, OpType.WHERE, OpType.CONVERT_DTYPE, OpType.BITCAST, OpType.GELU),
-    OpType.REDUCE_PRECISION,
-}
+_OTHERS = {OpType.COMPLEX, OpType.CLAMP, OpType.WHERE, OpType.REDUCE_PRECISION}
 OPS = tuple(op_type for op_type in RULES if op_type not in _OTHERS)
 # Products and powers of complex numbers whose parts overflow, and what is made of them: backends differ in what is NaN
 # and what infinite (docs/backends.md).

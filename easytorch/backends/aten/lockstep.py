@@ -11,7 +11,7 @@ from easytorch.backends.aten.lowering import Target, bind, constant_on
 from easytorch.backends.aten.ops.collectives import COLLECTIVE
 from easytorch.backends.graph import Graph, Node
 from easytorch.backends.interpreter import Devices, Interpreter, Row, Run, collective
-from easytorch.backends.shapeinference.control import COLLECTIVES
+from easytorch.backends.shapeinference import collectives
 from easytorch.backends.types import OpType
 
 _CLOSURES = frozenset({OpType.CALL, OpType.COND, OpType.WHILE_LOOP})
@@ -30,7 +30,7 @@ class LockstepInterpreter(Interpreter):
     def _runner(self, node: Node) -> Run:
         if node.op_type in _CLOSURES:
             return super()._runner(node)
-        if node.op_type in COLLECTIVES:
+        if node.op_type in collectives.RULES:
             function = COLLECTIVE[node.op_type](node)
             return collective(node, lambda values, **attributes: function(values), self._num_devices)
         kernel, several = bind(node, self._target), len(node.shapes) > 1 or node.op_type is OpType.SORT

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from easytorch.backends.arguments import integer
 from easytorch.backends.builder_ops.recorder import Recorder
-from easytorch.backends.dtypes import dtype_of
 from easytorch.backends.types import OpType
 
 if TYPE_CHECKING:
@@ -42,6 +41,10 @@ class ElementwiseOps(Recorder):
     def floor(self, x: Op) -> Op:
         """The greatest integer not above x, in x's dtype."""
         return self._add_one(OpType.FLOOR, x)
+
+    def identity(self, x: Op) -> Op:
+        """x itself, as a new operation."""
+        return self._add_one(OpType.IDENTITY, x)
 
     def is_finite(self, x: Op) -> Op:
         """bool: neither infinite nor NaN."""
@@ -268,13 +271,3 @@ class ElementwiseOps(Recorder):
     def where(self, condition: Op, on_true: Op, on_false: Op) -> Op:
         """on_true where the bool condition holds, on_false elsewhere; a scalar stands for an array of its value."""
         return self._add_one(OpType.WHERE, condition, on_true, on_false)
-
-    def convert_dtype(self, x: Op, dtype: Any) -> Op:
-        """x as `dtype`: floats to integers towards zero and clamped, NaN to 0; anything but zero is true. Of complex
-        numbers the real part alone counts, for bool too."""
-        return self._add_one(OpType.CONVERT_DTYPE, x, dtype=dtype_of(dtype))
-
-    def bitcast(self, x: Op, target_dtype: Any) -> Op:
-        """The bits of x read as another type, the lowest first: a wider type takes up the last axis, a narrower adds
-        one. A bool is one bit: eight of them are a byte."""
-        return self._add_one(OpType.BITCAST, x, target_dtype=dtype_of(target_dtype))

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 class MovementOps(Recorder):
     """Axes and sizes are plain integers, known when the computation is built. Negative axes are refused."""
 
-    def identity(self, x: Op) -> Op:
-        """x itself, as a new operation."""
-        return self._add_one(OpType.IDENTITY, x)
-
     def iota(self, shape: Shape, iota_axis: int) -> Op:
         """An array that counts from 0 along `iota_axis`."""
         return self._add_one(

@@ -11,18 +11,37 @@ from typing import Any
 
 from easytorch.backends.dtypes import DType
 from easytorch.backends.errors import BackendError
-from easytorch.backends.shapeinference import control, elementwise, indexing, movement, product, reduction
+from easytorch.backends.shapeinference import (
+    collectives,
+    control,
+    conversion,
+    elementwise,
+    indexing,
+    movement,
+    normalization,
+    product,
+    random,
+    reduction,
+    sorting,
+    windows,
+)  # fmt: skip
 from easytorch.backends.shapeinference.rule import Rule
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 
 RULES: dict[OpType, Rule] = {
     **elementwise.RULES,
+    **conversion.RULES,
     **movement.RULES,
     **reduction.RULES,
+    **windows.RULES,
     **product.RULES,
+    **normalization.RULES,
     **indexing.RULES,
+    **random.RULES,
+    **sorting.RULES,
     **control.RULES,
+    **collectives.RULES,
 }
 
 
@@ -42,7 +61,7 @@ def infer(
     if rule is None:
         raise BackendError(f"{op_type.go_name} has no shape rule")
     try:
-        found = rule(*shapes, **attributes, **({"num_devices": num_devices} if op_type in control.COLLECTIVES else {}))
+        found = rule(*shapes, **attributes, **({"num_devices": num_devices} if op_type in collectives.RULES else {}))
     except BackendError as error:
         given = ", ".join(map(str, shapes))
         raise BackendError(f"{op_type.go_name}({given}): {error}") from None

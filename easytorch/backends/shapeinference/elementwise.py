@@ -78,21 +78,6 @@ def _where(condition: Shape, on_true: Shape, on_false: Shape) -> Shape:
     return Shape(on_true.dtype, broadcast_shapes(condition, on_true, on_false))
 
 
-def _convert(x: Shape, dtype: DType) -> Shape:
-    return x.with_dtype(dtype)
-
-
-def _bitcast(x: Shape, target_dtype: DType) -> Shape:
-    here, there = (1 if dtype is DType.BOOL else dtype.bits for dtype in (x.dtype, target_dtype))
-    if here == there:
-        return x.with_dtype(target_dtype)
-    if here > there:
-        return Shape(target_dtype, (*x.dimensions, here // there))
-    if not x.rank or x.dimensions[-1] != there // here:
-        raise BackendError(f"the last axis must have {there // here} elements of {x.dtype} for one of {target_dtype}")
-    return Shape(target_dtype, x.dimensions[:-1])
-
-
 @takes((DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64), "floats of two bytes or more")
 def _reduce_precision(x: Shape, exponent_bits: int, mantissa_bits: int) -> Shape:
     if not 1 <= exponent_bits <= 64 or not 0 <= mantissa_bits <= 64:
@@ -166,9 +151,5 @@ RULES: dict[OpType, Rule] = {
     ),
     OpType.CLAMP: _clamp,
     OpType.WHERE: _where,
-    OpType.CONVERT_DTYPE: _convert,
-    OpType.BITCAST: _bitcast,
-    # A composite, but elementwise.
-    OpType.GELU: takes(FLOATS, "floats")(lambda x, approximate: x),
     OpType.IDENTITY: lambda x: x,
 }

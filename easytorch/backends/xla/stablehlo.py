@@ -20,6 +20,8 @@ from easytorch.backends.xla.ops import (
     product,
     random,
     reduction,
+    sorting,
+    windows,
 )
 
 EMITTERS: Mapping[OpType, Emit] = {
@@ -27,9 +29,11 @@ EMITTERS: Mapping[OpType, Emit] = {
     **conversion.EMITTERS,
     **movement.EMITTERS,
     **reduction.EMITTERS,
+    **windows.EMITTERS,
     **product.EMITTERS,
     **indexing.EMITTERS,
     **normalization.EMITTERS,
+    **sorting.EMITTERS,
     **control.EMITTERS,
     **collectives.EMITTERS,
     **random.EMITTERS,

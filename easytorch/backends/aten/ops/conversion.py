@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from easytorch.backends.aten.node_context import Kernel, NodeContext
+from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.storage_dtypes import held, integers, is_float8, is_narrow, narrow, storage_dtype, wide
 from easytorch.backends.dtypes import DType
+from easytorch.backends.types import OpType
 
 _TOP = -(2**63)
 
@@ -126,3 +127,9 @@ def _bits_apart(source: DType) -> Kernel:
         return bits.to(torch.bool).reshape(*x.shape, source.bits)
 
     return split
+
+
+CONVERSION: dict[OpType, Binder] = {
+    OpType.CONVERT_DTYPE: bind_convert,
+    OpType.BITCAST: bind_bitcast,
+}

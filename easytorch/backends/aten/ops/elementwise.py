@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.backends.aten import integer
 from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
-from easytorch.backends.aten.ops import integer
-from easytorch.backends.aten.ops.conversion import bind_bitcast, bind_convert
 from easytorch.backends.aten.storage_dtypes import held, is_float8, is_word, narrow, swapped, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.types import OpType
@@ -355,6 +354,4 @@ ELEMENTWISE: dict[OpType, Binder] = {
     OpType.GREATER_OR_EQUAL_TOTAL_ORDER: _total(torch.ge),
     OpType.CLAMP: ordered(_clamp),
     OpType.WHERE: direct(torch.where),
-    OpType.CONVERT_DTYPE: bind_convert,
-    OpType.BITCAST: bind_bitcast,
 }

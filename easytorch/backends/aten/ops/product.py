@@ -188,7 +188,7 @@ def _triangular_solve(context: NodeContext) -> Kernel:
     return solve
 
 
-PRODUCTS: dict[OpType, Binder] = {
+PRODUCT: dict[OpType, Binder] = {
     OpType.TRIANGULAR_SOLVE: _triangular_solve,
     OpType.DOT: _dot,
     OpType.DOT_GENERAL: _dot_general,

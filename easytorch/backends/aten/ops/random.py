@@ -10,7 +10,7 @@ from torch import Tensor
 from easytorch.backends.aten.node_context import Binder, Kernel, NodeContext
 from easytorch.backends.aten.storage_dtypes import storage_dtype
 from easytorch.backends.reference.ops.random import KEY_SCHEDULE, PARITY, ROTATIONS
-from easytorch.backends.shapeinference.control import halves
+from easytorch.backends.shapeinference.random import halves
 from easytorch.backends.types import OpType
 
 _ROUNDS = 10

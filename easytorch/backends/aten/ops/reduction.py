@@ -148,7 +148,7 @@ def _is_odd(x: Tensor, axis: int) -> Tensor:
     return torch.sum(x, axis) % 2 == 1
 
 
-REDUCTIONS: dict[OpType, Binder] = {
+REDUCTION: dict[OpType, Binder] = {
     OpType.REDUCE_SUM: _arithmetic(ReduceOpType.SUM),
     OpType.REDUCE_PRODUCT: _arithmetic(ReduceOpType.PRODUCT),
     OpType.REDUCE_MAX: _extreme(ReduceOpType.MAX),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from easytorch.backends.reference.ops.collectives import COLLECTIVE
+from easytorch.backends.reference.ops.conversion import CONVERSION
 from easytorch.backends.reference.ops.elementwise import ELEMENTWISE
 from easytorch.backends.reference.ops.indexing import INDEXING
 from easytorch.backends.reference.ops.movement import MOVEMENT
@@ -20,6 +21,7 @@ from easytorch.backends.reference.ops.product import PRODUCT
 from easytorch.backends.reference.ops.random import RANDOM
 from easytorch.backends.reference.ops.reduction import REDUCTION
 from easytorch.backends.reference.ops.sorting import SORTING
+from easytorch.backends.reference.ops.windows import WINDOWS
 from easytorch.backends.types import OpType
 
 
@@ -33,11 +35,8 @@ def _arrays(function: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
+_TABLES = (ELEMENTWISE, CONVERSION, MOVEMENT, REDUCTION, WINDOWS, PRODUCT, INDEXING, NORMALIZATION, RANDOM, SORTING)
 FUNCTIONS: dict[OpType, Callable[..., Any]] = {
-    **{
-        op_type: _arrays(function)
-        for table in (ELEMENTWISE, MOVEMENT, REDUCTION, PRODUCT, INDEXING, NORMALIZATION, RANDOM, SORTING)
-        for op_type, function in table.items()
-    },
+    **{op_type: _arrays(function) for table in _TABLES for op_type, function in table.items()},
     **COLLECTIVE,
 }

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from easytorch.backends.dtypes import DType, dtype_of
-from easytorch.backends.reference.ops.narrow import wide, widened, wrapped
+from easytorch.backends.dtypes import dtype_of
+from easytorch.backends.reference.narrow import wide, widened, wrapped
 from easytorch.backends.types import OpType
 
 _ERF = np.frompyfunc(math.erf, 1, 1)
@@ -19,7 +19,7 @@ def _is_integer(x: np.ndarray) -> bool:
     return dtype_of(x.dtype).is_integer
 
 
-def _erf(x: np.ndarray) -> np.ndarray:
+def erf(x: np.ndarray) -> np.ndarray:
     return np.asarray(_ERF(x.astype(np.float64)), np.float64).astype(x.dtype)
 
 
@@ -192,67 +192,6 @@ def _compared(compare: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return lambda x0, x1: np.asarray(compare(wide(x0), wide(x1)))
 
 
-def _convert(x: np.ndarray, dtype: DType) -> np.ndarray:
-    source = dtype_of(x.dtype)
-    if source.is_complex and not dtype.is_complex:
-        x, source = x.real, source.real
-    if dtype is DType.BOOL:
-        return np.asarray(wide(x) != 0)
-    if source.is_float and dtype.is_integer:
-        return _truncated(x, dtype)
-    with np.errstate(all="ignore"):
-        return wrapped(wide(x), dtype) if dtype.is_integer else wide(x).astype(dtype.numpy)
-
-
-def _truncated(x: np.ndarray, dtype: DType) -> np.ndarray:
-    """Floats to integers: towards zero, clamped, NaN to 0."""
-    truncated = np.trunc(x.astype(np.float64))
-    signed = dtype.value.startswith("int")
-    least = -(2 ** (dtype.bits - 1)) if signed else 0
-    most = 2 ** (dtype.bits - (1 if signed else 0)) - 1
-    inside = np.where(np.isnan(truncated) | (truncated < least) | (truncated >= float(most)), 0, truncated)
-    integers = inside.astype(np.int64 if signed else np.uint64)
-    integers = np.where(truncated < least, np.array(least, integers.dtype), integers)
-    return np.where(truncated >= float(most), np.array(most, integers.dtype), integers).astype(dtype.numpy)
-
-
-def _bitcast(x: np.ndarray, target_dtype: DType) -> np.ndarray:
-    source = dtype_of(x.dtype)
-    if source is target_dtype:
-        return x
-    if source is DType.BOOL:
-        joined = np.packbits(x, axis=-1, bitorder="little")
-        if target_dtype.bits == 4:
-            return wrapped(joined, target_dtype).reshape(x.shape[:-1])
-        return _bitcast(joined if target_dtype.bits > 8 else joined.reshape(x.shape[:-1]), target_dtype)
-    if target_dtype is DType.BOOL:
-        data = wide(x).view(np.uint8) if source.bits == 4 else np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        each = data.reshape(*x.shape, max(source.bits // 8, 1), 1)
-        return (
-            np.unpackbits(each, axis=-1, count=min(source.bits, 8), bitorder="little")
-            .astype(bool)
-            .reshape(*x.shape, source.bits)
-        )
-    if source.bits == target_dtype.bits:
-        if source.bits == 4:
-            return wrapped(x, target_dtype)
-        return np.ascontiguousarray(x).reshape(-1).view(target_dtype.numpy).reshape(x.shape)
-    if 4 in (source.bits, target_dtype.bits):
-        return _bitcast_nibbles(x, source, target_dtype)
-    flat = np.ascontiguousarray(x).reshape(-1).view(target_dtype.numpy)
-    wider = source.bits > target_dtype.bits
-    return flat.reshape((*x.shape, source.bits // target_dtype.bits) if wider else x.shape[:-1])
-
-
-def _bitcast_nibbles(x: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """A 4-bit element takes a byte here: packs two to a byte, the low half first, or unpacks them."""
-    if source.bits == 4:
-        pairs = (wide(x).astype(np.int64) & 15).astype(np.uint8).reshape(-1, 2)
-        return (pairs[:, 0] | pairs[:, 1] << 4).view(target.numpy).reshape(x.shape[:-1])
-    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return wrapped(np.stack([data & 15, data >> 4], -1), target).reshape(*x.shape, source.bits // 4)
-
-
 def _part(name: str) -> Callable[[np.ndarray], np.ndarray]:
     def part(x: np.ndarray) -> np.ndarray:
         if np.iscomplexobj(x):
@@ -273,13 +212,6 @@ def _where(condition: np.ndarray, on_true: np.ndarray, on_false: np.ndarray) -> 
     return np.where(condition, on_true, on_false)
 
 
-def _gelu(x: np.ndarray, approximate: bool) -> np.ndarray:
-    if approximate:
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-        return np.asarray(0.5 * x * (1 + np.tanh(inner)), x.dtype)
-    return np.asarray(0.5 * x * (1 + _erf(x * math.sqrt(0.5))), x.dtype)
-
-
 ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.IDENTITY: lambda x: x,
     OpType.ABS: widened(np.abs),
@@ -290,7 +222,7 @@ ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.ROUND: widened(np.rint),
     OpType.COS: _analytic(np.cos),
     OpType.SIN: _analytic(np.sin),
-    OpType.ERF: widened(_erf),
+    OpType.ERF: widened(erf),
     OpType.EXP: _analytic(np.exp),
     OpType.EXPM1: _analytic(_expm1),
     OpType.LOG: _analytic(np.log),
@@ -345,7 +277,4 @@ ELEMENTWISE: dict[OpType, Callable[..., np.ndarray]] = {
     OpType.GREATER_OR_EQUAL_TOTAL_ORDER: _total(np.greater_equal),
     OpType.CLAMP: widened(lambda min, x, max: np.minimum(np.maximum(x, min), max)),
     OpType.WHERE: _where,
-    OpType.CONVERT_DTYPE: _convert,
-    OpType.BITCAST: _bitcast,
-    OpType.GELU: widened(_gelu),
 }

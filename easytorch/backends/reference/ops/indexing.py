@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.backends.reference.ops.narrow import wide, widened
+from easytorch.backends.reference.narrow import wide, widened
 from easytorch.backends.types import OpType
 
 

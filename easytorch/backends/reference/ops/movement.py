@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from easytorch.backends.reference.ops.narrow import wrapped
+from easytorch.backends.reference.narrow import wrapped
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, PadAxis
 

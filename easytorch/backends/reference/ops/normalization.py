@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
 
-from easytorch.backends.reference.ops.narrow import wide, widened
+from easytorch.backends.reference.narrow import wide, widened
+from easytorch.backends.reference.ops.elementwise import erf
 from easytorch.backends.reference.ops.reduction import BLOCK
 from easytorch.backends.types import OpType
 
@@ -107,7 +109,15 @@ def _attention(
     return widened(attend)(query, key, value)
 
 
+def _gelu(x: np.ndarray, approximate: bool) -> np.ndarray:
+    if approximate:
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        return np.asarray(0.5 * x * (1 + np.tanh(inner)), x.dtype)
+    return np.asarray(0.5 * x * (1 + erf(x * math.sqrt(0.5))), x.dtype)
+
+
 NORMALIZATION: dict[OpType, Callable[..., Array | tuple[Array, ...]]] = {
+    OpType.GELU: widened(_gelu),
     OpType.BATCH_NORM_FOR_INFERENCE: widened(_inference),
     OpType.BATCH_NORM_FOR_TRAINING: widened(_training),
     OpType.BATCH_NORM_GRADIENT: widened(_gradient),

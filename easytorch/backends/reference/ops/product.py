@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.backends.reference.ops.narrow import widened
-from easytorch.backends.shapeinference.reduction import window_sizes
+from easytorch.backends.reference.narrow import widened
+from easytorch.backends.shapeinference.windows import window_sizes
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 
 Axes = tuple[int, ...]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from easytorch.backends.reference.ops.narrow import wrapped
-from easytorch.backends.shapeinference.control import halves
+from easytorch.backends.reference.narrow import wrapped
+from easytorch.backends.shapeinference.random import halves
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 

@@ -9,8 +9,8 @@ from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType, ReduceOpType
 from easytorch.backends.xla.emitter import Emitter, Value, pairs
+from easytorch.backends.xla.narrow import widened
 from easytorch.backends.xla.ops import Emit
-from easytorch.backends.xla.ops.narrow import widened
 from easytorch.backends.xla.ops.reduction import COMBINERS
 
 Groups = tuple[tuple[int, ...], ...] | None

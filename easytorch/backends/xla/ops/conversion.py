@@ -8,8 +8,8 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value, tensor
+from easytorch.backends.xla.narrow import low_nibble, widen
 from easytorch.backends.xla.ops import Emit
-from easytorch.backends.xla.ops.narrow import low_nibble, widen
 
 _NIBBLES = (DType.INT4, DType.UINT4)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from easytorch.backends.dtypes import SIGNED, DType
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
+from easytorch.backends.xla.narrow import narrow, widen, widened
 from easytorch.backends.xla.ops import Emit
-from easytorch.backends.xla.ops.narrow import narrow, widen, widened
 
 Unary = Callable[[Emitter, Value], Value]
 Binary = Callable[[Emitter, Value, Value], Value]

@@ -9,9 +9,9 @@ from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value, int_array
+from easytorch.backends.xla.narrow import narrow, widen
 from easytorch.backends.xla.ops import Emit
 from easytorch.backends.xla.ops.movement import index
-from easytorch.backends.xla.ops.narrow import narrow, widen
 
 Ints = tuple[int, ...]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from easytorch.backends.types import OpType
 from easytorch.backends.xla.emitter import Emitter, Value
+from easytorch.backends.xla.narrow import widened
 from easytorch.backends.xla.ops import Emit
-from easytorch.backends.xla.ops.narrow import widened
 
 
 def _mean(e: Emitter, x: Value, axis: int) -> Value:

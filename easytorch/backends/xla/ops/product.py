@@ -7,8 +7,8 @@ from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import ConvolveAxesConfig, FFTType, OpType
 from easytorch.backends.xla.emitter import Emitter, Value, int_array, pairs
+from easytorch.backends.xla.narrow import narrow, widened
 from easytorch.backends.xla.ops import Emit
-from easytorch.backends.xla.ops.narrow import narrow, widened
 
 Ints = tuple[int, ...]
 # Full float32 products: by default TPUs and newer GPUs round the operands to bfloat16 or tf32.
