@@ -58,6 +58,19 @@ def test_float32(case, ring_cases, ring_errors):
     assert max(errors.values()) <= 1e-5, errors
 
 
+@pytest.mark.parametrize("level", [1e6, 1e30])
+def test_equal_products_that_are_large(level, ring_cases, ring_errors):
+    tensors, features = ring_cases["causal"](20, 44)
+    if INTERPRETED:
+        tensors, features = smaller(tensors, features)
+    tensors["query"] = tensors["query"].round() * level
+    tensors["key"] = torch.zeros_like(tensors["key"])
+    tensors["key"][..., 0] = 1.0  # its products are exact, and alike for every key of a row
+    errors = ring_errors(one_at_a_time(), 2, "zigzag", tensors, features, torch.float32, DEVICE)
+    assert errors.pop("query") >= 0.0  # a sum that cancels to nothing
+    assert max(errors.values()) <= 1e-5, errors
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype, ring_cases, ring_errors):
     if INTERPRETED and dtype == torch.bfloat16:
