@@ -23,6 +23,8 @@ class Linear(OperationImpl):
     """(..., K), weight (N, K), bias (N,) -> (..., N). ATen; on a CPU for few rows the operator in C++, and oneDNN for
     float32 where torch's MKL is slower."""
 
+    takes_sparse = True  # ATen multiplies those
+
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
         mkl = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size")

@@ -27,6 +27,7 @@ class QuantizedMatmul(ProductImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "pallas"}
+    takes_sparse = True
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)

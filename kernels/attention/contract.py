@@ -150,6 +150,10 @@ def _check_features(
             "attention", query=query, mask=mask, bias=bias, query_segment_ids=query_segment_ids,
             key_segment_ids=key_segment_ids, sinks=sinks,
         )  # fmt: skip
+        arguments.check_dense(
+            "attention", mask=mask, bias=bias, query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids,
+            sinks=sinks,
+        )  # fmt: skip
     if mask is not None:
         if mask.dtype != torch.bool:
             raise ValueError(f"attention: mask must be boolean (True attends), got {mask.dtype}; pass scores as bias")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention import contract
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.interop.arguments import FLOATS, bounds
+from easytorch.kernels.interop.arguments import FLOATS, bounds, check_dense
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 
 
@@ -57,6 +57,7 @@ def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = 
     if lengths is not None:
         batch, keys = key.shape[:2]
         check_devices("decode", query=query, lengths=lengths)
+        check_dense("decode", lengths=lengths)
         if lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"decode: lengths must be int32 or int64, got {lengths.dtype}")
         if lengths.shape != (batch,):

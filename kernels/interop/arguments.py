@@ -20,6 +20,7 @@ from easytorch.kernels.interop.torch_func import eager
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 LARGEST = torch.finfo(torch.float32).max  # a factor beyond it makes NaN of a zero
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _REAL = (float, int, torch.SymFloat, torch.SymInt)
 
 
@@ -49,6 +50,13 @@ def check_tensors(operation: str, **tensors: Any) -> None:
             raise ValueError(
                 f"{operation}: {name} is on {tensor.device} and {first} on {device}; move them to one device"
             )
+
+
+def check_dense(operation: str, **tensors: Tensor | None) -> None:
+    """`ValueError` for a sparse tensor."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.layout in _SPARSE:
+            raise ValueError(f"{operation}: {name} must be dense, got {tensor.layout}; give {name}.to_dense()")
 
 
 def check_number(operation: str, name: str, value: Any, *, least: float | None = None) -> Any:

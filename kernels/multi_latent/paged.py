@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.attention.contract import band_of
-from easytorch.kernels.interop.arguments import check_tensors, described
+from easytorch.kernels.interop.arguments import check_dense, check_tensors, described
 from easytorch.kernels.multi_latent import absorbed, native
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_widths, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, expand, project
@@ -28,14 +28,16 @@ Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def checked_pages(latent_pages: Any) -> Pages:
-    """The pages, or a `TypeError` for what is neither a tensor nor a pair of them."""
+    """The pages, or a `TypeError` for what is neither a tensor nor a pair of them; `ValueError` for sparse ones."""
     if isinstance(latent_pages, torch.Tensor):
+        check_dense("ragged_page_multi_latent", latent_pages=latent_pages)
         return latent_pages
     pair = isinstance(latent_pages, tuple | list) and len(latent_pages) == 2
     if not pair or not all(isinstance(pool, torch.Tensor) for pool in latent_pages):
         raise TypeError(
             f"ragged_page_multi_latent: latent_pages must be a tensor or a pair of them, got {described(latent_pages)}"
         )
+    check_dense("ragged_page_multi_latent", **{f"latent_pages[{i}]": pool for i, pool in enumerate(latent_pages)})
     return latent_pages[0], latent_pages[1]
 
 

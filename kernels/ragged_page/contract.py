@@ -28,7 +28,7 @@ import torch
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import band_of, check_softcap
-from easytorch.kernels.interop.arguments import check_integer, check_tensors, floating
+from easytorch.kernels.interop.arguments import check_dense, check_integer, check_tensors, floating
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -96,6 +96,7 @@ def resolve_features(
 ) -> AttentionCall:  # fmt: skip
     """`resolve` for the features alone. scale: used where the call gives none."""
     check_tensors("ragged_page", sinks=sinks)
+    check_dense("ragged_page", sinks=sinks)
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
     if sinks is not None and not floating(sinks):

@@ -57,6 +57,18 @@ def test_every_tensor_on_another_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_every_tensor_sparse(name: str) -> None:
+    for case in CASES[name][:1]:
+        for argument, tensor in case.arguments.items():
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0 or OperationRegistry.get(name).takes_sparse:
+                continue
+            for wrong in (tensor.to_sparse(), *([tensor.to_sparse_csr()] if tensor.dim() == 2 else [])):
+                for backend in filter(lambda b: fuzz.carries(case, b), backends(name)):
+                    with pytest.raises(ValueError, match=rf"({argument} must be|takes plain) dense.*torch\.sparse"):
+                        run(name, backend, {**case.arguments, argument: wrong})
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_tensor_as_something_else(name: str) -> None:
     for case in CASES[name]:
         for argument in [n for n, x in case.arguments.items() if isinstance(x, Tensor)]:

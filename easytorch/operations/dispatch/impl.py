@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from easytorch.kernels.interop.arguments import check_flag, described
+from easytorch.kernels.interop.arguments import check_dense, check_flag, described
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
@@ -63,6 +63,7 @@ class OperationImpl(BaseOperation):
     settings: ClassVar[tuple[str, ...]] = ()
     paths: ClassVar[Mapping[str, str]] = {}  # platform -> the backend whose kernel `run` is given there
     folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
+    takes_sparse: ClassVar[bool] = False  # whether some backend multiplies sparse tensors
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
     _positional: ClassVar[tuple[str, ...] | None]  # the names of positional arguments; None: any number of them
     _leading: ClassVar[int]  # how many tensors stand first
@@ -180,7 +181,7 @@ class OperationImpl(BaseOperation):
             # the common case, all tensors first and positional: a fifth of the time of looking each up by name
             leading = self._leading
             for value in args[:leading]:
-                if not isinstance(value, Tensor):
+                if not isinstance(value, Tensor) or value.layout is not _STRIDED:
                     break
             else:
                 if self._flags and (kwargs or given > leading):
@@ -201,6 +202,8 @@ class OperationImpl(BaseOperation):
             if not (isinstance(value, Tensor) or (optional and value is None)):
                 what = "is missing" if value is _ABSENT else f"must be a torch.Tensor, got {described(value)}"
                 raise TypeError(f"{self.primary_name()}: {name} {what}")
+            if value is not None and value.layout is not _STRIDED and not self.takes_sparse:
+                check_dense(self.primary_name(), **{name: value})
         self._check_flags(args, kwargs)
 
     def _check_flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -393,6 +396,7 @@ def _reason_of(method: str) -> str:
 
 
 _ABSENT = object()
+_STRIDED = torch.strided
 _TENSOR = re.compile(r"(torch\.)?Tensor|Optional|<class 'torch.Tensor'>")  # multi_latent.py's Optional is one or None
 
 
