@@ -17,7 +17,7 @@ from easytorch.layers.token_loss import HeadProduct, finished
 
 
 def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Any, HeadProduct] | None:
-    """(output, what its logits would be made of) of a call of `model`; the output forms its logits when they are read.
+    """(output, the product its logits are) of a call of `model`; the output computes its logits when they are read.
 
     The head computes one position alone, from which is read what the model does with its logits: a factor or a soft
     cap. None where the head is no plain linear layer of (B, T, D), or the model does something else with the logits;
@@ -51,7 +51,7 @@ def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[A
     for factor, softcap in _finishes(model):
         if _equal(logits, finished(probed[0], factor, softcap)):
             product = HeadProduct(seen[0], weight, bias, factor, softcap)
-            fields = dict(output.items()) | {"logits": DeferredLogits(product.form)}
+            fields = dict(output.items()) | {"logits": DeferredLogits(product.materialize)}
             output_class: type[ModelOutput] = type(output)
             return deferring(output_class)(**fields), product
     return None

@@ -19,7 +19,7 @@ _CROSS_ENTROPY = OperationRegistry.create("cross_entropy")
 
 @dataclass(frozen=True)
 class HeadProduct:
-    """Logits that are not formed: softcap(factor * (hidden (..., D) @ weight (V, D).T + bias (V,)))."""
+    """Logits that are not computed yet: softcap(factor * (hidden (..., D) @ weight (V, D).T + bias (V,)))."""
 
     hidden: Tensor
     weight: Tensor
@@ -45,7 +45,7 @@ class HeadProduct:
         bias = None if self.bias is None else self.bias.to(dtype)
         return HeadProduct(self.hidden.to(dtype), self.weight.to(dtype), bias, self.factor, self.softcap)
 
-    def form(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The logits (..., V)."""
         return finished(F.linear(self.hidden, self.weight, self.bias), self.factor, self.softcap)
 
@@ -70,7 +70,7 @@ class TokenLossOptions:
     """What a loss takes beside logits and labels.
 
     class_weights (V,): of each label, as torch's `weight`. z_loss: how much a row's squared logsumexp counts.
-    chunk_size: rows whose logits are formed at once; None chooses.
+    chunk_size: rows whose logits are materialized at once; None chooses.
     """
 
     ignore_index: int = -100
@@ -128,13 +128,13 @@ def label_weights(labels: Tensor, options: TokenLossOptions) -> Tensor:
 
 @torch.no_grad()
 def correct_and_logsumexp(source: Tensor | HeadProduct, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) each: whether the largest logit is the label's, and the logsumexp; logits are formed a chunk at a time."""
+    """(N,) each: whether the largest logit is the label's, and the logsumexp; a chunk of logits at a time."""
     correct, normalizers = [], []
     product = source.rows() if isinstance(source, HeadProduct) else None
     size = max(1, len(labels)) if product is None else default_chunk_size(product.vocabulary)
     for start in range(0, len(labels), size):
         part = slice(start, start + size)
-        logits = (source[part] if isinstance(source, Tensor) else source.rows(part).form()).float()
+        logits = (source[part] if isinstance(source, Tensor) else source.rows(part).materialize()).float()
         correct.append(logits.argmax(-1) == labels[part])
         normalizers.append(logits.logsumexp(-1))
     if not correct:
@@ -153,11 +153,11 @@ def _weighted_and_smoothed(source: Tensor | HeadProduct, labels: Tensor, options
         part = slice(start, start + size)
 
         def of_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: Tensor) -> Tensor:
-            logits = HeadProduct(hidden, weight, bias, source.factor, source.softcap).form()
+            logits = HeadProduct(hidden, weight, bias, source.factor, source.softcap).materialize()
             return _losses_of_logits(logits, chunk, options)
 
         inputs = (rows[part], source.weight, source.bias, labels[part])
-        # the backward pass forms the chunk's logits again: all of them are never there at once
+        # the backward pass computes the chunk's logits again, so that they are never all in memory
         losses.append(checkpoint(of_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(losses)
 

@@ -4,7 +4,7 @@
     metrics.loss.backward()
 
 Which loss a model has is read off what transformers gives its class. The defaults are transformers' loss, in value and
-gradient; `LossConfig` says what else there is. The logits of a large vocabulary are not formed.
+gradient; `LossConfig` says what else there is. The logits of a large vocabulary are not materialized.
 """
 
 from __future__ import annotations

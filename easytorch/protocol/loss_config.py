@@ -39,8 +39,9 @@ class LossConfig:
     of the weights in addition. shift_tokens: False where the labels of a causal model are shifted already.
     problem_type, or classification_problem_type: of sequence and image classification; None is the model's own, or
     told by the labels. num_labels, or num_classification_labels: checked against the model. chunk_token_size: tokens
-    whose logits are formed at once; chunk_vocab_size and chunk_block_size: the same in logits a token, so that as many
-    logits are there at once. router_aux_loss_coef: of the experts' load balancing loss; None is the model's own.
+    whose logits are materialized at once; chunk_vocab_size and chunk_block_size: the same in logits a token, so that
+    as many logits are materialized at once. router_aux_loss_coef: of the experts' load balancing loss; None is the
+    model's own.
     break_on_nan: `FloatingPointError` for a loss that is not finite. compute_dtype: of the head's product, "fp32" or
     "bf16"; None is the model's. The loss itself is computed in float32.
     """
@@ -129,7 +130,7 @@ class LossConfig:
         return self.loss_normalizing_factor == SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE
 
     def chunk_size(self, labels: Tensor, vocabulary: int) -> int | None:
-        """Tokens whose logits are formed at once; None: the operation chooses."""
+        """Tokens whose logits are materialized at once; None: the operation chooses."""
         columns = self.chunk_vocab_size or self.chunk_block_size
         if columns is None:
             return self.chunk_token_size
@@ -170,7 +171,7 @@ class LossMetrics:
     loss: what to call `backward` on. weight_sum: of the tokens or rows that count. z_loss: its part of the loss.
     accuracy: the share of what counts where the largest logit is the label's. aux_loss: the experts' load balancing
     loss, before its coefficient. Accuracy and z_loss are computed when they are read: they need logits, which a loss
-    of a large vocabulary does not form. The other fields are a trainer's to fill.
+    of a large vocabulary does not materialize. A trainer may fill the other fields.
     """
 
     loss: Tensor | None = None
