@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.names.flax_leaves import is_statistic
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.rules.table import TIED_ALWAYS, RuleTable
 
@@ -31,6 +30,13 @@ _LAYERS = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?
 _STAGES = ("depths", "attention_types")
 # transformers builds two dicts with an entry for each label; ImageNet-21k has 21 843.
 _MOST_LABELS = 1_000_000
+
+
+# Floating point buffers that classes of transformers 5.23 save and compute from their config alone.
+_COMPUTED = re.compile(
+    r"(inv_freq|inv_timescales|slope_rate|(query|key|diagonal)_decay|pos_idx_to_embed|n(um)?_points_scale|"
+    r"attn_mask_probs|empty_weight|norm_mean|norm_std|act_fn\.(beta|eps))$"
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,9 @@ def architecture_of(config: Config, tensors: int, given: Collection[str] = ()) -
     except CheckpointError:
         raise
     except (StrictDataclassError, *UNBUILDABLE) as error:
-        reason = str(error).strip().partition("\n")[0]
+        # Some errors say in their second line what the first announces.
+        first, *others = (line.strip() for line in str(error).strip().split("\n"))
+        reason = f"{first} {others[0]}" if first.endswith(":") and others else first
         raise CheckpointError(
             f"describes no model that can be built ({reason}); correct it", file=config.file
         ) from error
@@ -89,8 +97,11 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # transformers recomputes these where a checkpoint lacks them: sinusoidal positions, for example.
     made = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
-    needed = parameters | _of_statistics(names.state)
-    optional = {name for name in names.state if name not in needed or made.search(name)}
+    optional = {
+        name
+        for name, tensor in names.state.items()
+        if made.search(name) or (name not in parameters and not _is_needed(name, tensor))
+    }
     return Architecture(
         name=type(model).__name__,
         shapes={
@@ -106,12 +117,9 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
     )
 
 
-def _of_statistics(state: Mapping[str, torch.Tensor]) -> set[str]:
-    """The buffers of a BatchNorm that nothing can make anew: its statistics, and the weights of a frozen one."""
-    modules = {name.rpartition(".")[0] for name in state if is_statistic(name)}
-    return {
-        name for name, tensor in state.items() if name.rpartition(".")[0] in modules and tensor.dtype.is_floating_point
-    }
+def _is_needed(name: str, buffer: torch.Tensor) -> bool:
+    """Whether nothing can make a buffer anew: statistics of norms, a router's biases, codebooks; not index tables."""
+    return buffer.dtype.is_floating_point and _COMPUTED.search(name) is None
 
 
 def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:

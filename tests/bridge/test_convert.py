@@ -242,7 +242,10 @@ BAD_CHECKPOINTS = {
         lambda folder: edit_config(folder, architectures=["LlamaModel"]),
         "unknown architecture",
     ),
-    "sizes of no model": (lambda folder: edit_config(folder, hidden_size="big"), "describes no model"),
+    "sizes of no model": (
+        lambda folder: edit_config(folder, hidden_size="big"),
+        "describes no model that can be built .Validation error for field .hidden_size.: TypeError.* expected int",
+    ),
     "too many layers": (
         lambda folder: edit_config(folder, num_hidden_layers=10**9),
         "`num_hidden_layers` is 1000000000",

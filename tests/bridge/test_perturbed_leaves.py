@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from easytorch.bridge.convert import convert
+from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.names.architecture import architecture_of
 from scripts.perturb_bridge import Case, model_of, write
 from scripts.perturb_leaves import losses
 
@@ -28,21 +30,22 @@ def test_no_leaf_is_lost(family: str, target: str, each: int, tmp_path: Path) ->
     assert not list(losses(model_of(family, SEED), target, each, tmp_path)), f"seed {SEED}"
 
 
-@pytest.mark.parametrize("family", ["resnet", "detr"])
-@pytest.mark.parametrize("end", ["running_mean", "running_var"])
-def test_statistics_are_no_less_than_weights(family: str, end: str, tmp_path: Path) -> None:
-    """They are buffers, which nothing makes anew, as the weights of the frozen norms of DETR's backbone are."""
+@pytest.mark.parametrize("family", ["resnet", "detr", "deepseek_v3"])
+def test_buffers_that_nothing_makes_anew_are_needed_like_weights(family: str, tmp_path: Path) -> None:
+    """Statistics of norms, the weights of DETR's frozen norms, the biases of DeepSeek's routers."""
     model = model_of(family, SEED)
     state = model.state()
-    norm = next(name for name in reversed(state) if name.endswith(end)).removesuffix(end)
-    for number, name in enumerate(f"{norm}{one}" for one in (end, "weight", "bias")):
-        for harm, message in (("missing", "is missing"), ("shape", "has shape")):
-            changed = {one: array for one, array in state.items() if one != name}
-            if harm == "shape":
-                changed[name] = state[name][:-1]
-            write(tmp_path / f"{harm}{number}", model, Case(harm, changed))
+    names = architecture_of(Config(Path("config.json"), model.content), 10_000).names
+    parameters = {name for name, _ in names.model.named_parameters(remove_duplicate=False)}
+    buffers = [name for name in model.shapes if names.places[name].name not in parameters]
+    ends = {name.rpartition(".")[2]: name for name in buffers}
+    assert ends
+    for end, name in ends.items():
+        others = {one: array for one, array in state.items() if one != name}
+        for message, changed in (("is missing", others), ("has shape", {**others, name: state[name][:-1]})):
+            write(tmp_path / f"{end} {message}", model, Case(message, changed))
             with pytest.raises(CheckpointError, match=f"{name}.*{message}"):
-                convert(tmp_path / f"{harm}{number}", tmp_path / "new", to="flax")
+                convert(tmp_path / f"{end} {message}", tmp_path / "new", to="flax")
     # A count of batches is for training alone, and old checkpoints lack it.
     counted = {name: array for name, array in state.items() if not name.endswith("num_batches_tracked")}
     write(tmp_path / "old", model, Case("old", counted))
