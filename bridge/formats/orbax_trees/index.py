@@ -97,7 +97,8 @@ def own_paths(folder: Path, keys: Iterable[str]) -> list[Path]:
         found += [step / CHECKPOINT_METADATA, step / "commit_success.txt", *_folders(step)]
     if _STEP.search(step.name) and os.access(step.parent, os.R_OK):
         found += [path for path in step.parent.iterdir() if _STEP.search(path.name) and path != step]
-    return [path for path in dict.fromkeys(found) if path.exists()]
+    # Of a path that is too long `Path.exists` raises, and a key in a store may be longer than a file's name.
+    return [path for path in dict.fromkeys(found) if os.path.exists(path)]
 
 
 def read_index(folder: Path) -> Index:

@@ -49,6 +49,9 @@ def part_layout(tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
 def array_layout(tensors: Sequence[TensorInfo]) -> Layout:
     """Folder -> its one tensor."""
     _check_names(tensors)
+    if (info := next((info for info in tensors if "\\" in info.name), None)) is not None:
+        # tensorstore writes it as a slash, where no program looks for the array.
+        raise CheckpointError("holds a backslash, which no folder of Orbax's does; convert to orbax", tensor=info.name)
     return {_key(info.name): [info] for info in tensors}
 
 
@@ -60,7 +63,7 @@ def _check_names(tensors: Sequence[TensorInfo]) -> None:
     nested({info.name: info for info in tensors})
     keys: dict[str, str] = {}
     for info in tensors:
-        if any(not part or part in (".", "..") for part in info.name.split("/")):
+        if any(not part or part in (".", "..") for part in info.name.split("/")) or "\0" in info.name:
             raise CheckpointError("is no path of plain names, so it cannot be a leaf of a tree", tensor=info.name)
         if info.dtype in _NOT_HELD:
             raise CheckpointError(f"Orbax has no dtype {info.dtype}; cast it to one it has", tensor=info.name)

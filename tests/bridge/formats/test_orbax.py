@@ -27,7 +27,9 @@ from easytorch.bridge.formats.orbax_trees import write as orbax_write
 from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
 from easytorch.bridge.formats.zarr_folders.metadata import parse
 from easytorch.bridge.jobs.sources import ArraySource
+from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.names.unwrap import unwrapped
+from easytorch.bridge.save_tree import save_tree
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint32", "bool"),
@@ -421,3 +423,18 @@ def test_a_killed_conversion_goes_on(tmp_path, tiny_torch, monkeypatch):
     convert(tiny_torch, tmp_path / "out", to="orbax", max_shard_size=2000, resume=True)
     convert(tmp_path / "out", tmp_path / "back", to="torch")
     assert (tmp_path / "back/model.safetensors").read_bytes() == (tiny_torch / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "held"), [("x" * 300, ["orbax"]), ("a\\b", ["orbax"]), ("a\0b", []), ("a b", ["orbax", "orbax-zarr"])]
+)
+def test_what_is_written_under_odd_names_can_be_read(tmp_path, name, held):
+    for target in ("orbax", "orbax-zarr"):
+        tree = {name: np.ones((2, 3), np.float32), "other": np.zeros(3, np.float32)}
+        if target not in held:
+            with pytest.raises(CheckpointError, match=r"no path of plain names|backslash|File name too long"):
+                save_tree(tree, tmp_path / target, to=target)
+            assert not (tmp_path / target).exists()
+            continue
+        save_tree(tree, tmp_path / target, to=target)
+        assert np.array_equal(load_tree(tmp_path / target)[name], tree[name])
