@@ -45,8 +45,9 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 
 def options(model: Any) -> dict[str, Any]:
-    """No cache, where the model has one."""
-    return {"use_cache": False} if model.can_generate() else {}
+    """No cache, where the model has one; what a decoder reads, where there is an encoder."""
+    given: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
+    return given | ({"decoder_input_ids": IDS.flip(0)} if model.config.is_encoder_decoder else {})
 
 
 def compile_(family: str) -> None:
@@ -102,7 +103,8 @@ def adapters(family: str) -> None:
 
     model = made(family)
     plain = logits(model)
-    task = "CAUSAL_LM" if model.can_generate() else None
+    generates = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    task = generates if model.can_generate() else None
     refused = ["out_proj"] if family in MAMBA else None  # by PEFT, for Mamba's kernels would pass over the adapter
     config = peft.LoraConfig(
         target_modules="all-linear", exclude_modules=refused, task_type=task, init_lora_weights=False, r=2
@@ -123,7 +125,8 @@ def new_tokens(family: str) -> None:
         model = made(family, tie_word_embeddings=tied)
         before = logits(model)
         model.resize_token_embeddings(101)
-        shared = tied and bool(model._tied_weights_keys)  # some families never tie them
+        # some families always tie them, some never
+        shared = model.config.tie_word_embeddings and bool(model._tied_weights_keys)
         assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == shared
         after = logits(model)
         assert after.shape[-1] == 101

@@ -70,7 +70,7 @@ def _operations(model: Any) -> list[str]:
     OperationImpl.__call__ = noted  # type: ignore[method-assign]
     try:
         with torch.no_grad():
-            model(ids, labels=ids)
+            model(ids, labels=ids)  # of an encoder-decoder what its decoder says
     finally:
         OperationImpl.__call__ = call  # type: ignore[method-assign]
     return sorted(called)

@@ -105,9 +105,10 @@ def test_encoders_equal_eager(name, tmp_path) -> None:
     assert_plugged(ours, 2)
 
 
-def test_t5_position_bias_and_whisper(tmp_path) -> None:
-    config = t.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    ours, theirs = ours_and_theirs(config, tmp_path / "t5", "AutoModel")
+def test_the_position_bias_of_umt5_and_whisper(tmp_path) -> None:
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = t.UMT5Config(**sizes, decoder_start_token_id=0)
+    ours, theirs = ours_and_theirs(config, tmp_path / "umt5", "AutoModel")
     inputs = {"input_ids": IDS, "attention_mask": MASK, "decoder_input_ids": IDS.flip(1)}
     with torch.no_grad():
         given, expected = (model(**inputs).last_hidden_state for model in (ours, theirs))

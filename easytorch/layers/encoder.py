@@ -18,6 +18,7 @@ from transformers.pytorch_utils import apply_chunking_to_forward
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation
 from easytorch.layers.config import attn_implementation
+from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
 
 
@@ -29,40 +30,48 @@ def check_heads(hidden_size: int, heads: int) -> None:
         )
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(FusedProjections):
     """Attention of the hidden states to the keys and values a subclass finds.
 
-    projections: the names of query, key and value. dropout_rate: the name of the config's rate of the weights.
+    fused: the names of query, key and value. heads_name, dropout_rate: the config's names of the number of heads and
+    of the rate of the weights.
     """
 
-    projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")
+    fused = ("query", "key", "value")
+    heads_name: ClassVar[str] = "num_attention_heads"
     dropout_rate: ClassVar[str] = "attention_probs_dropout_prob"
 
     def __init__(self, config: Any, layer_idx: int, is_causal: bool = False) -> None:
         super().__init__()
-        hidden_size, heads = config.hidden_size, config.num_attention_heads
-        check_heads(hidden_size, heads)
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = is_causal
-        self.head_dim = hidden_size // heads
+        self.head_dim = self.width_of_heads(config)
         self.scaling = self.head_dim**-0.5
-        self.make_projections(hidden_size)
+        self.make_projections(config.hidden_size)
         self.dropout = nn.Dropout(getattr(config, self.dropout_rate))
+
+    @classmethod
+    def width_of_heads(cls, config: Any) -> int:
+        """The numbers of a head. `ValueError` where the config's heads do not share the hidden size evenly."""
+        heads = getattr(config, cls.heads_name)
+        check_heads(config.hidden_size, heads)
+        width: int = config.hidden_size // heads
+        return width
 
     def make_projections(self, hidden_size: int) -> None:
         """The modules under the names and in the order of transformers: optimizer states follow it."""
-        for name in self.projections:
+        for name in self.fused:
             setattr(self, name, nn.Linear(hidden_size, hidden_size))
 
-    def heads(self, projection: str, states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) -> (B, H, T, head_dim)"""
-        return linear(getattr(self, projection), states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def split(self, projected: torch.Tensor) -> torch.Tensor:
+        """(B, T, H * head_dim) -> (B, H, T, head_dim)"""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def key_value(
+    def query_key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value (B, H, S, head_dim)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query (B, H, T, head_dim), key and value (B, H, S, head_dim)."""
         raise NotImplementedError
 
     def position_bias(
@@ -85,8 +94,7 @@ class MultiHeadAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """-> (B, T, D), and the weights (B, H, T, S) or None."""
-        query = self.heads(self.projections[0], hidden_states)
-        key, value = self.key_value(hidden_states, encoder_hidden_states, past_key_values)
+        query, key, value = self.query_key_value(hidden_states, encoder_hidden_states, past_key_values)
         if positions is not None:
             kwargs["position_bias"] = self.position_bias(query, key, positions)
         attend = interface_of(attn_implementation(self.config))
@@ -100,34 +108,38 @@ class MultiHeadAttention(nn.Module):
 class SelfAttention(MultiHeadAttention):
     """Keys and values come from the hidden states, and from the cache where there is one."""
 
-    def key_value(
+    def __init__(self, config: Any, layer_idx: int, is_causal: bool = False) -> None:
+        super().__init__(config, layer_idx, is_causal)
+        self.lay_projections()
+
+    def query_key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, key_name, value_name = self.projections
-        key, value = self.heads(key_name, hidden_states), self.heads(value_name, hidden_states)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = map(self.split, self.projections(hidden_states))
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
+        return (query, key, value) if cache is None else (query, *cache.update(key, value, self.layer_idx))
 
 
 class CrossAttention(MultiHeadAttention):
     """Keys and values come from the encoder, once: later tokens read them from the cache."""
 
-    def key_value(
+    def query_key_value(
         self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        layers: list[Any] = [self._modules[name] for name in self.fused]
+        query = self.split(linear(layers[0], hidden_states))
         if not isinstance(cache, EncoderDecoderCache):
             cache = None  # it has no place for the encoder's keys and values
         if cache is not None and cache.is_updated.get(self.layer_idx):
             stored: Any = cache.cross_attention_cache.layers[self.layer_idx]
-            return stored.keys, stored.values
+            return query, stored.keys, stored.values
         assert encoder_hidden_states is not None, "a layer attends to the encoder only where its states are given"
-        _, key_name, value_name = self.projections
-        key, value = self.heads(key_name, encoder_hidden_states), self.heads(value_name, encoder_hidden_states)
+        key, value = (self.split(linear(layer, encoder_hidden_states)) for layer in layers[1:])
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
-        return key, value
+        return query, key, value
 
 
 class AddNorm(nn.Module):

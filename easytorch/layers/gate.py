@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
 from easytorch.layers.linear import watched
 from easytorch.operations import OperationRegistry
@@ -29,11 +29,17 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _approximation(act: nn.Module) -> str | None:
-    """That of F.gelu where this module is nothing else; transformers has some by formulas of their own roundings."""
+    """That of F.gelu where this module is nothing else.
+
+    transformers has it by formulas of their own roundings too, of which `gelu_new` (T5 1.1, FLAN-T5, mT5) takes eight
+    passes over the memory for the same function.
+    """
     if type(act) is nn.GELU:
         return act.approximate
     if type(act) is GELUActivation and act.act is F.gelu:
         return "none"
+    if type(act) is NewGELUActivation:
+        return "tanh"
     if type(act) is GELUTanh and getattr(act.act, "func", None) is F.gelu:
         return "tanh"
     return None

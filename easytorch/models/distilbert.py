@@ -55,7 +55,7 @@ class Embeddings(nn.Module):
 
 
 class DistilBertSelfAttention(SelfAttention):
-    projections = ("q_lin", "k_lin", "v_lin")
+    fused = ("q_lin", "k_lin", "v_lin")
     dropout_rate = "attention_dropout"
 
     def make_projections(self, hidden_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,21 +24,13 @@ from easytorch.layers.encoder_heads import (
     TiedWordHead,
 )
 from easytorch.layers.linear import linear
+from easytorch.layers.relative_bias import relative_bias
 from easytorch.models.roberta import positions_after_padding
 from easytorch.protocol.native import NativeModel
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
 PADDING = 1  # whatever config.pad_token_id says: positions are counted from this token, as transformers counts
 BUCKETS, FARTHEST = 32, 128
-
-
-def bucket_of(distance: torch.Tensor) -> torch.Tensor:
-    """key - query -> 0 .. BUCKETS - 1: each side has half of them, for 0 to 7 steps and then by logarithm."""
-    half, exact = BUCKETS // 2, BUCKETS // 4
-    steps = distance.abs()
-    far = torch.log(steps.float() / exact) / math.log(FARTHEST / exact) * (half - exact)
-    far = (exact + far.clamp(min=0).long()).clamp(max=half - 1)
-    return torch.where(steps < exact, steps, far) + half * (distance > 0)
 
 
 class MPNetEmbeddings(nn.Module):
@@ -64,7 +55,7 @@ class MPNetEmbeddings(nn.Module):
 
 
 class MPNetSelfAttention(SelfAttention):
-    projections = ("q", "k", "v")
+    fused = ("q", "k", "v")
 
     def make_projections(self, hidden_size: int) -> None:
         super().make_projections(hidden_size)
@@ -104,8 +95,8 @@ class MPNetEncoder(PostNormEncoder):
 
     def positions(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The bias of the scores (1, H, T, T), the same for every layer."""
-        at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        return self.relative_attention_bias(bucket_of(at[None] - at[:, None])).permute(2, 0, 1)[None]
+        length, table = hidden_states.shape[1], self.relative_attention_bias
+        return relative_bias(table, length, length, buckets=BUCKETS, farthest=FARTHEST, device=hidden_states.device)
 
 
 class MPNetPreTrainedModel(NativeModel):

@@ -10,6 +10,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from tests.models.encoder_families import ENCODER_FAMILIES
 from tests.models.family import Family
+from tests.models.seq2seq_families import SEQ2SEQ_FAMILIES
 
 _SIZES = {
     "vocab_size": 97,
@@ -22,58 +23,62 @@ _SIZES = {
 _ONE_HEAD_EACH = _SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _DECODER = _ONE_HEAD_EACH | {"num_key_value_heads": 2}
 
-FAMILIES = ENCODER_FAMILIES | {
-    "llama": Family(
-        LlamaConfig,
-        (
-            "LlamaModel",
-            "LlamaForCausalLM",
-            "LlamaForSequenceClassification",
-            "LlamaForTokenClassification",
-            "LlamaForQuestionAnswering",
+FAMILIES = (
+    ENCODER_FAMILIES
+    | SEQ2SEQ_FAMILIES
+    | {
+        "llama": Family(
+            LlamaConfig,
+            (
+                "LlamaModel",
+                "LlamaForCausalLM",
+                "LlamaForSequenceClassification",
+                "LlamaForTokenClassification",
+                "LlamaForQuestionAnswering",
+            ),
+            _DECODER,
+            variants=(
+                {"attention_bias": True, "mlp_bias": True},
+                {"head_dim": 12},
+                {"num_key_value_heads": 1},
+                {"num_key_value_heads": 4},
+                {"tie_word_embeddings": True},
+                {"pretraining_tp": 2},
+                {"hidden_act": "gelu"},
+                {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3},
+            ),
         ),
-        _DECODER,
-        variants=(
-            {"attention_bias": True, "mlp_bias": True},
-            {"head_dim": 12},
-            {"num_key_value_heads": 1},
-            {"num_key_value_heads": 4},
-            {"tie_word_embeddings": True},
-            {"pretraining_tp": 2},
-            {"hidden_act": "gelu"},
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3},
+        "qwen3": Family(
+            Qwen3Config,
+            (
+                "Qwen3Model",
+                "Qwen3ForCausalLM",
+                "Qwen3ForSequenceClassification",
+                "Qwen3ForTokenClassification",
+                "Qwen3ForQuestionAnswering",
+            ),
+            _DECODER | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            variants=(
+                {"use_sliding_window": False},
+                {"attention_bias": True, "head_dim": 8},
+                {"tie_word_embeddings": True},
+                {"layer_types": ["sliding_attention", "sliding_attention"]},
+            ),
         ),
-    ),
-    "qwen3": Family(
-        Qwen3Config,
-        (
-            "Qwen3Model",
-            "Qwen3ForCausalLM",
-            "Qwen3ForSequenceClassification",
-            "Qwen3ForTokenClassification",
-            "Qwen3ForQuestionAnswering",
+        "gemma2": Family(
+            Gemma2Config,
+            ("Gemma2Model", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2ForTokenClassification"),
+            _DECODER | {"head_dim": 8, "query_pre_attn_scalar": 13, "sliding_window": 4},
+            reference="eager",  # which alone carries its softcap
+            variants=(
+                {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7},
+                {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+                {"attention_bias": True, "num_key_value_heads": 1},
+                {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 2},
+            ),
         ),
-        _DECODER | {"head_dim": 16, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        variants=(
-            {"use_sliding_window": False},
-            {"attention_bias": True, "head_dim": 8},
-            {"tie_word_embeddings": True},
-            {"layer_types": ["sliding_attention", "sliding_attention"]},
-        ),
-    ),
-    "gemma2": Family(
-        Gemma2Config,
-        ("Gemma2Model", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2ForTokenClassification"),
-        _DECODER | {"head_dim": 8, "query_pre_attn_scalar": 13, "sliding_window": 4},
-        reference="eager",  # which alone carries its softcap
-        variants=(
-            {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7},
-            {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-            {"attention_bias": True, "num_key_value_heads": 1},
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 2},
-        ),
-    ),
-}
+    }
+)
 
 _SEQUENCE, _TOKEN, _ANSWER = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -619,8 +624,8 @@ FAMILIES |= {
         ),
     ),
 }
-ENCODERS = tuple(ENCODER_FAMILIES)
-DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS)
+ENCODERS, SEQ2SEQ = tuple(ENCODER_FAMILIES), tuple(SEQ2SEQ_FAMILIES)
+DECODERS = tuple(name for name in FAMILIES if name not in (*ENCODERS, *SEQ2SEQ))
 EXPERTS = (
     "mixtral",
     "qwen3_moe",
@@ -644,6 +649,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}
 # The head whose logits stand for a family where one is enough.
 LANGUAGE = CAUSAL | {
-    family: next(head for head in FAMILIES[family].heads if head.endswith("ForMaskedLM")) for family in ENCODERS
+    family: next(head for head in FAMILIES[family].heads if head.endswith(("ForMaskedLM", "ForConditionalGeneration")))
+    for family in (*ENCODERS, *SEQ2SEQ)
 }
 CAUSAL_ENCODERS = {family: head for family in ENCODERS for head in FAMILIES[family].heads if head.endswith(_CAUSAL)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 from easytorch.models.bert import BertModel
-from tests.models.families import DECODERS, FAMILIES, HEADS, LANGUAGE
+from tests.models.families import DECODERS, FAMILIES, HEADS, LANGUAGE, SEQ2SEQ
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -18,6 +21,8 @@ def labels_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
         return {"labels": tokens, "next_sentence_label": torch.tensor([0, 1])}
     if name == "GPT2DoubleHeadsModel":
         return {"labels": torch.stack([tokens, tokens.flip(0)], dim=1), "mc_labels": torch.tensor([1, 0])}
+    if name.endswith("ForConditionalGeneration"):
+        return {"labels": batch["input_ids"].flip(0)[:, 2:].masked_fill(batch["attention_mask"][:, 2:] == 0, -100)}
     if "QuestionAnswering" in name:
         return {"start_positions": torch.tensor([4, 1]), "end_positions": torch.tensor([6, 30])}
     if "SequenceClassification" in name or "NextSentence" in name or "MultipleChoice" in name:
@@ -30,7 +35,16 @@ def labels_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
 def inputs_for(name: str, batch: dict) -> dict[str, torch.Tensor]:
     if "MultipleChoice" in name or name == "GPT2DoubleHeadsModel":
         return {key: torch.stack([value, value.flip(0)], dim=1) for key, value in batch.items()}
-    return dict(batch)
+    arguments = inspect.signature(getattr(transformers, name).forward).parameters
+    if "decoder_input_ids" not in arguments:
+        return dict(batch)
+    if "SequenceClassification" in name:  # which reads the last of the end tokens, as many in every row
+        ends = torch.tensor([[4, 9], [1, 6]])
+        end = getattr(transformers, name).config_class().eos_token_id
+        return dict(batch) | {"input_ids": batch["input_ids"].scatter(1, ends, end)}
+    if "QuestionAnswering" in name:  # whose decoder reads what the encoder reads
+        return dict(batch)
+    return dict(batch) | {"decoder_input_ids": batch["input_ids"].flip(0)[:, 2:]}
 
 
 def assert_same(ours, theirs, rows: torch.Tensor | None = None) -> None:
@@ -68,7 +82,7 @@ def test_outputs_loss_and_gradients(family, name, batch, make_pair) -> None:
     outputs = [model(**inputs, **labels, output_hidden_states=True) for model in (ours, theirs)]
     assert_same(*outputs, rows)
     if not labels:
-        real = inputs["attention_mask"].bool()
+        real = inputs["attention_mask"][:, -outputs[0].last_hidden_state.shape[1] :].bool()
         outputs = [{"loss": output.last_hidden_state[real].square().mean()} for output in outputs]
     for output in outputs:
         (output["loss"] + output.get("mc_loss", 0.0)).backward()
@@ -85,13 +99,14 @@ def test_attentions_and_hidden_states_have_transformers_names_and_values(family,
     attentions = FAMILIES[family].attentions
     kwargs = {"output_attentions": True} if attentions else {}
     kwargs["output_hidden_states"] = True
-    unpadded = {"input_ids": batch["input_ids"].clamp(min=3)}
+    unpadded = inputs_for(FAMILIES[family].heads[0], {"input_ids": batch["input_ids"].clamp(min=3)})
     with torch.no_grad():
         output, expected = ours(**unpadded, **kwargs), theirs(**unpadded, **kwargs)
-    assert (
-        len(output.get("attentions", ())) == attentions
-        and len(output.hidden_states) == 1 + ours.config.num_hidden_layers
-    )
+    halves = ("encoder_", "decoder_") if family in SEQ2SEQ else ("",)
+    for half in halves:
+        assert len(output.get(f"{half}attentions", ())) == attentions
+        assert len(output[f"{half}hidden_states"]) == 1 + ours.config.num_hidden_layers
+    assert len(output.get("cross_attentions", ())) == (attentions if family in SEQ2SEQ else 0)
     assert_same(output, expected)
     assert isinstance(ours(**unpadded, return_dict=False), tuple)
 
@@ -102,8 +117,9 @@ def test_attentions_and_hidden_states_have_transformers_names_and_values(family,
 def test_config_variants(family, changes, batch, make_pair) -> None:
     row = FAMILIES[family]
     ours, theirs = make_pair(LANGUAGE[family], row.config(**changes), row.reference)
+    inputs = inputs_for(LANGUAGE[family], batch)
     with torch.no_grad():
-        assert_same({"": ours(**batch).logits}, {"": theirs(**batch).logits}, seen(family, batch))
+        assert_same({"": ours(**inputs).logits}, {"": theirs(**inputs).logits}, seen(family, batch))
 
 
 @pytest.mark.parametrize("problem, labels", [

@@ -1,0 +1,177 @@
+"""What encoder-decoder families share: one embedding, an encoder and a decoder that run one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqModelOutput
+from transformers.utils.generic import can_return_tuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers import PreTrainedModel as _Base
+else:
+    _Base = object  # the family's `PreTrainedModel` comes after it among the bases
+
+
+def shift_right(tokens: torch.Tensor, start: int | None, padding: int | None) -> torch.Tensor:
+    """What a decoder reads to predict `tokens` (B, T): `start`, then all but the last, -100 as padding."""
+    if start is None:
+        raise ValueError("config.decoder_start_token_id is None: set it to the token that a decoder begins with")
+    if padding is None:
+        raise ValueError("config.pad_token_id is None: set it to the token that stands for labels of -100")
+    shifted = torch.cat([torch.full_like(tokens[..., :1], start), tokens[..., :-1]], dim=-1)
+    return shifted.masked_fill(shifted == -100, padding)
+
+
+def own_cache(cache: Cache | None) -> Cache | None:
+    """The cache of a decoder's own tokens."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def new_cache(config: PreTrainedConfig, *, attends_to_encoder: bool) -> Cache:
+    """An empty cache for a decoder, and for what it attends to of the encoder."""
+    own = DynamicCache(config=config)
+    return EncoderDecoderCache(own, DynamicCache(config=config)) if attends_to_encoder else own
+
+
+def decoder_masks(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    encoder_hidden_states: torch.Tensor | None,
+    encoder_attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+) -> tuple[Any, Any]:
+    """The masks of a decoder's attention to its own tokens, and to the encoder's; None where there is nothing to mask.
+
+    inputs_embeds (B, T, D), attention_mask (B, past + T), encoder_hidden_states (B, S, D), encoder_attention_mask
+    (B, S); masks of any pattern are (B, 1, T, ...).
+    """
+    own = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=own_cache(past_key_values),
+    )
+    if encoder_hidden_states is None:
+        return own, None
+    cross = create_bidirectional_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=encoder_attention_mask,
+        encoder_hidden_states=encoder_hidden_states,
+    )
+    return own, cross
+
+
+class EncoderDecoder(_Base):
+    """`shared`, `encoder` and `decoder`, as attributes of the model itself, and the forward of both.
+
+    shifts_inputs: whether a decoder that is given nothing reads the encoder's tokens, shifted by one.
+    """
+
+    shifts_inputs: ClassVar[bool] = False
+    shared: nn.Embedding
+    encoder: Any
+    decoder: Any
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.shared
+
+    def set_input_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.shared = new_embeddings  # type: ignore[assignment]
+        for part in ("encoder", "decoder"):
+            if hasattr(self, part):
+                getattr(self, part).embed_tokens = new_embeddings
+
+    def shifted(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the decoder reads to predict `tokens` (B, T)."""
+        return shift_right(tokens, self.config.decoder_start_token_id, self.config.pad_token_id)
+
+    def encode_decode(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """input_ids (B, S), decoder_input_ids (B, T) -> last_hidden_state (B, T, D) and what each half returns.
+
+        encoder_outputs: those of an earlier call, as `BaseModelOutput` or a tuple; the encoder is then not run.
+        """
+        if self.shifts_inputs and decoder_input_ids is None and decoder_inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError(
+                    "If no `decoder_input_ids` or `decoder_inputs_embeds` are passed, `input_ids` cannot be `None`: "
+                    "the decoder would read them"
+                )
+            decoder_input_ids = self.shifted(input_ids)
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        elif not isinstance(encoder_outputs, BaseModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            past_key_values=past_key_values,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class Seq2SeqModel(EncoderDecoder):
+    """The model without a head."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """As `encode_decode`."""
+        return self.encode_decode(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            past_key_values,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            **kwargs,
+        )
