@@ -24,12 +24,13 @@ class QuantizedKeysAndValues(QuantizedLayer):
         super().__init__(nbits=8 if format_ in ("int8", "fp8") else 4, residual_length=residual_length)
         self.format, self.group_size = format_, group_size
 
-    def _quantize(self, tensor: Tensor, axis: int) -> Any:
+    def _quantize(self, tensor: Tensor, axis: int) -> Any:  # type: ignore[override]
         rows = tensor.reshape(-1, tensor.shape[-1])
         return _Codes(quantize(rows, self.format, self.group_size), tensor.shape, tensor.dtype)
 
     def _dequantize(self, q_tensor: Any) -> Tensor:
-        return q_tensor.weight.dequantize(q_tensor.dtype).reshape(q_tensor.shape)
+        tensor: Tensor = q_tensor.weight.dequantize(q_tensor.dtype).reshape(q_tensor.shape)
+        return tensor
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._of_rows(lambda one: one.repeat_interleave(repeats, dim=0))
@@ -57,5 +58,5 @@ class QuantizedKeysAndValues(QuantizedLayer):
                 weight.group_size,
             )  # fmt: skip
             setattr(self, name, _Codes(picked, torch.Size((*order.shape, codes.shape[-1])), codes.dtype))
-        if self.keys.numel() > 0:
+        if self.keys is not None and self.values is not None and self.keys.numel() > 0:
             self.keys, self.values = change(self.keys), change(self.values)

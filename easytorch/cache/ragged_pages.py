@@ -118,7 +118,7 @@ class RaggedPagesCache(Cache):
         self.metadata, self.device = metadata, torch.device(device)
         self.table = PageTable(metadata.num_pages, metadata.page_size)
         self._tables: Tensor | None = None
-        layers = [_Layer(self, index) for index in range(metadata.num_hidden_layers)]
+        layers: list[Any] = [_Layer(self, index) for index in range(metadata.num_hidden_layers)]
         super().__init__(layers=layers)
 
     @property
@@ -150,8 +150,8 @@ class RaggedPagesCache(Cache):
             query.transpose(1, 2).flatten(0, 1), layer.key_pages, layer.value_pages, self.context_lens(layer_idx),
             self.block_tables, starts, **features,
         )  # fmt: skip
-        attended: Tensor = output.attention_outputs
-        return attended.unflatten(0, (batch, length))
+        attended: Tensor = output.attention_outputs.unflatten(0, (batch, length))
+        return attended
 
     def reserve(self, rows: int, start: int, end: int) -> None:
         """Makes room for tokens [start, end) of every row; the first call says how many rows there are."""
@@ -211,7 +211,7 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, cache: RaggedPagesCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         made, pages = cache.metadata, (cache.metadata.num_pages, cache.metadata.page_size)
         # not filled: memory is then taken as pages are written
         self.key_pages = torch.empty(*pages, made.num_kv_heads, made.k_headdim, dtype=made.dtype, device=cache.device)
@@ -237,8 +237,8 @@ class _Layer(CacheLayerMixin):
         size = self.cache.metadata.page_size
         places = torch.arange(start, end, device=key.device)
         slots = self.cache.block_tables[:, places // size].long() * size + places % size
-        rows = (one.transpose(1, 2).flatten(0, 1) for one in (key, value))
-        write_pages(self.key_pages, self.value_pages, *rows, slots.flatten())
+        key_rows, value_rows = (one.transpose(1, 2).flatten(0, 1) for one in (key, value))
+        write_pages(self.key_pages, self.value_pages, key_rows, value_rows, slots.flatten())
         self.length = end
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

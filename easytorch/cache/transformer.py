@@ -76,7 +76,7 @@ class TransformerCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         if not torch.compiler.is_compiling() and key_states.is_cpu:
             # elsewhere a length is on the device, and to read it would wait for that
             past = int(layer.get_seq_length()) if layer.is_initialized else 0

@@ -137,9 +137,9 @@ class GroupedAttention(FusedProjections):
         implementation = attn_implementation(self.config)
         if past_key_values is not None:
             if attention_mask is None and hasattr(past_key_values, "attend_pages"):
-                features = self.features_of_pages(implementation, kwargs)
-                if features is not None:
-                    output = past_key_values.attend_pages(query, key, value, self.layer_idx, **features)
+                of_pages = self.features_of_pages(implementation, kwargs)
+                if of_pages is not None:
+                    output = past_key_values.attend_pages(query, key, value, self.layer_idx, **of_pages)
                     return self.project_output(output.reshape(batch, length, -1), *rest), None
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = interface_of(implementation)

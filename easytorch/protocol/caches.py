@@ -83,7 +83,7 @@ def init_ragged_pages(
 ) -> RaggedPagesCache:
     """The pages of `metadata`, or of what `create_paged_metadata` makes of the other three."""
     others = {"page_size": page_size, "hbm_utilization": hbm_utilization, "max_model_length": max_model_length}
-    given = {name: value for name, value in others.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     if (metadata is None) == (len(given) < len(others)) or (metadata is not None and given):
         raise ValueError("give metadata, or all of page_size, hbm_utilization and max_model_length")
     if metadata is None:

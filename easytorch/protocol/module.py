@@ -23,7 +23,7 @@ class ModuleMixin(_Base):
     """A model's tensors as data, its dtype, and what callers ask of it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         # on the class that generates alone: transformers takes every class that has the method for one
         if GenerationMixin in cls.__bases__:
             caches.also_by_length(cls)

@@ -22,14 +22,15 @@ def _traced_bytes(data: Tensor) -> Tensor:
     A constant of the trace is viewed outside of it: with gradients TorchScript compares constants, and cannot compare
     fp8. A buffer stays a buffer.
     """
-    if not data.is_floating_point() or torch._C._get_value_trace(data).node().kind() != "prim::Constant":
+    tracer: Any = torch._C  # whose stubs leave these functions out
+    if not data.is_floating_point() or tracer._get_value_trace(data).node().kind() != "prim::Constant":
         return data
-    tracing = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    tracing = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
     try:
         return data.view(torch.uint8)
     finally:
-        torch._C._set_tracing_state(tracing)
+        tracer._set_tracing_state(tracing)
 
 
 def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:

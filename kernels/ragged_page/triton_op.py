@@ -57,7 +57,8 @@ def over_pages(
     """query (N, H, D) and key (P, page_size, K, D), where given, the tails (N, H, DT) and (P, page_size, K, DT) are
     further features of each; value None: the values are `key`. splits: of each sequence's keys; None chooses."""
     if query.is_cpu and eager():
-        read_sequences(query.shape[0], key.shape[0], key.shape[1], *tables, call.left)
+        read: Any = read_sequences  # `tables` are its arguments in their order
+        read(query.shape[0], key.shape[0], key.shape[1], *tables, call.left)
     return forward(query, tail_query, key, tail_key, value, *tables, *flatten(call), splits)
 
 
