@@ -39,7 +39,7 @@ def plain_token(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
     batch, heads, length, dim = q
     kv_heads, keys, _ = v[1:]
-    if length != 1 or k != (batch, kv_heads, keys, dim) or v[0] != batch or dim == 0 or keys == 0 or kv_heads == 0:
+    if length != 1 or k != (batch, kv_heads, keys, dim) or v[0] != batch or dim == 0 or 0 in v:
         return False
     dtype = query.dtype
     return heads % kv_heads == 0 and dtype in FLOATS and key.dtype == dtype and value.dtype == dtype

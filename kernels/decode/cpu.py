@@ -102,7 +102,9 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor
 
 
 def _side_by_side(cache: Tensor) -> Tensor:
-    return cache if cache.stride(3) == 1 or cache.shape[3] == 1 else cache.contiguous()
+    if cache.stride(3) == 1 or cache.shape[3] == 1:
+        return cache
+    return cache.clone(memory_format=torch.contiguous_format)  # to `contiguous` one without numbers is as it should be
 
 
 def _matrix(tensor: Tensor, scores: tuple[int, ...]) -> Tensor:

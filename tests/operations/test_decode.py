@@ -431,3 +431,11 @@ def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
         wanting = tuple(tensor.clone().requires_grad_() for tensor in args)
         assert attention.choose_on(platform, wanting, features).implementation == "flash"
         assert decode().choose_on(platform, wanting, features).backend == "native"
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_one_token_of_caches_without_numbers(batch: int) -> None:
+    """A tensor without numbers is contiguous whatever its strides: the kernel is not asked for it."""
+    value = torch.empty(batch, 2, 5, 8 if batch == 0 else 0, 2)[..., 0]
+    key = torch.ones(batch, 2, 5, 8) if batch else value
+    assert OperationRegistry.create("attention").one_token(torch.ones(batch, 4, 1, 8), key, value) is None

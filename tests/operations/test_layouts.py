@@ -202,3 +202,7 @@ def test_sizes_of_zero(name: str, arguments: dict[str, Any]) -> None:
                 assert not want.any()
                 continue
             torch.testing.assert_close(got[field].double(), want, rtol=1e-4, atol=1e-5)
+        apart = fuzz.run(name, implementation, {n: _laid_out(x, "apart") for n, x in arguments.items()})
+        assert not isinstance(apart, Exception), apart  # to `contiguous` a tensor without numbers is as it should be
+        for field, tensor in enumerate(apart):
+            torch.testing.assert_close(tensor.double(), expected[f"output {field}"], rtol=1e-4, atol=1e-5)
