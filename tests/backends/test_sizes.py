@@ -146,6 +146,66 @@ def test_no_size_ends_the_process(name: str, backend_of: Callable[[str], Any]) -
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_there_is_no_memory_for_what_is_prepared(name: str, backend_of: Callable[[str], Any]) -> None:
+    """Of tables that a backend makes before it runs: counters of random bits, and counts."""
+    backend = backend_of(name)
+    b = backend.builder("random")
+    drawn = b.rng_bit_generator(b.constant(np.zeros(3, np.uint64)), make_shape("uint64", MAX_BYTES // 8))[1]
+    with pytest.raises(BackendError):
+        b.compile(b.reduce_max(drawn)).execute([])
+    b = backend.builder("counted")
+    with pytest.raises(BackendError):
+        b.compile(b.reduce_max(b.iota(make_shape("int64", MAX_BYTES // 8), 0))).execute([])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_bits_of_nothing(name: str, backend_of: Callable[[str], Any]) -> None:
+    """Not a loop over the axes that are not empty."""
+    backend = backend_of(name)
+    b = backend.builder("nothing")
+    shape = make_shape("uint8", 1, 2**31 - 1, 0)
+    state = np.arange(3, dtype=np.uint64)
+    program = b.compile(*b.rng_bit_generator(b.constant(state), shape))
+    after, drawn = map(backend.buffer_to_numpy, program.execute([]))
+    assert drawn.shape == shape.dimensions
+    np.testing.assert_array_equal(after, state)
+
+
+def test_xla_folds_no_large_values(backend_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its evaluator takes minutes over them, and aborts the process where there is no room."""
+    backend = backend_of("xla")
+    from easytorch.backends.xla import cache
+
+    class NotCompiled(Exception):
+        pass
+
+    given: list[bool] = []
+
+    def recorded(text: str, devices: Any, folding: bool) -> None:
+        given.append(folding)
+        raise NotCompiled
+
+    monkeypatch.setattr(cache, "compile_module", recorded)
+
+    def folding(build: Callable[[backends.Builder, backends.Op], backends.Op]) -> bool:
+        b = backend.builder("folded")
+        with pytest.raises(NotCompiled):
+            b.compile(build(b, b.parameter("x", make_shape("float32"))))
+        return given.pop()
+
+    def zeros(b: backends.Builder) -> backends.Op:
+        return b.broadcast(b.constant(np.float32(0)), [2**32])
+
+    assert not folding(lambda b, x: b.add(b.reduce_max(zeros(b)), x))
+    assert not folding(lambda b, x: b.convert_dtype(b.arg_min_max(zeros(b), 0, "int32", True), "float32"))
+    # In a branch, of what it captures.
+    assert not folding(lambda b, x: b.cond(b.is_nan(x), lambda c: c.reduce_max(zeros(c)), lambda c: x)[0])
+    assert folding(lambda b, x: b.reduce_max(b.broadcast(x, [2**32])))
+    assert folding(lambda b, x: b.cond(b.is_nan(x), lambda c: c.reduce_max(c.broadcast(x, [2**32])), lambda c: x)[0])
+    assert folding(lambda b, x: b.add(b.reduce_max(b.broadcast(b.constant(np.float32(0)), [2**10])), x))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_there_is_no_memory(name: str, backend_of: Callable[[str], Any]) -> None:
     backend = backend_of(name)

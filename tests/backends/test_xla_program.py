@@ -147,7 +147,9 @@ def test_programs_are_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     xla = backends.new("xla:cpu")
     compiled: list[str] = []
     compile_module = pjrt.compile_module
-    monkeypatch.setattr(pjrt, "compile_module", lambda text, to: compiled.append(text) or compile_module(text, to))
+    monkeypatch.setattr(
+        pjrt, "compile_module", lambda text, *rest: compiled.append(text) or compile_module(text, *rest)
+    )
 
     def run() -> Any:
         buffers = [xla.buffer_from_numpy(np.ones(16, np.float32))] * 2

@@ -254,9 +254,15 @@ class TorchExecutable(CheckedExecutable):
         self._ownership = ownership(graph)
         self._graph: Graph | None = graph
         self._functions: dict[frozenset[int], Any] = {}
-        self._lockstep = LockstepInterpreter(graph, backend.torch_device, num_devices) if num_devices > 1 else None
-        if self._lockstep is None:
-            self._function(frozenset())
+        self._lockstep: LockstepInterpreter | None = None
+        try:
+            # Tables of indices and counts are made here, and there may be no room for one.
+            if num_devices > 1:
+                self._lockstep = LockstepInterpreter(graph, backend.torch_device, num_devices)
+            else:
+                self._function(frozenset())
+        except (RuntimeError, MemoryError) as error:
+            raise BackendError(f"{self._name!r}: torch cannot prepare it: {error}") from error
         self._views = [
             storage_dtype(shape.dtype) if has_storage_dtype(shape.dtype) else None for shape in self._input_shapes
         ]

@@ -30,27 +30,27 @@ def folder() -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
-def compile_module(text: str, devices: Sequence[Any]) -> Any:
+def compile_module(text: str, devices: Sequence[Any], folding: bool = True) -> Any:
     """The loaded program of the module, from the cache if it is there; else compiled and cached."""
     home = folder()
     if home is None:
-        return pjrt.compile_module(text, devices)
-    path = home / f"{_key(text, devices)}{_SUFFIX}"
+        return pjrt.compile_module(text, devices, folding)
+    path = home / f"{_key(text, devices, folding)}{_SUFFIX}"
     found = _load(path, devices)
     if found is not None:
         return found
-    program = pjrt.compile_module(text, devices)
+    program = pjrt.compile_module(text, devices, folding)
     _store(path, pjrt.serialize(program, devices))
     return program
 
 
-def _key(text: str, devices: Sequence[Any]) -> str:
+def _key(text: str, devices: Sequence[Any], folding: bool = True) -> str:
     parts = (
         text,
         pjrt.VERSION,
         pjrt.platform_version(devices[0]),
         ",".join(str(device.id) for device in devices),
-        pjrt.options_key(),
+        pjrt.options_key(folding),
         os.environ.get("XLA_FLAGS", ""),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -28,6 +28,7 @@ except ImportError as error:
 Caller = Callable[[list[Any]], list[Any]]
 # A conversion to a narrow float and back rounds, instead of being optimized away.
 _OPTIONS = [("xla_allow_excess_precision", "False")]
+_NO_FOLDING = ("xla_disable_hlo_passes", "constant_folding")
 VERSION: str = version.__version__
 # The errors of PJRT about a program: RuntimeError is their base in every version.
 RuntimeErrors = (RuntimeError, ValueError)
@@ -47,25 +48,28 @@ def platform_version(device: Any) -> str:
     return f"{device.client.platform} {device.client.platform_version} {device.device_kind}"
 
 
-def _compile_options(device_ids: Sequence[int]) -> Any:
+def _compile_options(device_ids: Sequence[int], folding: bool = True) -> Any:
     options = xla_client.CompileOptions()
     options.num_replicas = len(device_ids)
     options.num_partitions = 1
-    options.env_option_overrides = list(_OPTIONS)
+    options.env_option_overrides = _OPTIONS if folding else [*_OPTIONS, _NO_FOLDING]
     build = options.executable_build_options
     build.num_replicas, build.num_partitions = len(device_ids), 1
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[number] for number in device_ids]))
     return options
 
 
-def options_key() -> str:
+def options_key(folding: bool = True) -> str:
     """The options that programs are compiled with."""
-    return repr(_OPTIONS)
+    return repr(_OPTIONS if folding else [*_OPTIONS, _NO_FOLDING])
 
 
-def compile_module(text: str, targets: Sequence[Any]) -> Any:
-    """The loaded program of a StableHLO module for the devices `targets`, one replica each."""
-    options = _compile_options([device.id for device in targets])
+def compile_module(text: str, targets: Sequence[Any], folding: bool = True) -> Any:
+    """The loaded program of a StableHLO module for the devices `targets`, one replica each.
+
+    folding: operations on constants may be computed while it compiles.
+    """
+    options = _compile_options([device.id for device in targets], folding)
     try:
         return targets[0].client.compile_and_load(text, xla_client.DeviceList(tuple(targets)), options)
     except RuntimeErrors as error:

@@ -13,6 +13,7 @@ from easytorch.backends.interface import Buffer
 from easytorch.backends.shapes import Shape
 from easytorch.backends.xla import cache, pjrt
 from easytorch.backends.xla.buffers import XlaBuffer, spec
+from easytorch.backends.xla.folding import folds_large_values
 from easytorch.backends.xla.stablehlo import emit
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class XlaExecutable(CheckedExecutable):
 
     def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:
         """aliases: donated input -> the output that reuses its memory."""
-        program = cache.compile_module(emit(graph, self._num_devices, aliases), self._devices)
+        text = emit(graph, self._num_devices, aliases)
+        program = cache.compile_module(text, self._devices, not folds_large_values(graph))
         mesh = self._mesh
         if mesh is None:
             outputs = [(shape.dimensions, shape.dtype.numpy) for shape in graph.output_shapes]

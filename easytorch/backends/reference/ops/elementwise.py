@@ -34,7 +34,12 @@ def _expm1(x: np.ndarray) -> np.ndarray:
         return np.asarray(np.expm1(x))
     # e^a cos b - 1 without subtracting nearly equal numbers; b = 0 stays 0 where e^a is infinite.
     real = np.expm1(x.real) * np.cos(x.imag) - 2 * np.sin(x.imag / 2) ** 2
-    imaginary = np.where(x.imag == 0, x.imag, np.exp(x.real) * np.sin(x.imag))
+    imaginary = np.exp(x.real) * np.sin(x.imag)
+    # e^a alone may be infinite where e^a cos b is not; from 40 on the 1 is below the last digit.
+    root = np.exp(x.real / 2)
+    real = np.where(x.real > 40, root * np.cos(x.imag) * root, real)
+    imaginary = np.where(x.real > 40, root * np.sin(x.imag) * root, imaginary)
+    imaginary = np.where(x.imag == 0, x.imag, imaginary)
     return _complex(np.where(x.imag == 0, np.expm1(x.real), real), imaginary)
 
 

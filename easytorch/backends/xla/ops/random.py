@@ -19,6 +19,9 @@ def _generator(algorithm: str) -> Callable[..., tuple[Value, Value]]:
 
 
 def _drawn(e: Emitter, state: Value, shape: Shape, algorithm: str) -> tuple[Value, Value]:
+    if not shape.size:
+        # XLA's expansion loops over the other axes, whatever their sizes.
+        return state, e.full(0, shape)
     four_bits = shape.dtype.bits == 4
     drawn = shape.with_dtype(_BY_BITS[max(shape.dtype.bits, 8)])
     attributes = f"rng_algorithm = #stablehlo<rng_algorithm {algorithm}>"
