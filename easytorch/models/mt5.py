@@ -6,9 +6,8 @@ import torch
 from transformers import MT5Config
 from transformers.utils.output_capturing import OutputRecorder
 
-from easytorch.models._t5_blocks import T5LayerCrossAttention, T5LayerSelfAttention
+from easytorch.models._t5_blocks import T5Block, T5LayerCrossAttention, T5LayerSelfAttention
 from easytorch.models.t5 import (
-    T5Block,
     T5ClassificationHead,
     T5EncoderModel,
     T5ForConditionalGeneration,
