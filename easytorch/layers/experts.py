@@ -16,6 +16,7 @@ from easytorch.layers.gate import gated
 from easytorch.operations import OperationRegistry
 
 grouped_matmul = OperationRegistry.create("grouped_matmul")
+quantized_matmul = OperationRegistry.create("quantized_matmul")
 
 # The values of `config._experts_implementation` that run ours; "grouped_mm" is transformers' default in a config.
 NATIVE_INTERFACES = (None, "easytorch", "eager", "grouped_mm")
@@ -40,8 +41,26 @@ def apply_experts(
 
 
 def _project(module: Any, name: str, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    if hasattr(module, "quantized_experts"):
+        return _project_codes(module.quantized_experts(name), rows, sizes, bias)
+    weight = getattr(module, name)
     return grouped_matmul(rows.to(weight.dtype), weight, sizes, bias, transposed=not module.is_transposed)
+
+
+def _project_codes(weights: Any, rows: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same by weights in few bits, one expert after the other. Rows behind the last expert's are zero."""
+    counts = sizes.tolist()
+    parts = rows[: sum(counts)].split(counts)
+    done = [
+        quantized_matmul(part, weight, None if bias is None else bias[index])
+        for index, (part, weight) in enumerate(zip(parts, weights, strict=True))
+        if len(part)
+    ]
+    left = len(rows) - sum(counts)
+    if left or not done:
+        done.append(rows.new_zeros(left, weights[0].shape[0]))
+    return torch.cat(done)
 
 
 class Experts(nn.Module):

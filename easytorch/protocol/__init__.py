@@ -18,6 +18,8 @@ display.py           a model as text
 describe.py          forward's switches, the auto class, the sharding
 loss.py              a model's forward and the loss of its head; loss_config.py, loss_terms.py
 caches.py            caches, dense and paged, and the inputs that go with them
+quantization.py      weights in few bits; quantization_config.py
+sharding.py          parameters on one device
 attention_inputs.py  packed sequences, as segment ids say them
 lora.py              low-rank adapters, in PEFT's layers
 module.py            these functions as methods of native models
@@ -51,6 +53,9 @@ from easytorch.protocol.lora import (
 from easytorch.protocol.loss import compute_loss
 from easytorch.protocol.loss_config import LossConfig, LossMetrics, SpecialLossNormalizingFactor
 from easytorch.protocol.optax_state import from_optax, to_optax
+from easytorch.protocol.quantization import dequantize, quantize
+from easytorch.protocol.quantization_config import QuantizationConfig
+from easytorch.protocol.sharding import gather_model, shard_model
 from easytorch.protocol.state import (
     GraphDef,
     flatten,
@@ -75,16 +80,19 @@ __all__ = [
     "LossMetrics",
     "MaskInfo",
     "OptimizerState",
+    "QuantizationConfig",
     "SpecialLossNormalizingFactor",
     "TrainState",
     "apply_lora_to_layers",
     "compute_loss",
     "create_cache_metadata",
     "create_paged_metadata",
+    "dequantize",
     "flatten",
     "float32",
     "from_flax",
     "from_optax",
+    "gather_model",
     "get_module_repr",
     "get_static_arguments",
     "get_torch_loader",
@@ -105,7 +113,9 @@ __all__ = [
     "prepare_inputs_for_generation",
     "prettify_nnx",
     "printify_nnx",
+    "quantize",
     "return_type_adjuster",
+    "shard_model",
     "split_lora_params",
     "split_module",
     "split_params",

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from easytorch.bridge.errors import nearest
+from easytorch.layers.quantized import QuantizedLinear
 from easytorch.protocol.state import State, flatten
 
 _LOG = logging.getLogger(__name__)
@@ -63,8 +64,10 @@ def apply_lora_to_layers(
         raise ValueError(f"there is an adapter {adapter_name!r} already; give this one another adapter_name")
     layers = _linear_layers(model, lora_pattern)
     for name, layer in layers.items():
-        if lora_rank > min(layer.weight.shape):
-            raise ValueError(f"lora_rank={lora_rank} is above the smaller side of {name}, {tuple(layer.weight.shape)}")
+        # not of the weight, which quantized layers decode to answer
+        shape = (layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
+        if lora_rank > min(shape):
+            raise ValueError(f"lora_rank={lora_rank} is above the smaller side of {name}, {shape}")
     config = peft.LoraConfig(
         r=lora_rank,
         lora_alpha=lora_rank if alpha is None else alpha,
@@ -86,6 +89,9 @@ def apply_lora_to_layers(
                 drawn = torch.randint(2**63 - 1, (), generator=rngs) if isinstance(rngs, torch.Generator) else rngs
                 torch.manual_seed(int(drawn))
             model.add_adapter(config, adapter_name)
+        for layer in _wrapped(model).values():
+            if isinstance(layer.get_base_layer(), QuantizedLinear):
+                layer.merge = _refuse_to_merge  # PEFT would write into a decoded copy, and lose it
         done = True
     finally:
         # PEFT checks some settings when it makes the layers, one after the other.
@@ -140,6 +146,11 @@ def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merg
     if not names:
         raise ValueError(f"{type(model).__name__} has no adapter; it was merged already, or none was applied")
     wrapped = _wrapped(model)
+    if merge and any(isinstance(one.get_base_layer(), QuantizedLinear) for one in wrapped.values()):
+        raise ValueError(
+            "the weights are quantized, and would be rounded again with the adapters in them: "
+            "drop the adapters by merge=False, or load them on the dequantized model"
+        )
     if merge:
         merged: list[Any] = []
         try:
@@ -155,6 +166,10 @@ def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merg
         done = "merged into" if merge else "dropped from"
         _LOG.warning("adapters %s %s %d layers", ", ".join(map(repr, names)), done, len(wrapped))
     return model
+
+
+def _refuse_to_merge(*_: Any, **__: Any) -> None:
+    raise ValueError("the weights are quantized: nothing can be merged into them; dequantize the model first")
 
 
 def _wrapped(model: PreTrainedModel) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerMetadata
-from easytorch.protocol import caches, describe, dtypes, lazy, lora, loss, state, train_state
+from easytorch.protocol import caches, describe, dtypes, lazy, lora, loss, quantization, sharding, state, train_state
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
+from easytorch.protocol.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
@@ -137,6 +138,27 @@ class ModuleMixin(_Base):
     def update_inputs_for_generation(self, model_outputs: Any, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the next step."""
         return caches.update_inputs_for_generation(self, model_outputs, model_kwargs)
+
+    def quantize(
+        self,
+        quantization_config: QuantizationConfig | str | None = None,
+        quantize_tensors: bool = True,
+        verbose: bool | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Puts the weights of linear layers and experts into few bits; "int8" by default."""
+        model: Self = quantization.quantize(self, quantization_config, quantize_tensors, verbose, **settings)
+        return model
+
+    def shard_model(self, partition_rules: Any = None, mesh: Any = None) -> Self:
+        """Checks the rules, and leaves the parameters on their one device; several are refused."""
+        model: Self = sharding.shard_model(self, partition_rules, mesh)
+        return model
+
+    def gather_model(self, partition_rules: Any = None, mesh: Any = None) -> Self:
+        """The reverse of `shard_model`."""
+        model: Self = sharding.gather_model(self, partition_rules, mesh)
+        return model
 
     def apply_lora_to_layers(
         self,

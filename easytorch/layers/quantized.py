@@ -1,0 +1,166 @@
+"""Linear layers and experts whose weights have few bits, through the `quantized_matmul` operation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from easytorch.kernels.quantized_matmul.formats import FORMATS
+from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
+from easytorch.layers.quantized_formats import FormatSettings, quantize_weight
+from easytorch.operations import OperationRegistry
+
+_OPERATION = OperationRegistry.create("quantized_matmul")
+_PARTS = ("codes", "scale_bits", "zero")
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer of a frozen weight in few bits; gradients go to the input and the bias.
+
+    Buffers: `weight_codes`, `weight_scale_bits` (the bits of float32, which no change of dtype rounds) and, of formats
+    with one, `weight_zero`. `weight` is what they decode to, a new tensor whenever it is read: to write to it does
+    nothing. It is an `nn.Linear`, which PEFT puts an adapter on.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, settings: FormatSettings, dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.settings, self.compute_dtype = settings, dtype
+        self.was_conv1d = False  # in place of transformers' Conv1D, whose weight is (in, out)
+        self.bias: Any = None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad)
+
+    @classmethod
+    def of(cls, layer: nn.Linear | Conv1D, settings: FormatSettings) -> QuantizedLinear:
+        """A layer of the codes nearest to the weight of `layer`, whose bias it shares."""
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+        outputs, inputs = weight.shape
+        made = cls(inputs, outputs, settings, weight.dtype, layer.bias)
+        made.bias, made.was_conv1d = layer.bias, isinstance(layer, Conv1D)
+        made.set_weight(weight)
+        made.train(layer.training)
+        return made
+
+    @torch.no_grad()
+    def set_weight(self, weight: Tensor) -> None:
+        """Takes the codes nearest to `weight` (out_features, in_features)."""
+        for part, tensor in parts_of(quantize_weight(weight, self.settings)).items():
+            self.register_buffer(f"weight_{part}", tensor)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        return weight_of(self, "weight_", self.settings, (self.out_features, self.in_features))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.quantized.dequantize(self.compute_dtype)
+
+    def decoded(self, dtype: torch.dtype | None = None) -> nn.Linear | Conv1D:
+        """The plain layer of the weight that the codes stand for, of the class that was there."""
+        weight = self.quantized.dequantize(self.compute_dtype if dtype is None else dtype)
+        with torch.device("meta"):
+            plain: Any = (
+                Conv1D(self.out_features, self.in_features)
+                if self.was_conv1d
+                else nn.Linear(self.in_features, self.out_features, bias=False)
+            )
+        plain.weight = nn.Parameter(weight.t().contiguous() if self.was_conv1d else weight)
+        plain.bias = self.bias
+        made: nn.Linear | Conv1D = plain.train(self.training)
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _OPERATION(input, self.quantized, self.bias)
+        return output
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.quantized.data.device)).dtype
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.settings}"
+
+
+class QuantizedStacks(nn.Module):
+    """Mixed in before a class of experts: its stacks of weights (E, N, K), or (E, K, N), are codes.
+
+    Of each, say `gate_up_proj`, the buffers are `codes_gate_up_proj` and so on, and the attribute is what they decode
+    to. Our experts multiply by one expert's codes at a time (`quantized_experts`).
+    """
+
+    stacks: dict[str, tuple[torch.Size, bool]]
+    settings: FormatSettings
+    compute_dtype: torch.dtype
+
+    def quantized_experts(self, name: str) -> list[QuantizedWeight]:
+        """The weights (N, K) of the stack `name`, expert by expert."""
+        shape, transposed = self.stacks[name]
+        rows, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+        parts = {part: getattr(self, f"{part}_{name}", None) for part in _PARTS}
+        return [
+            _built({part: one[index] for part, one in parts.items() if one is not None}, self.settings, (rows, columns))
+            for index in range(parts["codes"].shape[0])  # type: ignore[union-attr]
+        ]
+
+    def decoded(self, name: str) -> Tensor:
+        stack = torch.stack([one.dequantize(self.compute_dtype) for one in self.quantized_experts(name)])
+        return stack.transpose(1, 2) if self.stacks[name][1] else stack
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        device = next(self.buffers()).device
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=device)).dtype
+        return super()._apply(fn, recurse)
+
+
+def quantize_stacks(module: nn.Module, names: list[str], settings: FormatSettings, transposed: bool) -> None:
+    """Makes codes of the stacked weights `names` of `module`, whose class becomes one with `QuantizedStacks`."""
+    found = {}
+    for name in names:
+        stack = module.get_parameter(name).detach()
+        rows = stack.transpose(1, 2).contiguous() if transposed else stack
+        weights = [parts_of(quantize_weight(one, settings)) for one in rows]
+        found[name] = {part: torch.stack([one[part] for one in weights]) for part in weights[0]}
+    shapes = {name: (module.get_parameter(name).shape, transposed) for name in names}
+    dtype = module.get_parameter(names[0]).dtype
+    for name in names:
+        del module._parameters[name]
+    base: Any = type(module)
+    module.__class__ = _with_stacks(base, tuple(names))
+    module.stacks, module.settings, module.compute_dtype = shapes, settings, dtype  # type: ignore[assignment]
+    for name, parts in found.items():
+        for part, tensor in parts.items():
+            module.register_buffer(f"{part}_{name}", tensor)
+
+
+@functools.cache
+def _with_stacks(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    decoded = {name: property(functools.partial(_decoded, name)) for name in names}
+    return type(f"Quantized{base.__name__}", (QuantizedStacks, base), {"__module__": __name__, **decoded})
+
+
+def _decoded(name: str, module: QuantizedStacks) -> Tensor:
+    return module.decoded(name)
+
+
+def parts_of(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of a weight as integers, which changes of a model's dtype leave alone."""
+    codes = weight.data if weight.data.dtype in (torch.uint8, torch.int8) else weight.data.view(torch.uint8)
+    parts = {"codes": codes, "scale_bits": weight.scale.view(torch.int32)}
+    return parts if weight.zero is None else {**parts, "zero": weight.zero}
+
+
+def weight_of(module: nn.Module, prefix: str, settings: FormatSettings, shape: tuple[int, int]) -> QuantizedWeight:
+    """The weight of a module's buffers, under the names of `parts_of` behind `prefix`."""
+    parts = {part: getattr(module, f"{prefix}{part}", None) for part in _PARTS}
+    return _built({part: one for part, one in parts.items() if one is not None}, settings, shape)
+
+
+def _built(parts: dict[str, Tensor], settings: FormatSettings, shape: tuple[int, int]) -> QuantizedWeight:
+    data = parts["codes"].view(FORMATS[settings.storage].dtype)
+    scale = parts["scale_bits"].view(torch.float32)
+    return QuantizedWeight(data, scale, parts.get("zero"), settings.storage, shape, settings.columns(shape[1]))

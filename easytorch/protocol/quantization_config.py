@@ -1,0 +1,70 @@
+"""`QuantizationConfig`: which weights get how many bits, as transformers keeps it in config.json."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from easytorch.layers.quantized_formats import STORAGE, FormatSettings
+
+METHOD = "easytorch"
+ALIASES = {"8bit": "int8", "a8bit": "int8", "4bit": "nf4", "fp8_e4m3fn": "fp8", "float8": "fp8"}
+
+
+class QuantizationConfig(QuantizationConfigMixin):
+    """Weight-only quantization of linear layers and experts.
+
+    dtype: int8, int4, nf4, fp8, fp8_e5m2, mxfp8, mxfp4, nvfp8, nvfp4, affine, ternary or binary. group_size, EasyDeL's
+    block_size too: columns that share a scale, -1 for a row; None is the format's own. bits: of affine, 2 to 8; 4 by
+    default. pattern: a regular expression that is searched for in the names of layers; None is all of them but heads
+    and routers. simulate: the weights stay as they are and are rounded in every forward pass, and gradients pass
+    straight through (quantization-aware training). quantize_tensors: the stacked weights of experts too.
+    runtime_dtype, jax_native: of JAX's compiler; refused.
+    """
+
+    def __init__(
+        self,
+        dtype: str = "int8",
+        group_size: int | None = None,
+        bits: int | None = None,
+        simulate: bool = False,
+        pattern: str | None = None,
+        *,
+        block_size: int | None = None,
+        quantize_tensors: bool = True,
+        runtime_dtype: None = None,
+        jax_native: bool = False,
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise TypeError(f"QuantizationConfig has no {', '.join(sorted(unknown))}")
+        name = ALIASES.get(str(dtype).lower(), str(dtype).lower())
+        if name not in STORAGE:
+            raise ValueError(f"unknown format {dtype!r}; known: {', '.join([*STORAGE, *ALIASES])}")
+        if runtime_dtype is not None or jax_native:
+            raise ValueError("runtime_dtype and jax_native choose what JAX compiles; here the input's dtype decides")
+        if group_size is not None and block_size is not None and group_size != block_size:
+            raise ValueError("group_size and block_size are one setting: give one of them")
+        size = group_size if group_size is not None else block_size
+        if size is not None and (type(size) is not int or (size < 1 and size != -1)):
+            raise ValueError(f"group_size={size!r} must be an int of at least 1, -1 for a row, or None")
+        if size is not None and name[:2] in ("mx", "nv") and size != STORAGE[name][1]:
+            raise ValueError(f"group_size={size}: {name} is {STORAGE[name][1]} columns a scale")
+        if bits is not None and (name != "affine" or type(bits) is not int or not 2 <= bits <= 8):
+            raise ValueError(f"bits={bits!r} is a number from 2 to 8, of affine alone")
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from error
+        self.quant_method: Any = quant_method
+        self.dtype, self.group_size, self.bits, self.simulate = name, size, bits, bool(simulate)
+        self.pattern, self.quantize_tensors = pattern, bool(quantize_tensors)
+
+    @property
+    def settings(self) -> FormatSettings:
+        size = STORAGE[self.dtype][1] if self.group_size is None else self.group_size
+        return FormatSettings(self.dtype, None if size == -1 else size, self.bits)

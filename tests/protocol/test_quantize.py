@@ -1,0 +1,216 @@
+"""Weights in few bits: against their decoded weights in plain layers, saved and loaded, and under adapters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import easytorch
+from easytorch import protocol
+from easytorch.layers.quantized import QuantizedLinear, QuantizedStacks
+from easytorch.layers.quantized_formats import STORAGE, FormatSettings, quantize_weight
+from easytorch.protocol import QuantizationConfig
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "mixtral": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+    "gpt_oss": transformers.GptOssConfig(**GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4),
+    "mpt": transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=97),  # not native
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:.*fan_in_fan_out")
+IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
+# The relative error of weights that are normally distributed; of a binary sqrt(1 - 2 / pi).
+ERRORS = {
+    "int8": 0.01, "int4": 0.13, "nf4": 0.1, "fp8": 0.03, "fp8_e5m2": 0.06, "mxfp8": 0.04, "mxfp4": 0.15,
+    "nvfp8": 0.03, "nvfp4": 0.11, "affine": 0.1, "ternary": 0.45, "binary": 0.61,
+}  # fmt: skip
+
+
+@functools.cache
+def made(name: str):
+    torch.manual_seed(0)
+    return easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
+
+
+def model_of(name: str):
+    return copy.deepcopy(made(name))
+
+
+@pytest.mark.parametrize("format_", STORAGE)
+def test_formats(format_):
+    weight = torch.randn(48, 130, generator=torch.Generator().manual_seed(0))
+    weight[3, :64] = 0.0
+    settings = FormatSettings(format_, STORAGE[format_][1])
+    quantized = quantize_weight(weight, settings)
+    decoded = quantized.dequantize()
+    error = float((decoded - weight).norm() / weight.norm())
+    assert ERRORS[format_] / 4 < error < ERRORS[format_]
+    assert format_ == "binary" or not decoded[3, :64].any()
+    empty = quantize_weight(weight.to("meta"), settings)
+    for one, other in ((quantized.data, empty.data), (quantized.scale, empty.scale)):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    if format_ in ("mxfp8", "mxfp4"):
+        mantissa, _ = torch.frexp(quantized.scale)
+        assert torch.equal(mantissa, torch.full_like(mantissa, 0.5))
+    if format_ in ("mxfp4", "nvfp4"):
+        scale = quantized.scale.repeat_interleave(settings.group_size, 1)[:, :130]
+        numbers = {abs(float(one)) for one in (quantized.data * 0.5).flatten()}
+        assert numbers <= {0, 0.5, 1, 1.5, 2, 3, 4, 6} and bool((scale >= 0).all())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_affine_bits(bits):
+    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
+    decoded = quantize_weight(weight, FormatSettings("affine", 64, bits)).dequantize()
+    assert all(len(group.unique()) <= 2**bits for row in decoded for group in row.split(64))
+    step = (weight.unflatten(1, (2, 64)).abs().amax(-1) * 2 / (2**bits - 2)).repeat_interleave(64, 1)
+    assert bool(((decoded - weight).abs() <= step * 1.01).all())
+
+
+@pytest.mark.parametrize("format_", ["int8", "nf4", "mxfp4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models(name, format_, tmp_path):
+    model = model_of(name)
+    kept = {key: one.clone() for key, one in model.named_parameters()}
+    assert protocol.quantize(model, format_, group_size=None if format_ == "mxfp4" else 32) is model
+    replaced = [one for one in model.modules() if isinstance(one, QuantizedLinear | QuantizedStacks)]
+    assert any(isinstance(one, QuantizedStacks) for one in replaced) == (name in ("mixtral", "gpt_oss"))
+    assert type(model.get_output_embeddings()) is nn.Linear
+    left = dict(model.named_parameters())
+    assert all(torch.equal(one, kept[key]) for key, one in left.items()) and len(left) < len(kept)
+    with torch.no_grad():
+        logits = model(IDS).logits
+        plain = protocol.dequantize(copy.deepcopy(model))
+        assert dict(plain.named_parameters()).keys() == kept.keys()
+        assert {key: one.shape for key, one in plain.named_parameters()} == {
+            key: one.shape for key, one in kept.items()
+        }
+        torch.testing.assert_close(logits, plain(IDS).logits, rtol=1e-4, atol=1e-5)
+        assert float((logits - made(name)(IDS).logits).norm()) > 0
+        model.save_pretrained(tmp_path / "small")
+        again = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+        assert torch.equal(again(IDS).logits, logits)
+        made(name).save_pretrained(tmp_path / "large")
+        settings = model.config.quantization_config
+        direct = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "large", quantization_config=settings)
+        assert torch.equal(direct(IDS).logits, logits)
+    before = {key: one.clone() for key, one in again.named_buffers() if one.dtype != torch.float32}
+    again.to(torch.bfloat16)
+    assert all(torch.equal(one, before[key]) for key, one in again.named_buffers() if key in before)
+    assert again(IDS).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])
+def test_adapters_train_over_codes(name):
+    model, pattern = model_of(name), "q_proj|up_proj|c_attn|c_fc|Wqkv"
+    protocol.quantize(model, "nf4", group_size=32)
+    plain = protocol.dequantize(copy.deepcopy(model))
+    found = []
+    for one in (model, plain):
+        protocol.apply_lora_to_layers(one, 4, pattern, rngs=0)
+        for index, parameter in enumerate(protocol.split_lora_params(one).values()):
+            generator = torch.Generator().manual_seed(index)
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        output = one(IDS, labels=IDS)
+        output.loss.backward()
+        found.append((output.logits, {key: p.grad for key, p in one.named_parameters() if p.grad is not None}))
+    (logits, gradients), (expected, right) = found
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert gradients.keys() == right.keys() and gradients
+    for key, gradient in right.items():
+        torch.testing.assert_close(gradients[key], gradient, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="merge=False"):
+        protocol.unwrap_lora_to_layers(model)
+    with pytest.raises(ValueError, match="dequantize"):
+        next(one for one in model.modules() if hasattr(one, "lora_A")).merge()
+    protocol.unwrap_lora_to_layers(model, merge=False)
+    assert any(isinstance(one, QuantizedLinear) for one in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+def test_simulated(name):
+    model, rounded = model_of(name), model_of(name)
+    protocol.quantize(model, QuantizationConfig("int4", group_size=32, simulate=True))
+    protocol.quantize(rounded, "int4", group_size=32)
+    torch.testing.assert_close(model(IDS).logits, rounded(IDS).logits, rtol=1e-4, atol=1e-5)
+    model(IDS, labels=IDS).loss.backward()
+    originals = [one for key, one in model.named_parameters() if key.endswith(".original")]
+    assert originals and all(one.grad.abs().sum() > 0 for one in originals)
+
+
+def test_settings():
+    model = model_of("mixtral").quantize(QuantizationConfig("8bit", pattern="self_attn", block_size=16), False)
+    names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not any(isinstance(one, QuantizedStacks) for one in model.modules())
+    assert model.model.layers[0].self_attn.q_proj.quantized.group_size == 16
+    assert not model.config.quantization_config.quantize_tensors, "so that it is read again as it is"
+
+
+def test_what_does_not_fit_leaves_the_model_as_it_was():
+    model = model_of("llama")
+    modules, weights = str(model), {name: one.clone() for name, one in model.named_parameters()}
+    for arguments, match in (
+        (("int3",), "unknown format 'int3'"),
+        ((QuantizationConfig(pattern="encoder"),), "no layer of LlamaForCausalLM has 'encoder'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.quantize(*arguments)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = torch.inf
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight has infinities"):
+        model.quantize("int4")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = weights["model.layers.1.mlp.up_proj.weight"][3, 3]
+    assert str(model) == modules and not getattr(model.config, "quantization_config", None)
+    assert all(torch.equal(one, weights[name]) for name, one in model.named_parameters())
+    with pytest.raises(TypeError, match="must be a QuantizationConfig"):
+        model.quantize({"dtype": "int8"})
+    with pytest.raises(ValueError, match="not quantized"):
+        protocol.dequantize(model)
+    model.quantize()
+    with pytest.raises(ValueError, match="quantized already"):
+        model.quantize()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"group_size": 0}, {"group_size": 4, "block_size": 8}, {"bits": 4}, {"dtype": "affine", "bits": 9},
+        {"pattern": "("}, {"dtype": "mxfp4", "group_size": 16}, {"jax_native": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings(settings):
+    with pytest.raises(ValueError, match=next(reversed(settings))):
+        QuantizationConfig(**settings)
+
+
+def test_one_device():
+    model = model_of("llama")
+    rules = (("embed_tokens|lm_head", ("tp", None)), ("layers/.*/weight", ("fsdp",)), ("norm", None))
+    assert model.shard_model(rules) is model and model.gather_model(dict(rules)) is model
+    assert set(model.params_sharding.values()) == {None}
+
+    class Mesh:
+        def __init__(self, devices: int) -> None:
+            self.size = devices
+
+    assert model.shard_model(mesh=Mesh(1)) is model
+    for call, error, match in (
+        (lambda: model.shard_model(mesh=Mesh(4)), NotImplementedError, "4 devices"),
+        (lambda: model.shard_model((("norm", None),)), ValueError, "no partition rule matches"),
+        (lambda: model.shard_model((("(", None),)), ValueError, "regular expression"),
+        (lambda: model.gather_model(["norm"]), TypeError, "pairs"),
+        (lambda: model.gather_model(mesh="tp"), TypeError, "DeviceMesh"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
