@@ -14,12 +14,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
+from easytorch.frontend.compile_options import NAME, OPTIONS
 from easytorch.frontend.decompositions import decompositions
 from easytorch.frontend.graph_program import GraphProgram
 from easytorch.frontend.routing import backend_for
-from easytorch.frontend.torch_compile import NAME
-
-_OPTIONS = ("backend",)
 
 
 def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
@@ -29,9 +27,9 @@ def easytorch(graph: GraphModule, example_inputs: Sequence[Any], **given: Any) -
     `ValueError` for other options, and for a `mode`, which is inductor's.
     """
     options = dict(given.pop("options", None) or {})
-    if given or set(options) - set(_OPTIONS):
-        unknown = [*given, *(set(options) - set(_OPTIONS))]
-        raise ValueError(f"torch.compile(backend={NAME!r}) knows the options {', '.join(_OPTIONS)}, not {unknown}")
+    if given or set(options) - set(OPTIONS):
+        unknown = [*given, *(set(options) - set(OPTIONS))]
+        raise ValueError(f"torch.compile(backend={NAME!r}) knows the options {', '.join(OPTIONS)}, not {unknown}")
     asked = options.get("backend", "xla")
 
     def inference(inner: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-NAME = "easytorch"
+from easytorch.frontend.compile_options import NAME
+
 _GROUP = "torch_dynamo_backends"
 
 

@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
-from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, masks_by_layer_type
+from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, check_windows, masks_by_layer_type
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import RotaryEmbedding, RotaryTables
 
@@ -115,6 +115,7 @@ class DecoderBackbone(_Base):
         super().__init__(config)
         self.layer_types = self.types_of_layers(config)
         check_layer_types(config, self.layer_types, self.masks_of)
+        check_windows(config, self.layer_types)
         self.add_modules(config)
         self.rotary_emb: RotaryTables | None = None if self.rotary_class is None else self.rotary_class(config)
         self.gradient_checkpointing = False

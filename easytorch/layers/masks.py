@@ -43,7 +43,7 @@ def types_of_config(config: PreTrainedConfig) -> list[str]:
 
 
 def check_layer_types(
-    config: PreTrainedConfig, layer_types: Collection[str], masks_of: Mapping[str, Any] = MASKS_OF
+    config: PreTrainedConfig, layer_types: Collection[str], masks_of: Collection[str] = MASKS_OF
 ) -> None:
     """`ValueError` for an unknown layer type, or a list whose length is not the number of layers."""
     unknown = sorted({str(layer_type) for layer_type in layer_types} - set(masks_of))
@@ -56,6 +56,10 @@ def check_layer_types(
             f"{config.model_type}: config.layer_types has {len(layer_types)} entries for "
             f"num_hidden_layers={config.num_hidden_layers}"
         )
+
+
+def check_windows(config: PreTrainedConfig, layer_types: Collection[str]) -> None:
+    """`ValueError` for a layer type whose window the config lacks, or one in which a token does not see itself."""
     for layer_type, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         size: Any = getattr(config, name, None)
         if layer_type in layer_types and size is None:

@@ -95,7 +95,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         self.config = config
         self.feed_forward = FalconH1MLP(config)
         self.mamba = FalconH1Mixer(config, layer_idx)
-        self.self_attn = FalconH1Attention(config, layer_idx)
+        self.self_attn = self.attention_class(config, layer_idx)
         for name in self.norms:
             setattr(self, name, self.new_norm(config))
 

@@ -71,7 +71,7 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
         if self.is_linear:
             self.mamba = GraniteMoeHybridMambaLayer(config, layer_idx)
         else:
-            self.self_attn = GraniteMoeHybridAttention(config, layer_idx)
+            self.self_attn = self.attention_class(config, layer_idx)
         self.residual_multiplier = config.residual_multiplier
 
     def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -30,7 +30,7 @@ from easytorch.layers.encoder_heads import (
 )
 from easytorch.layers.heads import labels_of
 from easytorch.layers.linear import linear
-from easytorch.layers.masks import FULL, SLIDING, Masks, types_of_config
+from easytorch.layers.masks import FULL, SLIDING, Masks, check_layer_types, types_of_config
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding, rotary
 from easytorch.protocol.native import NativeModel
@@ -178,16 +178,7 @@ class ModernBertModel(ModernBertPreTrainedModel):
 
     def __init__(self, config: ModernBertConfig) -> None:
         super().__init__(config)
-        assert config.layer_types is not None, "transformers' config fills it in"
-        if unknown := sorted(set(map(str, config.layer_types)) - {FULL, SLIDING}):
-            raise ValueError(
-                f"modernbert: config.layer_types names {', '.join(unknown)}; this family has {FULL}, {SLIDING}"
-            )
-        if len(config.layer_types) != config.num_hidden_layers:
-            raise ValueError(
-                f"modernbert: config.layer_types has {len(config.layer_types)} entries for "
-                f"num_hidden_layers={config.num_hidden_layers}"
-            )
+        check_layer_types(config, types_of_config(config), (FULL, SLIDING))
         self.embeddings = ModernBertEmbeddings(config)
         self.layers = nn.ModuleList(ModernBertEncoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_norm = new_norm(config)

@@ -105,7 +105,6 @@ class NemotronHBlock(DecoderLayer):
     norm_eps = "layer_norm_epsilon"
     mixers: ClassVar[Mapping[str, type[nn.Module]]] = {
         LINEAR: NemotronHMamba2Mixer,
-        FULL: NemotronHAttention,
         "moe": NemotronHMoE,
         "mlp": NemotronHMLP,
     }
@@ -113,7 +112,8 @@ class NemotronHBlock(DecoderLayer):
     def add_modules(self, config: Any, layer_idx: int) -> None:
         self.norm = self.new_norm(config)
         self.layer_type = config.layer_types[layer_idx]
-        self.mixer = self.mixers[self.layer_type](config, layer_idx)
+        mixer = self.attention_class if self.layer_type == FULL else self.mixers[self.layer_type]
+        self.mixer = mixer(config, layer_idx)
 
     def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
         normalized = self.norm(hidden_states.to(self.norm.weight.dtype))  # type: ignore[arg-type]

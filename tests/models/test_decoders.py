@@ -16,7 +16,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.generation import generate_tokens
 from easytorch.layers.masks import MASKS_OF
 from easytorch.protocol.conversion import to_flax
-from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, RECURRENT
+from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, MAMBA, RECURRENT
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
@@ -44,6 +44,20 @@ def test_steps_through_a_cache_equal_one_pass(cache, family, make_pair) -> None:
         steps = [ours(IDS[:, :6], **held).logits]
         steps += [ours(IDS[:, at : at + 1], **held).logits for at in range(6, IDS.shape[1])]
     torch.testing.assert_close(torch.cat(steps, 1), expected, **TOLERANCE)
+
+
+def test_a_layer_has_the_attention_that_its_class_names(family) -> None:
+    """A family that states its difference as another `attention_class` gets it, whatever else its layers hold."""
+    config = FAMILIES[family].config()
+    module = importlib.import_module(f"easytorch.models.{family}")
+    layer_class = getattr(getattr(module, FAMILIES[family].heads[0]), "layer_class", None)
+    if layer_class is None:
+        assert family in MAMBA, "a decoder without a layer class"
+        return
+    other = type("Other", (layer_class.attention_class,), {})
+    changed = type("Changed", (layer_class,), {"attention_class": other})
+    layers = [changed(config, index) for index in range(config.num_hidden_layers)]
+    assert any(isinstance(part, other) for layer in layers for part in layer.modules())
 
 
 @pytest.mark.parametrize("settings", [
