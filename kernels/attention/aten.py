@@ -2,99 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from easytorch.kernels.attention.aten_fused import fused
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.contract import band_of, check_tensors, keeps, kept_scores, resolve, visible
+from easytorch.kernels.attention.contract import band_of, check_tensors, keeps, kept_scores, only_band, resolve, visible
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.native import working_dtype
 
 
-def supports(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | torch.Tensor | None = None,
-    **_: Any,
-) -> str | None:
-    """None, or the part of the call that ATen cannot express. Takes the arguments of `attention`."""
-    if softcap is not None:
+def supports(query: torch.Tensor, features: Mapping[str, Any]) -> str | None:
+    """None, or the part of the call that ATen cannot express. features: of a call, or the fields of its record."""
+    bias = features.get("bias")
+    if features.get("softcap") is not None:
         return "ATen has no softcap"
-    if sinks is not None:
+    if features.get("sinks") is not None:
         return "ATen has no sinks"
-    if seed is not None and dropout_prob > 0.0:
+    if features.get("seed") is not None and features.get("dropout_prob", 0.0) > 0.0:
         return "ATen draws its own dropout mask and takes no seed"
     if bias is not None and not query.is_cpu and bias.dtype != query.dtype and query.device.type == "cuda":
         return f"ATen's CUDA kernels take a bias in the query's dtype {query.dtype}, not {bias.dtype}"
     return None
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: torch.Tensor | None = None,
-    key_segment_ids: torch.Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | torch.Tensor | None = None,
-) -> torch.Tensor:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **features: Any) -> torch.Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv); the dropout mask is ATen's own.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """
-    banded = mask is bias is query_segment_ids is key_segment_ids is None
-    # checked one by one: most calls have none of these, and building their record takes as long as a small matmul
-    if banded and not dropout_prob and softcap is None and sinks is None:
+    bias, dropout_prob, softmax_scale = None, 0.0, features.get("softmax_scale")
+    if only_band(features):
         check_tensors(query, key, value)
-        call = None
+        left, right = band_of(features.get("causal", False), features.get("sliding_window"))
+        call, banded = None, True
     else:
-        call = resolve(
-            query, key, value, mask=mask, bias=bias, causal=causal, query_segment_ids=query_segment_ids,
-            key_segment_ids=key_segment_ids, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-            dropout_prob=dropout_prob, seed=seed, draw=False,
-        )  # fmt: skip
-        if not (bias is sinks is None and softcap is None and seed is None):
-            refusal = supports(query, key, value, **call._asdict())
-            if refusal is not None:
-                raise NotImplementedError(refusal)
+        call = resolve(query, key, value, **features, draw=False)
+        if (reason := supports(query, call._asdict())) is not None:
+            raise NotImplementedError(reason)
+        left, right, bias, dropout_prob = call.left, call.right, call.bias, call.dropout_prob
+        banded = call.mask is bias is call.query_segment_ids is None
     length, keys = query.shape[1], key.shape[1]
     if softmax_scale is not None and softmax_scale <= 0.0:
         query, softmax_scale = positive_scale(query, softmax_scale)
     if bias is not None:
         bias = addend(bias, query)
-    plain = banded and sliding_window is None
-    if plain and causal and length == 1:
-        causal = False  # the one query is aligned with the last key: it sees them all
+    causal = banded and left is None and right == 0
+    if causal and length == 1:
+        causal, right = False, None  # the one query is aligned with the last key: it sees them all
     attn_mask: torch.Tensor | None = None
     empty_rows, causal_flag = None, False
     # ATen aligns causal to the first query and key, so its own flag fits only where the lengths agree. A branch, as the
     # comparison itself, compiled for any length, is a SymBool, which ATen does not take.
-    if plain and causal and length == keys:
+    if causal and length == keys:
         causal_flag = True
-    elif banded and (causal or not plain) and keeps(length, keys, query.device):
-        left, right = band_of(causal, sliding_window)
-        if left is not None or right is not None:
-            attn_mask = kept_scores(length, keys, left, right, query.dtype)
-    elif causal or not plain:
-        if call is None:
-            left, right = band_of(causal, sliding_window)
-            call = AttentionCall(left=left, right=right)
+    elif banded and left is right is None:
+        pass
+    elif banded and keeps(length, keys, query.device):
+        attn_mask = kept_scores(length, keys, left, right, query.dtype)
+    else:
+        call = AttentionCall(left=left, right=right) if call is None else call
         attn_mask, empty_rows = _lower(query, visible(call, length, keys, query.device), bias)
     query, key, value = readable(query), readable(key), readable(value)
     grouped = False

@@ -65,6 +65,10 @@ class AttentionCall(NamedTuple):
             key_segment_ids=None if key_ids is None else key_ids[:, columns],
         )
 
+    def seed_on(self, device: Any) -> AttentionCall:
+        """The call with its seed, where it has one, on a device of torch: it is drawn on the CPU."""
+        return self if self.seed is None else self._replace(seed=self.seed.to(device))
+
     @property
     def tensors(self) -> tuple[Any, ...]:
         """The fields that are tensors, None where there is none."""
@@ -95,17 +99,21 @@ DIFFERENTIABLE = ("bias", "sinks")
 _TYPES = {"Array | None": "Tensor?", "int | None": "SymInt?", "float": "float", "float | None": "float?"}
 
 
+_KINDS = [_TYPES[getattr(kind, "__forward_arg__", kind)] for kind in AttentionCall.__annotations__.values()]
+_FLOATS = [place for place, kind in enumerate(_KINDS) if kind.startswith("float")]
+
+
 def schema() -> str:
     """The fields as arguments of a custom operator."""
-    fields = zip(AttentionCall._fields, AttentionCall.__annotations__.values(), strict=True)
-    return ", ".join(f"{_TYPES[getattr(kind, '__forward_arg__', kind)]} {name}" for name, kind in fields)
+    return ", ".join(f"{kind} {name}" for kind, name in zip(_KINDS, AttentionCall._fields, strict=True))
 
 
 def flatten(call: AttentionCall) -> tuple[Any, ...]:
     """The record as the arguments of an operator of `schema`, which takes a number as its type says it."""
-    scale, softcap = call.scale, call.softcap
-    if type(scale) is not float or not (softcap is None or type(softcap) is float):
-        call = call._replace(scale=float(scale), softcap=None if softcap is None else float(softcap))
+    for place in _FLOATS:
+        number = call[place]
+        if type(number) is not float and number is not None:
+            call = call._replace(**{call._fields[place]: float(number)})
     return call
 
 

@@ -22,6 +22,9 @@ A row that sees nothing gives zeros.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -112,7 +115,7 @@ def resolve(
         )  # fmt: skip
     if query_segment_ids is not None and key_segment_ids is not None:
         query_segment_ids, key_segment_ids = _of_one_dtype(query_segment_ids, key_segment_ids)
-    left, right = (None, 0 if causal else None) if sliding_window is None else band_of(causal, sliding_window)
+    left, right = band_of(causal, sliding_window)
     if dropout_prob == 0.0:
         seed = None
     elif seed is not None:
@@ -123,6 +126,23 @@ def resolve(
     return AttentionCall(
         mask, bias, query_segment_ids, key_segment_ids, sinks, seed, scale, left, right, softcap, dropout_prob
     )
+
+
+FEATURES = frozenset(inspect.getfullargspec(resolve).kwonlyargs) - {"draw", "columns"}
+_OF_BAND = frozenset(("causal", "sliding_window", "softmax_scale"))
+
+
+def only_band(features: Mapping[str, Any]) -> bool:
+    """Whether a call has a band and a scale alone, as most have: a record takes as long as a small product.
+
+    False for a name that is no feature, which `resolve` refuses.
+    """
+    if not features.keys() <= FEATURES:
+        return False
+    for name, value in features.items():
+        if value is not None and name not in _OF_BAND and (name != "dropout_prob" or value != 0.0):
+            return False
+    return True
 
 
 def _of_one_dtype(query_ids: torch.Tensor, key_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,12 +190,17 @@ def _check_features(
         for name, ids in (("query_segment_ids", query_segment_ids), ("key_segment_ids", key_segment_ids)):
             if ids.is_floating_point() or ids.is_complex():
                 raise ValueError(f"attention: {name} must be integers, got {ids.dtype}")
-    if sinks is not None:
-        _check_shape("sinks", sinks, (heads,))
-        if not floating(sinks):
-            raise ValueError(f"attention: sinks must be floating, got {sinks.dtype}")
+    check_sinks("attention", sinks, heads)
     check_softcap("attention", softcap)
     check_dropout(dropout_prob)
+
+
+def check_sinks(operation: str, sinks: torch.Tensor | None, heads: int) -> None:
+    """An error for sinks that are not one number a query head."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"{operation}: sinks must be {(heads,)}, got {tuple(sinks.shape)}")
+    if sinks is not None and not floating(sinks):
+        raise ValueError(f"{operation}: sinks must be floating, got {sinks.dtype}")
 
 
 def check_softcap(operation: str, softcap: float | None) -> float | None:
@@ -237,6 +262,8 @@ def _bounded(side: int | None) -> int | None:
 
 def band_of(causal: bool, sliding_window: int | tuple[int | None, int | None] | None) -> Window:
     """(left, right) of causal and sliding window together: i + S - T - left <= j <= i + S - T + right."""
+    if sliding_window is None:
+        return None, 0 if causal else None
     left, right = window_of(sliding_window)
     if causal:
         right = 0 if right is None else min(right, 0)

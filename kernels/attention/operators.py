@@ -6,48 +6,46 @@ from typing import Any
 
 from torch import Tensor
 
-from easytorch.kernels.attention.call import TENSORS, AttentionCall, gradients_by_field, unflatten
+from easytorch.kernels.attention.call import DIFFERENTIABLE, TENSORS, AttentionCall, gradients_by_field, unflatten
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]  # of query, key, value, and the fields that `DIFFERENTIABLE` names
 
-RESULTS = "(Tensor query, Tensor key, Tensor value, Tensor bias, Tensor sinks)"  # of a backward operator
+RESULTS = f"({', '.join(f'Tensor {name}' for name in ('query', 'key', 'value', *DIFFERENTIABLE))})"
 
 
 def given(query: Tensor, bias_grad: bool, call: AttentionCall, *grads: Tensor | None) -> Gradients:
-    """Gradients of query, key, value, bias and sinks as an operator returns them: each in the dtype and shape of its
-    tensor, of the last two an empty tensor where there is none to give."""
-    *others, bias, sinks = grads
-    dq, dk, dv = others
-    assert dq is not None and dk is not None and dv is not None
-    return (
-        dq, dk, dv,
-        query.new_empty(0) if bias is None or not bias_grad else _fitting(bias, call.bias),
-        query.new_empty(0) if sinks is None else _fitting(sinks, call.sinks),
-    )  # fmt: skip
-
-
-def _fitting(grad: Tensor, tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a gradient of a tensor that the call does not have"
-    return grad.to(tensor.dtype).reshape(tensor.shape)
+    """Gradients as a backward operator returns them: each in the dtype and shape of its tensor, of a field an empty
+    tensor where there is none to give."""
+    results = []
+    for grad, tensor in zip(grads[3:], _wanted(call, bias_grad), strict=True):
+        if grad is None or tensor is None:
+            results.append(query.new_empty(0))
+        else:
+            results.append(grad.to(tensor.dtype).reshape(tensor.shape))
+    query_grad, key_grad, value_grad = grads[:3]
+    assert query_grad is not None and key_grad is not None and value_grad is not None
+    return query_grad, key_grad, value_grad, *results
 
 
 def like(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, bias_grad: bool) -> Gradients:
     """Empty contiguous tensors of the shapes and dtypes that `given` returns."""
-    bias = call.bias if bias_grad else None
-    dq, dk, dv, dbias, dsinks = (
-        query.new_empty(0) if x is None else x.new_empty(x.shape) for x in (query, key, value, bias, call.sinks)
-    )
-    return dq, dk, dv, dbias, dsinks
+    wanted = (query, key, value, *_wanted(call, bias_grad))
+    return tuple(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
+
+
+def _wanted(call: AttentionCall, bias_grad: bool) -> tuple[Tensor | None, ...]:
+    """The fields that get a gradient; a bias only with `bias_grad`: its gradient may be as large as the scores."""
+    return tuple(getattr(call, name) if bias_grad or name != "bias" else None for name in DIFFERENTIABLE)
 
 
 def for_autograd(needs: tuple[bool, ...], grads: Gradients, first: int = 3) -> tuple[Tensor | None, ...]:
     """The gradients of an operator's arguments: query, key, value, and the call from the place `first` on."""
     wanted = unflatten(needs[first : first + len(AttentionCall._fields)])
-    dq, dk, dv, bias, sinks = grads
-    fields = gradients_by_field({"bias": bias if wanted.bias else None, "sinks": sinks if wanted.sinks else None})
+    named = zip(DIFFERENTIABLE, grads[3:], strict=True)
+    fields = gradients_by_field({name: grad for name, grad in named if getattr(wanted, name)})
     between = (None,) * (first - 3)
     rest = (None,) * (len(needs) - first - len(fields))
-    return dq, dk, dv, *between, *fields, *rest
+    return *grads[:3], *between, *fields, *rest
 
 
 def split(arguments: tuple[Any, ...], first: int = 3) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

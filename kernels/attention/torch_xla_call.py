@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, gradients_by_field, unflatten
+from easytorch.kernels.attention.call import (
+    DIFFERENTIABLE,
+    TENSORS,
+    AttentionCall,
+    flatten,
+    gradients_by_field,
+    unflatten,
+)
 from easytorch.kernels.interop.xla_bridge import call_jax, call_jax_with_gradient
 
 
@@ -28,7 +35,7 @@ def call_jax_on_with_gradient(
 ) -> Any:
     """The first result of `forward(*tensors, call, **static)`, of which the second is kept for the backward.
 
-    backward(*tensors, call, *results, grad, **static) -> gradients of query, key, value, bias and sinks. What
+    backward(*tensors, call, *results, grad, **static) -> gradients of query, key, value and `DIFFERENTIABLE`. What
     `tensors` holds beyond query, key and value has no gradient.
     """
     call = _for_jax(call, tensors)
@@ -76,8 +83,8 @@ def _flat_gradients(function: Callable[..., Any], count: int) -> Callable[..., A
 
     @functools.wraps(function)
     def flat(*arrays: Any, **settings: Any) -> Any:
-        *heads, bias, sinks = _flat(function, count)(*arrays, **settings)
-        fields = gradients_by_field({"bias": bias, "sinks": sinks})[:TENSORS]
-        return *heads, *(None,) * (count - 3), *fields
+        results = _flat(function, count)(*arrays, **settings)
+        fields = gradients_by_field(dict(zip(DIFFERENTIABLE, results[3:], strict=True)))[:TENSORS]
+        return *results[:3], *(None,) * (count - 3), *fields
 
     return flat

@@ -20,7 +20,7 @@ from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, r
 MAX_HEAD_DIM = 256
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> str | None:
+def supports(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """None when `flash_attention` carries this call, else the reason. It carries every feature of the contract."""
     for name, dim in (("query and key", query.shape[-1]), ("value", value.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
@@ -37,14 +37,16 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) 
     Triton. Not differentiable twice.
     """
     call = resolve(query, key, value, **features)
+    check_launch("triton flash attention", query, key, value)
+    return _forward(query, key, value, *flatten(call.seed_on(query.device)))[0]
+
+
+def check_launch(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """`ImportError` without Triton, `ValueError` for tensors that `supports` refuses."""
     if (absent := missing("triton")) is not None:
         raise ImportError(absent)
-    reason = supports(query, key, value)
-    if reason is not None:
-        raise ValueError(f"triton flash attention: {reason}")
-    if call.seed is not None:
-        call = call._replace(seed=call.seed.to(query.device))
-    return _forward(query, key, value, *flatten(call))[0]
+    if (reason := supports(query, key, value)) is not None:
+        raise ValueError(f"{name}: {reason}")
 
 
 @torch.library.custom_op(

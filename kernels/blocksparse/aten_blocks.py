@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def forward(
     for part in _parts(query, key, value, begin, end, call, tile):
         into[part.queries], logsumexp[part.logsumexp] = tile.forward(
             query[part.queries], _take(key, part), _take(value, part), part.seen, part.bias,
-            None if call.sinks is None else call.sinks[part.queries[1]], **part.settings,
+            part.call, part.keep,
         )  # fmt: skip
     return output, logsumexp
 
@@ -81,7 +81,7 @@ def backward(
         asked = {} if added_grad is None else {"bias_grad": True}
         into[part.queries], of_key, of_value, of_bias = tile.backward(
             grad[part.queries], query[part.queries], _take(key, part), _take(value, part), part.seen, part.bias,
-            output[part.queries], logsumexp[part.logsumexp], **part.settings, **asked,
+            output[part.queries], logsumexp[part.logsumexp], part.call, part.keep, **asked,
         )  # fmt: skip
         _add(keys_into[part.keys], part.columns, of_key)
         _add(values_into[part.keys], part.columns, of_value)
@@ -106,7 +106,8 @@ class _Part(NamedTuple):
     columns: slice | Tensor
     seen: Tensor | None
     bias: Tensor | None
-    settings: dict[str, Any]
+    call: AttentionCall  # its numbers, and the sinks of these heads
+    keep: Tensor | None
 
     @property
     def logsumexp(self) -> tuple[slice, slice, slice, slice]:
@@ -149,8 +150,7 @@ def _parts(
             yield _Part(
                 (step.batch, own, step.rows), (step.batch, kv), step.columns, _of_heads(step.seen, own),
                 None if bias is None else _of_heads(part_of(bias, step.batch, step.rows, step.columns), own),
-                {"scale": call.scale, "softcap": call.softcap, "keep": keep,
-                 "keep_scale": 1.0 / (1.0 - call.dropout_prob)},
+                call if call.sinks is None else call._replace(sinks=call.sinks[own]), keep,
             )  # fmt: skip
 
 

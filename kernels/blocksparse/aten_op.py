@@ -11,31 +11,17 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import flatten, schema, unflatten
-from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.layout import four_dims
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, given, like, split
 from easytorch.kernels.blocksparse import aten_blocks
-from easytorch.kernels.blocksparse.native import check_structure
-from easytorch.kernels.blocksparse.structure import structure_of
+from easytorch.kernels.blocksparse.contract import resolve
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    chunk_size: int | None = None,
-    prefix_length: int | Tensor | None = None,
-    **features: Any,
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), in the query's dtype."""
-    call = resolve(query, key, value, **features)
-    check_structure(query, chunk_size, prefix_length)
-    structure = structure_of(
-        query.shape[1], key.shape[1], query.device, causal=features.get("causal", False),
-        sliding_window=features.get("sliding_window"), chunk_size=chunk_size, prefix_length=prefix_length,
-    )  # fmt: skip
+    call, rule = resolve(query, key, value, **features)
+    structure = rule.structure(query.shape[1], key.shape[1], query.device)
     return blocksparse_forward(query, key, value, structure.begin, structure.end, *flatten(call))[0]
 
 

@@ -7,12 +7,11 @@ A step with a z that one number does not hold (attention/logsumexp.py) is torch_
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.aten import addend
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.logsumexp import fits_one_number, from_one_number, one_number
 from easytorch.kernels.blocksparse import torch_tile
 
@@ -21,40 +20,38 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-    *, scale: float, **settings: Any,
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, call: AttentionCall,
+    keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(b, H, R, D), (b, K, C, D) twice -> output (b, H, R, D), logsumexp (b, H, 2, R)."""
     added = _added(query, key, seen, bias)
-    output, logsumexp = _forward(query, key, value, attn_mask=added, scale=scale)
+    output, logsumexp = _forward(query, key, value, attn_mask=added, scale=call.scale)
     if added is not None:
         empty = (added == -torch.inf).all(-1)
         if empty.any():
             output = torch.where(empty[..., None], 0.0, output)
             logsumexp = torch.where(empty, -torch.inf, logsumexp)
     total = logsumexp
-    if sinks is not None:
-        total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    if call.sinks is not None:
+        total = torch.logaddexp(logsumexp, call.sinks.to(logsumexp.dtype)[:, None])
         # a sink of -inf leaves a row that sees nothing without any weight
         share = torch.where(total == -torch.inf, 0.0, torch.exp(logsumexp - total))
         output = (output * share[..., None]).to(output.dtype)
     if not (fits_one_number(logsumexp) and fits_one_number(total)):
-        return torch_tile.forward(query, key, value, seen, bias, sinks, scale=scale, **settings)
+        return torch_tile.forward(query, key, value, seen, bias, call, keep)
     return output, from_one_number(total)
 
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, output: Tensor,
-    logsumexp: Tensor, *, scale: float, **settings: Any,
+    logsumexp: Tensor, call: AttentionCall, keep: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of query, key and value, from that of `forward`'s first result; none of the bias."""
     single = one_number(logsumexp)
     if not fits_one_number(single):
-        return torch_tile.backward(
-            grad, query, key, value, seen, bias, output, logsumexp, scale=scale, **settings
-        )  # fmt: skip
+        return torch_tile.backward(grad, query, key, value, seen, bias, output, logsumexp, call, keep)
     added = _added(query, key, seen, bias)
-    return *_backward(grad, query, key, value, output, single, 0.0, False, attn_mask=added, scale=scale), None
+    return *_backward(grad, query, key, value, output, single, 0.0, False, attn_mask=added, scale=call.scale), None
 
 
 def _added(query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor | None:

@@ -27,7 +27,8 @@ from easytorch.kernels.attention.pallas_flash_tiles import Grid
 from easytorch.kernels.attention.pallas_tuning import backward_blocks, forward_blocks
 from easytorch.kernels.blocksparse.pallas_backward import backward_keys, backward_queries
 from easytorch.kernels.blocksparse.pallas_forward import forward
-from easytorch.kernels.blocksparse.pallas_map import Rule, walks
+from easytorch.kernels.blocksparse.pallas_map import walks
+from easytorch.kernels.blocksparse.structure import Rule
 
 
 def blocksparse_forward(

@@ -14,24 +14,10 @@ import numpy as np
 from jax import Array, lax
 
 from easytorch.kernels.attention.pallas_flash_tiles import Grid
-from easytorch.kernels.blocksparse.structure import intervals
+from easytorch.kernels.blocksparse.structure import Rule
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _NOTHING = np.iinfo(np.int32).max
-
-
-class Rule(NamedTuple):
-    """The static part of the structure; prefix None, an int, or True where it is an array (B,)."""
-
-    causal: bool = False
-    left: int | None = None
-    right: int | None = None
-    chunk_size: int | None = None
-    prefix: int | bool | None = None
-
-    def of(self, own: Any, keys: int, prefix: Any) -> tuple[Any, Any]:
-        """begin and end of the queries aligned with the keys `own`, numpy or jax, (..., T)."""
-        return intervals(own, keys, self.causal, self.left, self.right, self.chunk_size, prefix)
 
 
 class Walk(NamedTuple):

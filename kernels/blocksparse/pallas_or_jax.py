@@ -16,7 +16,7 @@ from easytorch.kernels.attention.jax_call import AttentionCall
 from easytorch.kernels.attention.jax_flash_tiles import sizes_of
 from easytorch.kernels.attention.pallas_or_jax import for_platform
 from easytorch.kernels.blocksparse import pallas_attention
-from easytorch.kernels.blocksparse.pallas_map import Rule
+from easytorch.kernels.blocksparse.structure import Rule
 
 
 def blocksparse_forward(

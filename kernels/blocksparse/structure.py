@@ -26,6 +26,31 @@ class Structure(NamedTuple):
     right: int | None
 
 
+class Rule(NamedTuple):
+    """What a call says of its structure. prefix: None, an int, or integers (B,); in jax, which is given them as an
+    array of their own, True in their place."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    chunk_size: int | None = None
+    prefix: Any = None
+
+    def of(self, own: Any, keys: int, prefix: Any) -> tuple[Any, Any]:
+        """begin and end of the queries aligned with the keys `own`, of torch, numpy or jax, (..., T)."""
+        return intervals(own, keys, self.causal, self.left, self.right, self.chunk_size, prefix)
+
+    def structure(self, length: int, keys: int, device: torch.device) -> Structure:
+        """The structure of a call with `length` queries and `keys` keys, its segments and mask not counted."""
+        own = torch.arange(length, device=device)[None] + (keys - length)
+        prefix = self.prefix
+        if isinstance(prefix, torch.Tensor):
+            prefix = prefix.to(device).reshape(-1, 1)
+        begin, end = self.of(own, keys, prefix)
+        band = band_around(self.causal, self.left, self.right, self.chunk_size, prefix is not None)
+        return Structure(begin.to(torch.int32), end.to(torch.int32), *band)
+
+
 def structure_of(
     length: int,
     keys: int,
@@ -36,13 +61,8 @@ def structure_of(
     chunk_size: int | None = None,
     prefix_length: int | torch.Tensor | None = None,
 ) -> Structure:
-    """The structure of a call with `length` queries and `keys` keys, its segments and mask not counted."""
-    left, right = window_of(sliding_window)
-    own = torch.arange(length, device=device)[None] + (keys - length)
-    prefix = prefix_length.to(device).reshape(-1, 1) if isinstance(prefix_length, torch.Tensor) else prefix_length
-    begin, end = intervals(own, keys, causal, left, right, chunk_size, prefix)
-    band = band_around(causal, left, right, chunk_size, prefix_length is not None)
-    return Structure(begin.to(torch.int32), end.to(torch.int32), *band)
+    """`Rule.structure` of an attention's arguments."""
+    return Rule(causal, *window_of(sliding_window), chunk_size, prefix_length).structure(length, keys, device)
 
 
 def intervals(

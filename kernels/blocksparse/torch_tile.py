@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.logsumexp import parts
 from easytorch.kernels.attention.native import working_dtype
 
@@ -22,13 +23,16 @@ SIGMOID_CAP = 64.0
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
-    *, scale: float, softcap: float | None, keep: Tensor | None, keep_scale: float,
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, call: AttentionCall,
+    keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(b, H, R, D), (b, K, C, D), (b, K, C, Dv) -> output (b, H, R, Dv), logsumexp (b, H, 2, R)."""
-    scores, _ = _scores(query, key, seen, bias, scale, softcap)
+    """(b, H, R, D), (b, K, C, D), (b, K, C, Dv) -> output (b, H, R, Dv), logsumexp (b, H, 2, R).
+
+    call: the numbers, and the sinks of these heads. keep: what dropout leaves, (b, H, R, C).
+    """
+    scores, _ = _scores(query, key, seen, bias, call)
     m_i = scores.amax(-1, keepdim=True)
-    sink = None if sinks is None else sinks.to(m_i.dtype)[:, None, None]
+    sink = None if call.sinks is None else call.sinks.to(m_i.dtype)[:, None, None]
     if sink is not None:
         m_i = m_i.maximum(sink)
     origin = torch.where(m_i == -torch.inf, 0.0, m_i)
@@ -41,18 +45,17 @@ def forward(
     # the weights are multiplied in bfloat16 for such values: twice as fast, and as exact as a fused kernel
     matrix = weights.to(value.dtype) if value.dtype == torch.bfloat16 else weights
     output = _grouped(matrix, key) @ value.to(matrix.dtype)
-    output = output.view(*weights.shape[:3], -1) * (keep_scale / torch.where(l_i == 0.0, 1.0, l_i))
+    output = output.view(*weights.shape[:3], -1) * (1.0 / (1.0 - call.dropout_prob) / torch.where(l_i == 0.0, 1.0, l_i))
     return output.to(query.dtype), parts(m_i.squeeze(-1), l_i.squeeze(-1))
 
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, bias: Tensor | None, output: Tensor,
-    logsumexp: Tensor, *, scale: float, softcap: float | None, keep: Tensor | None, keep_scale: float,
-    bias_grad: bool = False,
+    logsumexp: Tensor, call: AttentionCall, keep: Tensor | None, *, bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of query, key, value, and with `bias_grad` of the scores (b, H, R, C); the formulas:
     kernels/attention/triton_flash_backward_keys.py."""
-    scores, slope = _scores(query, key, seen, bias, scale, softcap, slope=True)
+    scores, slope = _scores(query, key, seen, bias, call, slope=True)
     maximum, log_sum = logsumexp.unbind(2)
     weights = scores.sub_(maximum[..., None]).sub_(log_sum[..., None]).mul_(LOG2E).exp2_()
     grad = grad.to(weights.dtype)
@@ -61,27 +64,28 @@ def backward(
     score_grad = (grads @ value.to(weights.dtype).mT).view_as(weights)
     kept = weights
     if keep is not None:
-        kept, score_grad = (torch.where(keep, x * keep_scale, 0.0) for x in (weights, score_grad))
+        rescale = 1.0 / (1.0 - call.dropout_prob)
+        kept, score_grad = (torch.where(keep, x * rescale, 0.0) for x in (weights, score_grad))
     value_grad = _grouped(kept, key).mT @ grads
     score_grad = score_grad.sub_(delta).mul_(weights)
     added_grad = score_grad.clone() if bias_grad else None
     if slope is not None:
         score_grad.mul_(slope)
-    flat = _grouped(score_grad, key).mul_(scale)
+    flat = _grouped(score_grad, key).mul_(call.scale)
     query_grad = (flat @ key.to(flat.dtype)).view(query.shape)
     key_grad = flat.mT @ _grouped(query.to(flat.dtype), key)
     return query_grad, key_grad, value_grad, added_grad
 
 
 def _scores(
-    query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None, scale: float, softcap: float | None,
-    *, slope: bool = False,
+    query: Tensor, key: Tensor, seen: Tensor | None, bias: Tensor | None, call: AttentionCall, *,
+    slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """scores (b, H, R, C), -inf where not seen; with `slope`, the derivative of the soft cap."""
     working = working_dtype(query)
     scores = _grouped(query.to(working), key) @ key.to(working).mT
     scores = scores.view(*query.shape[:3], key.shape[2])
-    derivative = None
+    scale, softcap, derivative = call.scale, call.softcap, None
     if softcap is None:
         scores.mul_(scale)
     elif softcap <= SIGMOID_CAP and working == torch.float32:

@@ -12,45 +12,26 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall, flatten, schema, unflatten
-from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, like, split
-from easytorch.kernels.attention.triton_flash import MAX_HEAD_DIM, sink_weights, supports
-from easytorch.kernels.blocksparse.native import check_structure
-from easytorch.kernels.blocksparse.structure import Structure, structure_of, within_segments
-from easytorch.kernels.interop.installed import missing
+from easytorch.kernels.attention.triton_flash import MAX_HEAD_DIM, check_launch, sink_weights, supports
+from easytorch.kernels.blocksparse.contract import resolve
+from easytorch.kernels.blocksparse.structure import Structure, within_segments
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of
 
 __all__ = ["MAX_HEAD_DIM", "blocksparse_attention", "supports"]
 
 
-def blocksparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    chunk_size: int | None = None,
-    prefix_length: int | Tensor | None = None,
-    **features: Any,
-) -> Tensor:
+def blocksparse_attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
     """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), differentiable in query, key, value, bias and sinks.
 
     float32, float16, bfloat16; scores and sums are float32. The gradient of `bias`, when asked for, is computed as
     float32 (B, H, T, S) and then summed to its shape. Raises `ValueError` for tensors that do not fit the contract or
     that `supports` refuses, `ImportError` without Triton. Not differentiable twice.
     """
-    call = resolve(query, key, value, **features)
-    check_structure(query, chunk_size, prefix_length)
-    if (absent := missing("triton")) is not None:
-        raise ImportError(absent)
-    reason = supports(query, key, value)
-    if reason is not None:
-        raise ValueError(f"triton block-sparse attention: {reason}")
-    structure = structure_of(
-        query.shape[1], key.shape[1], query.device, causal=features.get("causal", False),
-        sliding_window=features.get("sliding_window"), chunk_size=chunk_size, prefix_length=prefix_length,
-    )  # fmt: skip
-    seed = None if call.seed is None else call.seed.to(query.device)
-    call = call._replace(seed=seed, left=structure.left, right=structure.right)
+    call, rule = resolve(query, key, value, **features)
+    check_launch("triton block-sparse attention", query, key, value)
+    structure = rule.structure(query.shape[1], key.shape[1], query.device)
+    call = call.seed_on(query.device)._replace(left=structure.left, right=structure.right)
     return _forward(query, key, value, structure.begin, structure.end, *flatten(call))[0]
 
 

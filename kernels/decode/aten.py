@@ -23,6 +23,7 @@ Reading keys and values takes 8 ms in float32 and 4 in bfloat16. Smaller caches 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,63 +32,40 @@ from torch import Tensor
 from easytorch.kernels.attention.aten import addend
 from easytorch.kernels.attention.aten_fused import fused
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.contract import check_tensors
+from easytorch.kernels.attention.contract import check_tensors, only_band
 from easytorch.kernels.attention.layout import four_dims, readable
 from easytorch.kernels.attention.native import attend, working_dtype
 from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
-from easytorch.kernels.decode.contract import resolve
+from easytorch.kernels.decode.contract import resolve, without_dropout
 from easytorch.kernels.interop.torch_func import recording
 
 _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float = 0.0, **_: Any) -> str | None:
-    """None, or the part of the call that is not supported. Takes the arguments of `decode`."""
-    return "it has no dropout" if dropout_prob > 0.0 else None
+def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
+    """None, or the part of the call that is not supported."""
+    return without_dropout(features)
 
 
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    lengths: Tensor | None = None,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    query_segment_ids: Tensor | None = None,
-    key_segment_ids: Tensor | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    seed: int | Tensor | None = None,
-) -> Tensor:
+def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype; differentiable.
 
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
+    softmax_scale = features.get("softmax_scale")
     if (
-        lengths is mask is bias is query_segment_ids is key_segment_ids is sinks is None
-        and sliding_window is None
-        and softcap is None
-        and dropout_prob == 0.0
+        lengths is None
+        and only_band(features)
+        and features.get("sliding_window") is None
         and not torch.compiler.is_compiling()
     ):  # as of most tokens that are generated: a record takes as long as the attention of a short cache
         check_tensors(query, key, value)
         if key.shape[1] > 0 and query.shape[1] == 1 and key.numel() < _LARGE:
             return _fused(query, key, value, None, softmax_scale, False)
-    call = resolve(
-        query, key, value, lengths, mask=mask, bias=bias, causal=causal, query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-        softmax_scale=softmax_scale, dropout_prob=dropout_prob, seed=seed,
-    )  # fmt: skip
+    call = resolve(query, key, value, lengths, supports=supports, **features)
     batch, keys = key.shape[:2]
-    if (reason := supports(query, key, value, dropout_prob=call.dropout_prob)) is not None:
-        raise NotImplementedError(reason)
     unreadable = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if lengths is not None and unreadable:
         return native.over_lengths(query, key, value, lengths, call)

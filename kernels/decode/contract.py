@@ -7,15 +7,17 @@ NaN. A sequence of length 0 gives zeros. Without `lengths` every sequence has S 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import contract
-from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.call import DIFFERENTIABLE, AttentionCall
 from easytorch.kernels.interop.arguments import FLOATS, bounds, check_dense
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
+from easytorch.kernels.interop.torch_func import recording
 
 
 def not_one_query(query: Tensor) -> str | None:
@@ -45,11 +47,35 @@ def plain_token(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return heads % kv_heads == 0 and dtype in FLOATS and key.dtype == dtype and value.dtype == dtype
 
 
-def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = None, **features: Any) -> AttentionCall:
+Supports = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], str | None]
+
+
+def without_dropout(features: Mapping[str, Any]) -> str | None:
+    """The reason of a kernel that has no dropout, for a call with it."""
+    return "it has no dropout" if features.get("dropout_prob", 0.0) > 0.0 else None
+
+
+def forward_only(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
+    """The reason of a kernel that has neither dropout nor a gradient, for a call with one of them."""
+    if (reason := without_dropout(features)) is not None:
+        return reason
+    given = (query, key, value, *(features.get(name) for name in DIFFERENTIABLE))
+    return "it computes no gradients, and one is asked for" if recording(*given) else None
+
+
+def resolve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    supports: Supports | None = None,
+    **features: Any,
+) -> AttentionCall:
     """The call as one record, or an error that names what does not fit.
 
-    The values of `lengths` are checked on the host (`interop/arguments.py`): kernels on other devices clamp a length
-    to 0..S.
+    supports: a kernel's, whose reason is raised as `NotImplementedError`. The values of `lengths` are checked on the
+    host (`interop/arguments.py`): kernels on other devices clamp a length to 0..S.
     """
     call = contract.resolve(query, key, value, **features)
     if (reason := not_one_query(query)) is not None:
@@ -65,4 +91,6 @@ def resolve(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None = 
         limits = bounds(lengths)
         if limits is not None and not 0 <= limits[0] <= limits[1] <= keys:
             raise ValueError(f"decode: lengths must be in 0..{keys}, the keys there are, got {lengths.tolist()}")
+    if supports is not None and (reason := supports(query, key, value, features)) is not None:
+        raise NotImplementedError(f"decode: {reason}")
     return call

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import matrix_of
 from easytorch.kernels.cpu import library
-from easytorch.kernels.decode.contract import resolve
+from easytorch.kernels.decode.contract import resolve, without_dropout
 from easytorch.kernels.interop.torch_func import eager, recording
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,8 +28,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, A
     given = [x for x in (query, key, value, features.get("bias"), features.get("sinks")) if isinstance(x, Tensor)]
     if query.dtype == torch.float64:
         return f"it computes in float32, bfloat16 and float16, got {query.dtype}"
-    if features.get("dropout_prob", 0.0) > 0.0:
-        return "it has no dropout"
+    if (reason := without_dropout(features)) is not None:
+        return reason
     if not eager() or torch._C._get_tracing_state() is not None:
         return "graphs and torch.func's transforms are ATen's"
     if recording(*given) or forward_ad._current_level >= 0:
@@ -47,9 +47,7 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
 
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
-    call = resolve(query, key, value, lengths, **features)
-    if (reason := supports(query, key, value, features)) is not None:
-        raise NotImplementedError(reason)
+    call = resolve(query, key, value, lengths, supports=supports, **features)
     return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), lengths, call, library.BEST)
 
 

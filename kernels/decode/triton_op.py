@@ -5,35 +5,24 @@ Nothing here imports Triton until a kernel is launched; with TRITON_INTERPRET=1 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import flatten, schema, unflatten
-from easytorch.kernels.decode.contract import resolve
+from easytorch.kernels.decode.contract import forward_only, resolve
 from easytorch.kernels.decode.triton_tuning import rows_of_group, splits_of, tiles_of
-from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
 
 MAX_HEAD_DIM = 256
 
 
-def supports(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_prob: float = 0.0,
-    **_: Any,
-) -> str | None:
-    """None when `decode` carries this call, else the reason. Takes the arguments of `decode`."""
-    if dropout_prob > 0.0:
-        return "it has no dropout"
-    if recording(query, key, value, bias, sinks):
-        return "it computes no gradients, and one is asked for"
+def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
+    """None when `decode` carries this call, else the reason."""
+    if (reason := forward_only(query, key, value, features)) is not None:
+        return reason
     for name, dim in (("query and key", query.shape[-1]), ("value", value.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             return f"the head_dim of {name} must be in 1..{MAX_HEAD_DIM}, got {dim}"
@@ -44,11 +33,9 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
     """(B, 1, H, D), (B, S, K, D), (B, S, K, Dv), lengths (B,) -> (B, 1, H, Dv) in the query's dtype.
 
     Strides are followed, mask and bias broadcast without copies; keys beyond `lengths` or left of the window are not
-    read. A length beyond 0..S counts as the nearest of them. Raises `ValueError` for what `supports` refuses.
+    read. A length beyond 0..S counts as the nearest of them. Raises `NotImplementedError` for what `supports` refuses.
     """
-    call = resolve(query, key, value, lengths, **features)
-    if (reason := supports(query, key, value, **features)) is not None:
-        raise ValueError(f"triton decode: {reason}")
+    call = resolve(query, key, value, lengths, supports=supports, **features)
     return _decode(query, key, value, lengths, *flatten(call))
 
 

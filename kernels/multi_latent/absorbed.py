@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from easytorch.kernels.attention import aten_op, blocked
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, project
@@ -46,19 +48,44 @@ def multi_latent_attention(
     # an exported program should not depend on the lengths it was traced with
     if plain and query.shape[1] == 1 and not torch.compiler.is_exporting():
         return project(_one_token(query, query_rope, latent, key_rope, scale), up_value)
+    tensors = _as_one_head(query, query_rope, latent, key_rope)
+    call = resolve(*tensors, softmax_scale=scale, **features)
+    return project(attention_of(tensors[0], latent.shape[1])(*tensors, call), up_value)
+
+
+def attend(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    up_key: torch.Tensor | None,
+    up_value: torch.Tensor | None,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """`multi_latent_attention` for checked tensors and a resolved call."""
+    query = absorb(query, up_key)
+    sees_all = call.plain and call.left is None and call.right in (None, 0)  # the one token is the last
+    if sees_all and query.shape[1] == 1 and not torch.compiler.is_exporting():
+        return project(_one_token(query, query_rope, latent, key_rope, call.scale), up_value)
+    tensors = _as_one_head(query, query_rope, latent, key_rope)
+    return project(attention_of(tensors[0], latent.shape[1])(*tensors, call), up_value)
+
+
+def _as_one_head(
+    query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, key_rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query (B, T, H, L + R), key (B, S, 1, L + R), value (B, S, 1, L) of ordinary attention."""
     keys = torch.cat([latent, key_rope], dim=-1)[:, :, None]
-    queries = torch.cat([query, query_rope], dim=-1)
-    attention = attention_of(queries, latent.shape[1])
-    return project(attention(queries, keys, latent[:, :, None], softmax_scale=scale, **features), up_value)
+    return torch.cat([query, query_rope], dim=-1), keys, latent[:, :, None]
 
 
 def attention_of(query: torch.Tensor, keys: int) -> Callable[..., torch.Tensor]:
-    """The attention function for a query (B, T, H, D) over `keys` keys: tiled matrix products on the CPU where they are
-    faster."""
+    """The attention of a resolved call, for a query (B, T, H, D) over `keys` keys: tiled products on the CPU where they
+    are faster."""
     if query.device.type != "cpu" or torch.compiler.is_exporting():
-        return blocked.attention
+        return blocked.blockwise
     narrow = query.dtype == torch.bfloat16 and query.shape[:3].numel() * keys >= FLASH_SCORES
-    return aten_op.attention if narrow or query.shape[1] >= FLASH_ROWS else blocked.attention
+    return aten_op.by_operator if narrow or query.shape[1] >= FLASH_ROWS else blocked.blockwise
 
 
 def _one_token(

@@ -12,17 +12,16 @@ kernels/ragged_page/contract.py, whose features these are: causal, sliding_windo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from easytorch.kernels.attention.contract import band_of
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.arguments import check_dense, check_tensors, described
 from easytorch.kernels.multi_latent import absorbed, native
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_widths, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, expand, project
 from easytorch.kernels.ragged_page import contract, opaque
-from easytorch.kernels.ragged_page.contract import read_sequences
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -55,98 +54,99 @@ def split_pages(latent_pages: Pages, rope_dim: int) -> tuple[torch.Tensor, torch
     return latent_pages[..., :width], latent_pages[..., width:]
 
 
-def check_call(
-    query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
-    up_key: torch.Tensor | None, up_value: torch.Tensor | None, tables: tuple[Any, ...], features: dict[str, Any],
-) -> Sizes:  # fmt: skip
-    """The sizes, or an error for shapes, dtypes and devices that do not fit; reads no tensor's values."""
-    check_tensors("ragged_page_multi_latent", query=query, context_lens=tables[0], sinks=features.get("sinks"))
+class PagedCall(NamedTuple):
+    """A checked call: sizes, the two parts of the pages, the tables (context_lens to num_seqs), and the record."""
+
+    sizes: Sizes
+    latent: torch.Tensor
+    rope: torch.Tensor
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int | torch.Tensor | None]
+    call: AttentionCall
+
+
+def resolve(
+    query: torch.Tensor, query_rope: torch.Tensor, latent_pages: Pages, context_lens: torch.Tensor,
+    block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: int | torch.Tensor | None,
+    up_key: torch.Tensor | None, up_value: torch.Tensor | None, features: dict[str, Any],
+) -> PagedCall:  # fmt: skip
+    """The call, or an error for shapes, dtypes and devices that do not fit; reads no tensor's values."""
+    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
+    check_tensors("ragged_page_multi_latent", query=query, context_lens=context_lens, sinks=features.get("sinks"))
     if query.dim() != 3 or latent.dim() != 3:
         raise ValueError(
             f"ragged_page_multi_latent: expected query (N, H, Dn) and pages (P, page_size, L), got "
             f"{tuple(query.shape)} and {tuple(latent.shape)}"
         )
     sizes = check_widths(query, query_rope, latent, rope, up_key, up_value)
-    contract.check_tables(*tables)
-    contract.resolve_features(sizes.heads, 1.0, **features)
-    return sizes
+    contract.check_tables(context_lens, block_tables, query_start_loc, num_seqs)
+    call = contract.resolve_features(sizes.heads, default_scale(sizes, None), **features)
+    return PagedCall(sizes, latent, rope, (context_lens, block_tables, query_start_loc, num_seqs), call)
 
 
 def definition(
     query: torch.Tensor, query_rope: torch.Tensor, latent_pages: Pages, context_lens: torch.Tensor,
     block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: int | torch.Tensor | None = None,
-    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, causal: bool = True,
+    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *,
     softmax_dtype: torch.dtype | None = None, **features: Any,
 ) -> torch.Tensor:  # fmt: skip
     """-> (N, H, Dv), or (N, H, L) without `up_value`: gathers each sequence's latents, then calls the definition."""
 
     def attend(query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        settled = {**features, "causal": causal, "softmax_dtype": softmax_dtype}
-        return native.multi_latent_attention(query, query_rope, latent, rope, up_key, up_value, **settled)[0]
+        return native.define(query, query_rope, latent, rope, up_key, up_value, paged.call, softmax_dtype)[0]
 
-    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
-    left, _ = band_of(causal, features.get("sliding_window"))
-    sequences = read_sequences(query.shape[0], latent.shape[0], latent.shape[1], *tables, left)
-    return _each(attend, sequences, query, query_rope, latent, rope, block_tables, sizes)
+    paged = resolve(query, query_rope, latent_pages, *tables, up_key, up_value, features)
+    return _each(attend, query, query_rope, paged)
 
 
 def by_plans(
     query: torch.Tensor, query_rope: torch.Tensor, latent_pages: Pages, context_lens: torch.Tensor,
     block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: int | torch.Tensor | None = None,
-    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, softmax_scale: float | None = None,
-    **features: Any,
+    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, **features: Any,
 ) -> torch.Tensor:  # fmt: skip
     """-> (N, H, Dv), or (N, H, L) without `up_value`: each sequence by the plan that is cheaper for its lengths."""
-    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
-    settled = {"causal": True, **features, "softmax_scale": default_scale(sizes, softmax_scale)}
+    paged = resolve(query, query_rope, latent_pages, *tables, up_key, up_value, features)
 
     def attend(query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         length, keys = query.shape[1], latent.shape[1]
-        if up_key is None or up_value is None or absorbs(sizes, length, keys, True, True):
-            tensors = (query, query_rope, latent, rope, up_key, up_value)
-            return absorbed.multi_latent_attention(*tensors, **settled)
+        if up_key is None or up_value is None or absorbs(paged.sizes, length, keys, True, True):
+            return absorbed.attend(query, query_rope, latent, rope, up_key, up_value, paged.call)
         expanded = expand(query, query_rope, latent, rope, up_key, up_value)
-        return absorbed.attention_of(expanded[0], keys)(*expanded, **settled)
+        return absorbed.attention_of(expanded[0], keys)(*expanded, paged.call)
 
-    left, _ = band_of(settled["causal"], features.get("sliding_window"))
-    sequences = read_sequences(query.shape[0], latent.shape[0], latent.shape[1], *tables, left)
-    return _each(attend, sequences, query, query_rope, latent, rope, block_tables, sizes)
+    return _each(attend, query, query_rope, paged)
 
 
 def in_graph(
     query: torch.Tensor, query_rope: torch.Tensor, latent_pages: Pages, context_lens: torch.Tensor,
     block_tables: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: int | torch.Tensor | None = None,
-    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *, softmax_scale: float | None = None,
+    up_key: torch.Tensor | None = None, up_value: torch.Tensor | None = None, *,
     softmax_dtype: torch.dtype | None = None, **features: Any,
 ) -> torch.Tensor:  # fmt: skip
     """For tracing, where control flow cannot depend on lengths: the absorbed plan, through a custom operator."""
-    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
+    paged = resolve(query, query_rope, latent_pages, *tables, up_key, up_value, features)
     queries = torch.cat([absorb(query, up_key), query_rope], dim=-1)
     keys = latent_pages if isinstance(latent_pages, torch.Tensor) else torch.cat(latent_pages, dim=-1)
-    scale = default_scale(sizes, softmax_scale)
-    output = opaque.ragged_page_attention(
-        queries, keys[:, :, None], latent[:, :, None], *tables, softmax_scale=scale, softmax_dtype=softmax_dtype,
-        **features,
-    )  # fmt: skip
+    output = opaque.over_pages(
+        queries, keys[:, :, None], paged.latent[:, :, None], *tables, paged.call, softmax_dtype=softmax_dtype
+    )
     return project(output, up_value)
 
 
 def _each(
-    attend: Callable[..., torch.Tensor], sequences: list[contract.Sequence], query: torch.Tensor,
-    query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, block_tables: torch.Tensor, sizes: Sizes,
-) -> torch.Tensor:  # fmt: skip
+    attend: Callable[..., torch.Tensor], query: torch.Tensor, query_rope: torch.Tensor, paged: PagedCall
+) -> torch.Tensor:
     """`attend(query, query_rope, latent, key_rope)` of each sequence as a batch of one; zeros for rows that belong to
     no sequence."""
     outputs = []
+    page_count, page_size = paged.latent.shape[:2]
+    sequences = contract.read_sequences(query.shape[0], page_count, page_size, *paged.tables, paged.call.left)
+    block_tables = paged.tables[1]
     for s in sequences:
         pages = block_tables[s.row, s.page : s.page + s.pages]
-        keys = (pool[pages].flatten(0, 1)[None, : s.keys] for pool in (latent, rope))
+        keys = (pool[pages].flatten(0, 1)[None, : s.keys] for pool in (paged.latent, paged.rope))
         outputs.append(attend(query[None, s.first : s.last], query_rope[None, s.first : s.last], *keys)[0])
     owned = sequences[-1].last if sequences else 0
-    return torch.cat([*outputs, query.new_zeros(query.shape[0] - owned, sizes.heads, sizes.value_dim)])
+    return torch.cat([*outputs, query.new_zeros(query.shape[0] - owned, paged.sizes.heads, paged.sizes.value_dim)])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 from easytorch.kernels.multi_latent.contract import check_tensors, default_scale
-from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
+from easytorch.kernels.multi_latent.paged import Pages, resolve
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page.contract import resolve_features
 from easytorch.kernels.ragged_page.torch_xla_op import attend
@@ -58,20 +58,17 @@ def ragged_page_multi_latent_attention(
     num_seqs: int | torch.Tensor | None = None,
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
     **features: Any,
 ) -> torch.Tensor:
     """-> (N, H, Dv), or (N, H, L) without `up_value`; the arguments are those of paged.py."""
-    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
+    paged = resolve(query, query_rope, latent_pages, *tables, up_key, up_value, features)
     queries = absorb(query, up_key)
     # a single pool is passed as it is: splitting it here would copy the whole cache
     tail: torch.Tensor | None = query_rope
-    tail_keys: torch.Tensor | None = rope
+    latent: torch.Tensor = paged.latent
+    tail_keys: torch.Tensor | None = paged.rope
     if isinstance(latent_pages, torch.Tensor):
         queries, tail, latent, tail_keys = torch.cat([queries, query_rope], dim=-1), None, latent_pages, None
-    call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
-    output = attend(queries, tail, latent, tail_keys, None, *tables, call, value_dim=sizes.latent_dim)
+    output = attend(queries, tail, latent, tail_keys, None, *tables, paged.call, value_dim=paged.sizes.latent_dim)
     return project(output, up_value)

@@ -12,7 +12,7 @@ import torch
 
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
 from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
-from easytorch.kernels.multi_latent.paged import Pages, check_call, split_pages
+from easytorch.kernels.multi_latent.paged import Pages, resolve
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page import triton_op as pages
 from easytorch.kernels.ragged_page.contract import cut_to, resolve_features
@@ -62,22 +62,18 @@ def ragged_page_multi_latent_attention(
     num_seqs: int | torch.Tensor | None = None,
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
-    *,
-    softmax_scale: float | None = None,
     **features: Any,
 ) -> torch.Tensor:
     """-> (N, H, Dv), or (N, H, L) without `up_value`; the arguments are those of paged.py. It has no backward."""
-    latent, rope = split_pages(latent_pages, query_rope.shape[-1])
     tables = (context_lens, block_tables, query_start_loc, num_seqs)
-    sizes = check_call(query, query_rope, latent, rope, up_key, up_value, tables, features)
-    call = resolve_features(sizes.heads, default_scale(sizes, softmax_scale), **features)
+    paged = resolve(query, query_rope, latent_pages, *tables, up_key, up_value, features)
     output = pages.over_pages(
         absorb(query, up_key),
         query_rope,
-        latent[:, :, None],
-        rope[:, :, None],
+        paged.latent[:, :, None],
+        paged.rope[:, :, None],
         None,
         cut_to(num_seqs, *tables[:3]),
-        call,
+        paged.call,
     )
     return project(output, up_value)

@@ -21,13 +21,14 @@ the sliding window hides from all queries of its sequence is not read. Paged att
 
 from __future__ import annotations
 
+import inspect
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.contract import band_of, check_softcap
+from easytorch.kernels.attention.contract import band_of, check_sinks, check_softcap
 from easytorch.kernels.interop.arguments import check_dense, check_integer, check_tensors, floating
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -97,14 +98,15 @@ def resolve_features(
     """`resolve` for the features alone. scale: used where the call gives none."""
     check_tensors("ragged_page", sinks=sinks)
     check_dense("ragged_page", sinks=sinks)
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"ragged_page: sinks must be ({heads},), got {tuple(sinks.shape)}")
-    if sinks is not None and not floating(sinks):
-        raise ValueError(f"ragged_page: sinks must be floating, got {sinks.dtype}")
+    check_sinks("ragged_page", sinks, heads)
     check_softcap("ragged_page", softcap)
     left, right = band_of(causal, sliding_window)  # raises for an empty window
     scale = scale if softmax_scale is None else softmax_scale
     return AttentionCall(sinks=sinks, scale=scale, left=left, right=right, softcap=softcap)
+
+
+# The features of attention that kernels over pages carry; every other is refused for them.
+FEATURES = frozenset(inspect.getfullargspec(resolve_features).kwonlyargs)
 
 
 def check_tables(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from easytorch.kernels.attention.call import flatten, gradients_by_field, schema, unflatten
+from easytorch.kernels.attention.call import AttentionCall, flatten, gradients_by_field, schema, unflatten
 from easytorch.kernels.attention.operators import split
 from easytorch.kernels.ragged_page import grouped, native
 from easytorch.kernels.ragged_page.contract import cut_to, resolve
@@ -29,9 +29,24 @@ def ragged_page_attention(
     **features: Any,
 ) -> torch.Tensor:
     """The definition as an operator; `by_groups`: grouped.py, which takes no `softmax_dtype`."""
-    call = resolve(
-        query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs, **features
-    )  # fmt: skip
+    tables = (context_lens, block_tables, query_start_loc, num_seqs)
+    call = resolve(query, key_pages, value_pages, *tables, **features)
+    return over_pages(query, key_pages, value_pages, *tables, call, softmax_dtype, by_groups)
+
+
+def over_pages(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: int | torch.Tensor | None,
+    call: AttentionCall,
+    softmax_dtype: torch.dtype | None = None,
+    by_groups: bool = False,
+) -> torch.Tensor:
+    """`ragged_page_attention` of a resolved call."""
     tables = cut_to(num_seqs, context_lens, block_tables, query_start_loc)
     return _forward(query, key_pages, value_pages, *tables, *flatten(call), softmax_dtype, by_groups)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,15 +16,13 @@ from easytorch.kernels.ring.blocks import Block
 _aten = torch.ops.aten
 
 
-def supports(
-    query: Tensor, value: Tensor, *, dense: bool, segments: bool, softcap: float | None, dropout_prob: float
-) -> str | None:
+def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None, or the reason why ATen's kernel can compute no tile of the call."""
-    if dense or segments:
+    if any(features.get(name) is not None for name in ("mask", "bias", "query_segment_ids")):
         return "ATen's kernel would materialize a mask of the whole block"
-    if softcap is not None:
+    if features.get("softcap") is not None:
         return "ATen has no softcap"
-    if dropout_prob > 0.0:
+    if features.get("dropout_prob", 0.0) > 0.0:
         return "ATen draws its own dropout mask"
     if query.shape[-1] != value.shape[-1]:
         return f"ATen's CPU kernel takes one head_dim, got {query.shape[-1]} and {value.shape[-1]}"

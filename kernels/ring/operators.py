@@ -52,12 +52,9 @@ def attention(
             agree(_ring(group), dict.fromkeys(_COMPARED, 0), str(problem), query.device)
         raise
     layout = layout if size > 1 else "contiguous"  # a single rank's chunks are in order already
-    if call.seed is not None:
-        call = call._replace(seed=call.seed.to(query.device))
-    return ring_forward(
-        query, key, value, *flatten(four_dims(call)), group, kernel, layout, features.get("seed") is not None,
-        recording(query, key, value, *call.tensors),
-    )[0]  # fmt: skip
+    call, seed_given = four_dims(call.seed_on(query.device)), features.get("seed") is not None
+    recorded = recording(query, key, value, *call.tensors)
+    return ring_forward(query, key, value, *flatten(call), group, kernel, layout, seed_given, recorded)[0]
 
 
 _RING = "str group, str kernel, str layout"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from easytorch.kernels.attention import triton_flash
@@ -9,9 +12,9 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ring.blocks import Block
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, *, dropout_prob: float) -> str | None:
+def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None, or the reason why the kernels cannot compute the call's tiles."""
-    if dropout_prob > 0.0:
+    if features.get("dropout_prob", 0.0) > 0.0:
         return "the Triton kernels drop weights by their place in the tile, not in the whole sequence"
     return triton_flash.supports(query, key, value)
 

@@ -26,7 +26,7 @@ def programs():
 
     from easytorch.kernels.attention.jax_call import AttentionCall
     from easytorch.kernels.blocksparse.pallas_attention import blocksparse_backward, blocksparse_forward
-    from easytorch.kernels.blocksparse.pallas_map import Rule
+    from easytorch.kernels.blocksparse.structure import Rule
     from easytorch.kernels.interop.tpu_compile import CHIPS, compile_for_tpu
 
     def struct(*shape, dtype=jnp.bfloat16):

@@ -52,12 +52,12 @@ class DecodeAttention(AttentionImpl):
         if backend == "cpu":
             return cpu.supports(query, key, value, features)
         if backend == "aten":
-            return aten.supports(query, key, value, dropout_prob=features.get("dropout_prob", 0.0))
+            return aten.supports(query, key, value, features)
         if backend == "xla":
-            return torch_xla_op.supports(query, key, value, **features)
+            return torch_xla_op.supports(query, key, value, features)
         from easytorch.kernels.decode import triton_op
 
-        return triton_op.supports(query, key, value, **features)
+        return triton_op.supports(query, key, value, features)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         own = super().candidates(platform, args, kwargs)

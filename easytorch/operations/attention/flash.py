@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import aten_op, blocked, varlen
-from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming, transforming_in_graph
-from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64, xla_refusal
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -49,12 +48,10 @@ class FlashAttention(AttentionImpl):
         if backend == "xla":
             if transforming():
                 return REFUSAL
-            if query.dtype == torch.float64:
-                return "XLA attention computes in float32, not float64"
-            return missing("jax")
+            return xla_refusal(query.dtype)
         from easytorch.kernels.attention import triton_flash
 
-        return triton_flash.supports(query, key, value, **features)
+        return triton_flash.supports(query, key, value)
 
     def emulates(self, backend: str, platform: str) -> bool:
         return (backend == "xla" and platform == "cpu") or super().emulates(backend, platform)
@@ -100,14 +97,7 @@ class FlashAttention(AttentionImpl):
         cu_seqlens_k: Tensor,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
-        *,
-        causal: bool = False,
-        sliding_window: int | tuple[int | None, int | None] | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        softmax_scale: float | None = None,
-        dropout_prob: float = 0.0,
-        seed: int | Tensor | None = None,
+        **features: Unpack[AttentionFeatures],
     ) -> AttentionOutput:
         """(tokens, H, D), (keys, K, D), (keys, K, Dv) -> (tokens, H, Dv), arguments as in `flash_attn_varlen_func`.
 
@@ -116,8 +106,7 @@ class FlashAttention(AttentionImpl):
         """
         output: AttentionOutput = self(
             query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, causal=causal, sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-            softmax_scale=softmax_scale, dropout_prob=dropout_prob, seed=seed,
+            max_seqlen_k=max_seqlen_k, **features,
         )  # fmt: skip
         return output
 

@@ -12,6 +12,7 @@ from easytorch.kernels.attention.call import COMMON, DIFFERENTIABLE
 from easytorch.kernels.attention.contract import SMALLEST_CAP, check_dropout, check_seed, check_softcap
 from easytorch.kernels.attention.dropout import draw_seed
 from easytorch.kernels.interop.arguments import LARGEST, check_flag, check_scale
+from easytorch.kernels.interop.installed import missing
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
 
@@ -146,6 +147,11 @@ class AttentionImpl(OperationImpl):
         if metadata.dropout_prob and features.get("dropout_prob") is None:  # an explicit 0.0 drops nothing
             features["dropout_prob"] = metadata.dropout_prob
         return features
+
+
+def xla_refusal(dtype: torch.dtype) -> str | None:
+    """Why attention in XLA does not take tensors of a dtype, None where it does."""
+    return "XLA attention computes in float32, not float64" if dtype == torch.float64 else missing("jax")
 
 
 def without_float64(features: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Unpack, cast
 import torch
 from torch import Tensor
 
-from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.multi_latent import absorbed, native, plans
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
-from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl
+from easytorch.kernels.ragged_page.contract import FEATURES
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, xla_refusal
 from easytorch.operations.attention.selection import Attention
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.metadata import OperationMetadata
@@ -129,7 +129,7 @@ class MultiLatentAttention(AttentionImpl):
         sizes = check_tensors(*tensors)
         if self._expands("pallas" if query.device.type == "xla" else "triton", sizes, tensors, settled):
             return self._expanded(sizes, tensors, settled)
-        kept = {name: value for name, value in settled.items() if name in _CARRIED}
+        kept = {name: value for name, value in settled.items() if name in FEATURES}
         return AttentionOutput(attention_outputs=kernel(*tensors, **kept))
 
     def _expands(self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
@@ -153,14 +153,14 @@ class MultiLatentAttention(AttentionImpl):
             return "the kernel that attends to latents has no backward, and a gradient is asked for"
         if self._settled(cast(AttentionFeatures, dict(features))).get("dropout_prob"):
             return "the kernel that attends to latents has no dropout"
-        for name in ("mask", "bias", "query_segment_ids", "key_segment_ids"):
-            if features.get(name) is not None:
+        for name, value in features.items():
+            if value is not None and name not in FEATURES and name not in ("dropout_prob", "seed"):
                 return f"the kernel that attends to latents takes no {name}"
         query = tensors[0]
         assert query is not None
         dtype = self.metadata.runtime_dtype or query.dtype
         if backend == "pallas":
-            return "XLA attention computes in float32, not float64" if dtype == torch.float64 else missing("jax")
+            return xla_refusal(dtype)
         from easytorch.kernels.multi_latent import triton_op
 
         return triton_op.supports(query.device, dtype, sizes)
@@ -173,6 +173,3 @@ class MultiLatentAttention(AttentionImpl):
 
     def _cast_all(self, *tensors: Optional) -> tuple[Any, ...]:
         return tuple(None if tensor is None else self.cast(tensor) for tensor in tensors)
-
-
-_CARRIED = ("causal", "sliding_window", "softcap", "sinks", "softmax_scale")

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import check_softcap
 from easytorch.kernels.interop.arguments import check_scale
-from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import recording, transforming_in_graph
 from easytorch.kernels.ragged_page import grouped, native, opaque
+from easytorch.kernels.ragged_page.contract import FEATURES
+from easytorch.operations.attention.impl import AttentionFeatures, xla_refusal
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
-# features of the attention contract that are refused here, and why
-_REFUSED = {
+# why features of the attention contract are refused here
+_REASONS = {
     "mask": "a boolean mask over ragged rows and pages has no shape; leave tokens out of the batch instead",
     "bias": "an additive bias over ragged rows and pages has no shape",
     "query_segment_ids": "each sequence is a segment of its own already (query_start_loc)",
@@ -30,27 +31,19 @@ _REFUSED = {
 }
 
 
-class RaggedPageFeatures(TypedDict, total=False):
-    """The keyword arguments of `ragged_page_attention`; kernels/ragged_page/contract.py says what they mean."""
-
-    softmax_scale: float | None
-    causal: bool
-    sliding_window: int | tuple[int | None, int | None] | None
-    softcap: float | None
-    sinks: Tensor | None
-    # of the attention contract, refused unless they are None, or a dropout of 0
-    mask: Tensor | None
-    bias: Tensor | None
-    query_segment_ids: Tensor | None
-    key_segment_ids: Tensor | None
-    dropout_prob: float
-    seed: int | Tensor | None
+class RaggedPageFeatures(AttentionFeatures, total=False):
+    """The features of every attention; all but `FEATURES` of kernels/ragged_page/contract.py are refused."""
 
 
 class PagedImpl(OperationImpl):
     """What the operations over pages share: the features they refuse, and the metadata's defaults."""
 
     settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
+    _own: ClassVar[frozenset[str]]  # the names of what the operation takes
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._own = FEATURES | frozenset(cls._positional or ())
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
@@ -71,25 +64,24 @@ class PagedImpl(OperationImpl):
 
     def refuse(self, features: Any) -> None:
         """`UnsupportedOperationError` for a feature that an operation over pages does not have."""
-        given = {name: features.get(name) for name in _REFUSED}
-        if given["dropout_prob"] is None:
-            given["dropout_prob"] = self.metadata.dropout_prob
-        for name, reason in _REFUSED.items():
-            if given[name] is not None and not (name == "dropout_prob" and given[name] == 0.0):
-                raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
+        given = {name: value for name, value in features.items() if name not in self._own and value is not None}
+        if given.setdefault("dropout_prob", self.metadata.dropout_prob) == 0.0:
+            del given["dropout_prob"]
+        if given:
+            name = min(given)
+            reason = _REASONS.get(name, f"its features are {', '.join(sorted(FEATURES))}")
+            raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
 
     def settle(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """The kernel's keyword arguments: those of the call, with the metadata's scale where the call gives none."""
         self.refuse(features)
-        settled = {name: value for name, value in features.items() if name not in _REFUSED}
+        settled = {name: value for name, value in features.items() if name in self._own}
         if self.metadata.softmax_scale is not None and settled.get("softmax_scale") is None:
             settled["softmax_scale"] = self.metadata.softmax_scale
         return settled
 
     def jax_refusal(self, dtype: torch.dtype) -> str | None:
-        if (self.metadata.runtime_dtype or dtype) == torch.float64:
-            return "XLA attention computes in float32, not float64"
-        return missing("jax")
+        return xla_refusal(self.metadata.runtime_dtype or dtype)
 
 
 @OperationRegistry.register

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import native
-from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
-from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64, xla_refusal
 from easytorch.operations.attention.ring_mesh import Placement, placement_of, refusal
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
@@ -80,30 +79,25 @@ class RingAttention(AttentionImpl):
     ) -> str | None:
         if transforming():
             return REFUSAL
-        dropout_prob = features.get("dropout_prob", 0.0)
-        dense = features.get("mask") is not None or features.get("bias") is not None
         if backend == "xla":
-            return self._xla_refusal(query, key, dense, dropout_prob, features)
+            return self._xla_refusal(query, key, features)
         if backend == "triton":
             from easytorch.kernels.ring import triton_blocks
 
-            return triton_blocks.supports(query, key, value, dropout_prob=dropout_prob)
+            return triton_blocks.supports(query, key, value, features)
         from easytorch.kernels.ring import aten_blocks
 
-        segments = features.get("query_segment_ids") is not None
-        return aten_blocks.supports(
-            query, value, dense=dense, segments=segments, softcap=features.get("softcap"), dropout_prob=dropout_prob
-        )
+        return aten_blocks.supports(query, key, value, features)
 
-    def _xla_refusal(self, query: Tensor, key: Tensor, dense: bool, dropout_prob: float, features: Any) -> str | None:
-        if query.dtype == torch.float64:
-            return "XLA attention computes in float32, not float64"
+    def _xla_refusal(self, query: Tensor, key: Tensor, features: Any) -> str | None:
+        if (reason := xla_refusal(query.dtype)) is not None:
+            return reason
         placement = self.placement
         if isinstance(placement, str) or placement.axis is None:
-            return missing("jax")
-        if dense:
+            return None
+        if features.get("mask") is not None or features.get("bias") is not None:
             return "the ring in XLA takes no mask and no bias: their columns would be redistributed at each step"
-        if dropout_prob > 0.0:
+        if features.get("dropout_prob", 0.0) > 0.0:
             return "the ring in XLA has no dropout"
         count = placement.size * len(chunks_of(self._layout(features), 0, placement.size))
         if query.shape[1] % count or key.shape[1] % count:
@@ -111,7 +105,7 @@ class RingAttention(AttentionImpl):
         ids = [int(device) for device in self.metadata.mesh.device_ids]
         if ids != list(range(len(ids))):
             return f"the ring in XLA takes the devices of the mesh in order, got {ids}"
-        return missing("jax")
+        return None
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[RingFeatures]
@@ -145,9 +139,8 @@ class RingAttention(AttentionImpl):
             return AttentionOutput(attention_outputs=torch_xla_op.attention(query, key, value, **settled))
         from easytorch.kernels.ring import torch_xla_op as sharded_op
 
-        given: Any = {name: x for name, x in settled.items() if name not in _NOT_IN_XLA}
         output = sharded_op.attention(
-            query, key, value, axes=mesh_axis_sizes(self.metadata.mesh), axis=placement.axis, layout=layout, **given
+            query, key, value, axes=mesh_axis_sizes(self.metadata.mesh), axis=placement.axis, layout=layout, **settled
         )
         return AttentionOutput(attention_outputs=output)
 
@@ -195,10 +188,6 @@ class RingAttention(AttentionImpl):
 
     def _layout(self, features: Any) -> str:
         return features.get("layout") or self.metadata.sequence_layout
-
-
-# features that the ring in XLA refuses: by now they are absent or without effect
-_NOT_IN_XLA = ("mask", "bias", "dropout_prob", "seed")
 
 
 def _plain(features: Any) -> AttentionFeatures:

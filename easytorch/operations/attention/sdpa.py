@@ -29,7 +29,7 @@ class SdpaAttention(AttentionImpl):
         get = features.get
         if get("softcap") is get("sinks") is get("bias") is get("seed") is None:
             return None  # the common case, answered before the features are passed on
-        return aten.supports(query, key, value, **features)
+        return aten.supports(query, features)
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[AttentionFeatures]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -21,10 +21,14 @@ from easytorch.kernels.attention.call import (
     schema,
     unflatten,
 )
+from easytorch.kernels.attention.contract import FEATURES as FEATURES_OF_CONTRACT
 from easytorch.kernels.attention.contract import resolve
+from easytorch.kernels.ragged_page.contract import FEATURES as FEATURES_OF_PAGES
 from easytorch.operations import OperationRegistry
 from easytorch.operations.attention import impl
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl
+from easytorch.operations.attention.ragged_page import PagedImpl
+from easytorch.operations.dispatch.impl import UnsupportedOperationError
 
 ROOT = Path(__file__).parents[3]
 FEATURES = {"softcap", "sinks"}  # two that nothing else is called
@@ -33,24 +37,26 @@ ROOMS = ("kernels/attention", "kernels/blocksparse", "kernels/decode", "kernels/
 
 # The functions that take these two one by one, and why the record does not do.
 ONE_BY_ONE = {
-    "kernels/attention/contract.py": "resolve makes the record of them; each is checked",
-    "kernels/attention/aten.py": "most calls of it make no record, which takes as long as a small product",
-    "kernels/decode/aten.py": "most calls of it make no record, which takes as long as a short cache",
-    "kernels/blocksparse/aten_tile.py": "arithmetic of a part of a call: the sinks of some heads",
-    "kernels/blocksparse/torch_tile.py": "arithmetic of a part of a call: the sinks of some heads",
-    "kernels/decode/triton_op.py": "supports is asked before there is a record",
-    "kernels/decode/torch_xla_op.py": "supports is asked before there is a record",
-    "kernels/attention/jax_flash.py": "arithmetic of a part of a call: what the sinks take of a row",
-    "kernels/decode/triton_kernels.py": "a Triton kernel takes its arguments one by one",
-    "kernels/attention/triton_flash_forward.py": "a Triton kernel takes its arguments one by one",
-    "kernels/blocksparse/triton_forward.py": "a Triton kernel takes its arguments one by one",
-    "kernels/ragged_page/triton_kernels.py": "a Triton kernel takes its arguments one by one",
-    "kernels/ragged_page/contract.py": "resolve_features makes the record of them",
-    "kernels/ring/aten_blocks.py": "supports is asked before there is a record",
-    "easytorch/operations/attention/flash.py": "varlen: the signature of flash_attn_varlen_func",
-    "easytorch/layers/causal_loss.py": "the softcap of logits, not of scores",
-    "easytorch/layers/attention.py": "the signature that transformers calls",
-    "easytorch/layers/grouped_attention.py": "a model's setting, made once with the layer",
+    ("kernels/attention/contract.py", "resolve"): "it makes the record of them",
+    ("kernels/attention/contract.py", "_check_features"): "it checks each",
+    ("kernels/attention/contract.py", "check_sinks"): "it checks one",
+    ("kernels/attention/contract.py", "check_softcap"): "it checks one",
+    ("kernels/ragged_page/contract.py", "resolve_features"): "it makes the record of them",
+    ("kernels/attention/jax_flash.py", "sink_weights"): "arithmetic of a part of a call: what the sinks take of a row",
+    **dict.fromkeys(
+        [
+            ("kernels/decode/triton_kernels.py", "decode_split"),
+            ("kernels/decode/triton_kernels.py", "decode_merge"),
+            ("kernels/attention/triton_flash_forward.py", "flash_forward"),
+            ("kernels/blocksparse/triton_forward.py", "blocksparse_forward"),
+            ("kernels/ragged_page/triton_kernels.py", "ragged_forward"),
+        ],
+        "a Triton kernel takes its arguments one by one",
+    ),
+    ("easytorch/layers/causal_loss.py", "causal_lm_loss"): "the softcap of logits, not of scores",
+    ("easytorch/layers/token_loss.py", "finished"): "the softcap of logits, not of scores",
+    ("easytorch/layers/attention.py", "attend"): "the signature that transformers calls",
+    ("easytorch/layers/grouped_attention.py", "__init__"): "a model's setting, made once with the layer",
 }
 
 
@@ -60,15 +66,14 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -
 
 
 def test_a_feature_is_a_field_of_the_record_and_not_a_parameter_of_everything() -> None:
-    found = {}
+    found = set()
     for room in ROOMS:
         for path in sorted((ROOT / room).glob("*.py")):
             nodes = ast.walk(ast.parse(path.read_text()))
             functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.Lambda))
-            taking = [getattr(n, "name", "lambda") for n in functions if _parameters(n) & FEATURES]
-            if taking:
-                found[str(path.relative_to(ROOT))] = taking
-    assert found.keys() == ONE_BY_ONE.keys(), found
+            name = str(path.relative_to(ROOT))
+            found |= {(name, getattr(n, "name", "lambda")) for n in functions if _parameters(n) & FEATURES}
+    assert found == ONE_BY_ONE.keys()
 
 
 def test_every_operator_of_attention_takes_the_record() -> None:
@@ -83,6 +88,16 @@ def test_every_operator_of_attention_takes_the_record() -> None:
             arguments = [argument.name for argument in operator._opoverload._schema.arguments]
             first = arguments.index(AttentionCall._fields[0])
             assert tuple(arguments[first : first + len(AttentionCall._fields)]) == AttentionCall._fields, operator
+
+
+@pytest.mark.parametrize("name", [name for name in OperationRegistry.names() if "ragged" in name])
+def test_operations_over_pages_refuse_every_name_outside_their_own(name: str) -> None:
+    operation = OperationRegistry.create(name)
+    assert isinstance(operation, PagedImpl)
+    arguments, keywords = operation.typical_call() or ((), {})
+    for call in (operation, operation.choose, operation.forward_native):
+        with pytest.raises(UnsupportedOperationError, match=f"{name} does not take temperature: its features are"):
+            call(*arguments, **keywords, temperature=2.0)
 
 
 def test_a_feature_that_a_kernel_does_not_name_is_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +120,29 @@ def test_a_feature_that_a_kernel_does_not_name_is_refused_for_it(monkeypatch: py
     assert asked >= 10
 
 
+KINDS = get_type_hints(AttentionCall)  # by name of the field
+
+
 def _full() -> AttentionCall:
+    """A record in which every field is given, by its type alone."""
     tensors = (torch.randn(1) for _ in range(TENSORS))
-    return AttentionCall(*tensors, 0.5, 3, 0, 2.0, 0.1)
+    return AttentionCall(*tensors, *(3 if int in get_args(kind) else 0.5 for kind in [*KINDS.values()][TENSORS:]))
 
 
 def test_a_record_is_the_flat_arguments_of_an_operator() -> None:
     call = _full()
     assert all(a is b for a, b in zip(unflatten(flatten(call)), call, strict=True))
-    assert [type(x) for x in flatten(call._replace(scale=2, softcap=3))[TENSORS:]] == [float, int, int, float, float]
+    integers = dict.fromkeys(AttentionCall._fields[TENSORS:], 2)  # a schema takes no integer for a float
+    for (name, kind), number in zip(KINDS.items(), flatten(call._replace(**integers)), strict=True):
+        assert isinstance(number, torch.Tensor) or type(number) is (int if int in get_args(kind) else float), name
     assert schema().count(",") == len(AttentionCall._fields) - 1
-    fields = dict(zip(AttentionCall._fields, gradients_by_field({"bias": 1, "sinks": 2}), strict=True))
+    fields = dict(zip(AttentionCall._fields, gradients_by_field(dict.fromkeys(DIFFERENTIABLE, 1)), strict=True))
     assert {name for name, x in fields.items() if x is not None} == set(DIFFERENTIABLE)
-    assert AttentionFeatures.__annotations__.keys() == COMMON  # until one comes that not every kernel has
+
+
+def test_the_keywords_of_operations_are_the_features_of_the_contract() -> None:
+    assert AttentionFeatures.__annotations__.keys() == FEATURES_OF_CONTRACT
+    assert COMMON <= FEATURES_OF_CONTRACT and FEATURES_OF_PAGES <= FEATURES_OF_CONTRACT
 
 
 def test_plain_is_said_of_no_call_with_a_feature() -> None:

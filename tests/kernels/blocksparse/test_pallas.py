@@ -18,7 +18,8 @@ from easytorch.kernels.attention.contract import resolve, window_of  # noqa: E40
 from easytorch.kernels.attention.pallas_flash_inputs import grid_of  # noqa: E402
 from easytorch.kernels.attention.pallas_tuning import BlockSizes  # noqa: E402
 from easytorch.kernels.blocksparse import native, pallas_attention, pallas_or_jax  # noqa: E402
-from easytorch.kernels.blocksparse.pallas_map import Rule, walks  # noqa: E402
+from easytorch.kernels.blocksparse.pallas_map import walks  # noqa: E402
+from easytorch.kernels.blocksparse.structure import Rule  # noqa: E402
 from easytorch.operations.dispatch.check import relative_rms_error  # noqa: E402
 
 B, T, H, K, D, DV = 2, 300, 4, 2, 16, 24
