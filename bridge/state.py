@@ -15,6 +15,7 @@ from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import is_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.registry import Found
 from easytorch.bridge.memory.dtensors import dtensors_of
 from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree, shaped_like, tensors_of, tree_of
 from easytorch.bridge.rules.completeness import refuse_missing
@@ -30,15 +31,16 @@ Read = Callable[[str], np.ndarray]
 
 
 def load_torch_state_dict(
-    path: str | PathLike[str], *, config: str | PathLike[str] | Config | None = None
+    path: str | PathLike[str], *, config: str | PathLike[str] | Config | None = None, found: Found | None = None
 ) -> dict[str, torch.Tensor]:
     """The weights at `path`, a folder or a file in any format, as torch tensors by their torch names.
 
     Where a folder holds several formats, the tree is read. torch tensors kept beside a tree are merged back, tied
     repeats are left out. `config` is the config.json of a checkpoint that has none, or replaces its own.
+    found: what the path was classified as, where that is known (`bridge.formats.registry.classify`).
     The tensors are writable: untransposed ones are a private map of the file, others have their own memory.
     """
-    with open_checkpoint(Path(path), prefer="tree", config=config, writable=True) as checkpoint:
+    with open_checkpoint(Path(path), prefer="tree", found=found, config=config, writable=True) as checkpoint:
         reader = checkpoint.in_scheme(TORCH, strict=False).reader
         return _apart({name: to_torch(reader.read(name)) for name in reader.tensors})
 

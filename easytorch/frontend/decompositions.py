@@ -24,8 +24,8 @@ def decompositions() -> Decompositions:
     Views without a default decomposition are left to functionalization: such a graph is traced with fake tensors, on
     which the decompositions of `lift_fresh` and `alias` meet a real constant.
     """
-    table = {target: function for target, function in decomposition_table.items() if not _is_view(target)}
-    return _without_lowering({**table, **default_decompositions()})
+    default = default_decompositions()
+    return _where(lambda target: target in default or not _is_view(target))
 
 
 def decompositions_in(modules: Iterable[torch.nn.Module]) -> Decompositions:
@@ -35,21 +35,20 @@ def decompositions_in(modules: Iterable[torch.nn.Module]) -> Decompositions:
         for module in modules
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+        if node.op == "call_function"
     }
-    table = _without_lowering({**decomposition_table, **default_decompositions()})
-    return {target: table[target] for target in targets if target in table and not target._schema.is_mutable}
+    return _where(lambda target: target in targets and not target._schema.is_mutable)
 
 
-def _without_lowering(table: Decompositions) -> Decompositions:
+def _where(kept: Callable[[torch._ops.OpOverload], bool]) -> Decompositions:
+    """torch's decompositions of the operations without a lowering of which `kept` is true."""
     lowered = lowerings()
     return {
         target: function
-        for target, function in table.items()
-        if isinstance(target, torch._ops.OpOverload) and target not in lowered
+        for target, function in {**decomposition_table, **default_decompositions()}.items()
+        if isinstance(target, torch._ops.OpOverload) and target not in lowered and kept(target)
     }
 
 
-def _is_view(target: Any) -> bool:
-    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
-    return any(result.alias_info is not None for result in returns)
+def _is_view(target: torch._ops.OpOverload) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,11 +32,18 @@ def on_device(backend: Backend, tensor: torch.Tensor) -> Buffer:
     return entry[1]
 
 
+def forget(backend: Backend, tensors: Iterable[torch.Tensor]) -> None:
+    """Puts the parameters on the device anew when they are next asked for: a write to `.data` goes by their version."""
+    kept = _KEPT.get(backend, {})
+    for tensor in tensors:
+        kept.pop(tensor, None)
+
+
 class Weights:
     """The tensors of one module on a backend's device.
 
     mutated: the numbers of those that the program writes to. Their buffers are the program's own, and donated; `put`
-    takes the new ones, and the module's tensors follow with `sync`.
+    takes the new ones, and the module's tensors follow with `sync`. The other buffers are `on_device`'s.
     """
 
     def __init__(self, backend: Backend, tensors: Sequence[torch.Tensor], mutated: Collection[int]) -> None:
@@ -47,6 +54,7 @@ class Weights:
 
     def bind(self) -> None:
         """Puts every tensor on the device anew, in place of what the program made of it."""
+        forget(self._backend, self._tensors)
         self._versions = [(-1, -1)] * len(self._tensors)
         self._buffers: list[Buffer] = [None] * len(self._tensors)
         self.buffers()
@@ -57,9 +65,11 @@ class Weights:
         if versions != self._versions:
             for number, tensor in enumerate(self._tensors):
                 if versions[number] != self._versions[number]:
-                    # What is donated must not be memory that the module goes on using.
-                    owned = tensor.detach().clone() if number in self._mutated else tensor.detach()
-                    self._buffers[number] = self._backend.buffer_from_torch(owned)
+                    if number in self._mutated:
+                        # What is donated must not be memory that the module goes on using.
+                        self._buffers[number] = self._backend.buffer_from_torch(tensor.detach().clone())
+                    else:
+                        self._buffers[number] = on_device(self._backend, tensor)
             self._versions = versions
         return self._buffers
 

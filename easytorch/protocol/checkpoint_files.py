@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
-from easytorch.bridge.formats.registry import classify, find, kind_of
+from easytorch.bridge.formats.base import Format
+from easytorch.bridge.formats.registry import Found, Kind, classify, find, kind_of
 from easytorch.bridge.formats.sharding import read_index
 from easytorch.bridge.formats.torch_files.torch_bin import PickleFile
 from easytorch.bridge.jobs.locations import wanted
@@ -26,7 +27,14 @@ _CONFIG_LIMIT = 16 << 20
 _AGAIN = "download or save it again"
 
 
-def flax_file(name_or_path: Any, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
+class FlaxFile(NamedTuple):
+    """A checkpoint that the bridge reads: its file or folder, and as what it was classified."""
+
+    path: Path
+    found: Found
+
+
+def flax_file(name_or_path: Any, from_flax: bool, kwargs: dict[str, Any]) -> FlaxFile | None:
     """The checkpoint to load through the bridge, or None where transformers reads the weights itself.
 
     With `from_flax` that is a Flax or other JAX tree; otherwise whatever the bridge reads (Flax, Orbax, npz, a
@@ -41,20 +49,29 @@ def flax_file(name_or_path: Any, from_flax: bool, kwargs: dict[str, Any]) -> Pat
     return None if snapshot is None else _in_folder(snapshot / (kwargs.get("subfolder") or ""), from_flax, kwargs)
 
 
-def _in_folder(folder: Path, from_flax: bool, kwargs: dict[str, Any]) -> Path | None:
+def _in_folder(folder: Path, from_flax: bool, kwargs: dict[str, Any]) -> FlaxFile | None:
     if from_flax:
         if "tree" not in (found := classify(folder)):
             raise CheckpointError(
                 "from_flax=True needs flax_model.msgpack or another tree of arrays there", file=folder
             )
-        return found["tree"][1]
+        return _as_found("tree", found["tree"])
     if not has_torch_weights(folder, kwargs):
         found = classify(folder)
-        return find(folder, prefer="tree", found=found)[1] if found else None
+        if not found:
+            return None
+        format_, file = find(folder, prefer="tree", found=found)
+        return _as_found(kind_of(format_), (format_, file))
     # HF's Flax classes wrote safetensors under torch's file name.
     named = kwargs.get("gguf_file") is None and any((folder / name).is_file() for name in TORCH_FILES)
-    format_, file = find(folder, prefer="torch") if named else (None, None)
-    return file if format_ is not None and kind_of(format_) == "tree" else None
+    if not named:
+        return None
+    format_, file = find(folder, prefer="torch")
+    return _as_found("tree", (format_, file)) if kind_of(format_) == "tree" else None
+
+
+def _as_found(kind: Kind, entry: tuple[Format, Path]) -> FlaxFile:
+    return FlaxFile(entry[1], {kind: entry})
 
 
 def has_torch_weights(folder: Path, kwargs: dict[str, Any]) -> bool:

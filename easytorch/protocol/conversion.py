@@ -22,7 +22,6 @@ from transformers.core_model_loading import rename_source_key
 
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.dtypes import to_numpy
-from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree
 from easytorch.bridge.names.architecture import Architecture, architecture_like
 from easytorch.bridge.names.tied_weights import held_apart
@@ -36,7 +35,7 @@ from easytorch.bridge.state import (
     tree_to_state_dict,
 )
 from easytorch.layers.attention import OURS
-from easytorch.protocol.load_checks import check_shapes
+from easytorch.protocol.load_checks import check_shapes, refuse_left_over, refuse_missing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,22 +127,22 @@ def from_flax(
     """A model of `config` with the weights of a tree, of linen, of nnx or of plain arrays (`bridge.memory.tree`).
 
     Its names may follow any scheme of the bridge, which is detected. kwargs: `from_pretrained`'s.
-    `CheckpointError` when a weight is missing, left over or of another shape.
+    `CheckpointError` unless `strict=False` when a weight is missing, left over or of another shape.
     """
     architecture, rules, leaves = _open(model_class, config, params)
     weights = tree_to_state_dict(leaves, rules, tie_word_embeddings=architecture.tie, copy=copy, complete=False)
     weights = _as_loaded(model_class, weights)
     wants_info = kwargs.pop("output_loading_info", False)
-    ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    ignore, strict = kwargs.pop("ignore_mismatched_sizes", False), kwargs.pop("strict", True)
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     model, info = cast(Any, model_class).from_pretrained(None, config=config, state_dict=weights, **kwargs)
     check_shapes(model, info, None, ignore)
     table, names = compile_rules(rules), architecture.names
     missing = [name for name in info["missing_keys"] if not table.is_buffer(names.hub_name(name) or name)]
     left_over = [name for name in info["unexpected_keys"] if not table.is_spare(name)]
-    for what, left in (("is missing from", missing), ("is left over in", left_over)):
-        if left:
-            raise CheckpointError(f"{what} the Flax params of {model_class.__name__}", tensor=min(left))
+    if strict:
+        refuse_missing(model, missing, left_over, None, "the tree")
+        refuse_left_over(model, left_over, None, "the tree")
     return (model, info) if wants_info else model
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.state import load_torch_state_dict
-from easytorch.protocol.tied_weights import fill_repeats
+from easytorch.protocol.checkpoint_files import FlaxFile
 
 _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -19,16 +19,17 @@ _CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only
 def load_flax(
     load: Callable[..., Any],
     config_class: Any,
-    file: Path,
+    flax: FlaxFile,
     name_or_path: Any,
     config: Any,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:
-    """Calls `load`, a `from_pretrained`, with the weights of the checkpoint `file` as a state dict.
+) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    """(model, loading info, weights) of `load`, a `from_pretrained`, given the checkpoint's weights as a state dict.
 
     dtype: None and "auto" mean the checkpoint's dtype, as for a torch checkpoint whose config has none.
     """
+    file = flax.path
     where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
     # A config takes whatever it is given, and "auto" is no dtype it could have.
     dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
@@ -36,15 +37,16 @@ def load_flax(
         config, kwargs = config_class.from_pretrained(
             name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
         )
-    state_dict = load_torch_state_dict(file, config=Config(file.parent / "config.json", config.to_dict()))
+    state_dict = load_torch_state_dict(
+        file, config=Config(file.parent / "config.json", config.to_dict()), found=flax.found
+    )
     if not state_dict:
         raise CheckpointError("holds no weights; save it again", file=file)
     model, info = load(None, *model_args, config=config, state_dict=state_dict, **dtype, **kwargs)
-    fill_repeats(model, info, state_dict.__getitem__)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     if model.can_generate():
         for folder in (file, *file.parents[:2]):  # a checkpoint that is a folder may stand in the model's
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
                 break
-    return model, info
+    return model, info, state_dict

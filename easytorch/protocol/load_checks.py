@@ -18,6 +18,8 @@ from easytorch.bridge.errors import CheckpointError, nearest
 if TYPE_CHECKING:
     from easytorch.protocol.native import NativeModel
 
+CHECKPOINT = "the checkpoint"
+
 
 class MismatchedShapeError(CheckpointError, RuntimeError):
     """A weight of another shape than the model's: also a `RuntimeError`, which is what transformers raises for it."""
@@ -40,9 +42,9 @@ def check_loaded(
     missing = [name for name in info["missing_keys"] if not optional.search(name)]
     if not same_head:
         missing = [name for name in missing if not heads.search(name)]
-    _refuse_missing(model, missing, info["unexpected_keys"], source)
+    refuse_missing(model, missing, info["unexpected_keys"], source)
     left_over = [name for name in info["unexpected_keys"] if not optional.search(name) and not heads.search(name)]
-    _refuse_left_over(model, left_over, source)
+    refuse_left_over(model, left_over, source)
 
 
 def check_loaded_foreign(
@@ -56,13 +58,13 @@ def check_loaded_foreign(
     expected = set(model.state_dict())
     absent = set(info["missing_keys"])
     loaded = {_any_layer(name) for name in expected - absent}
-    _refuse_missing(
+    refuse_missing(
         model, [n for n in absent if _is_layered(n) and _any_layer(n) in loaded], info["unexpected_keys"], source
     )
     known = {_any_layer(name) for name in expected}
     prefix = f"{model.base_model_prefix}."
     known |= {prefix + name for name in known} | {name.removeprefix(prefix) for name in known}
-    _refuse_left_over(model, [n for n in info["unexpected_keys"] if _is_layered(n) and _any_layer(n) in known], source)
+    refuse_left_over(model, [n for n in info["unexpected_keys"] if _is_layered(n) and _any_layer(n) in known], source)
 
 
 def check_shapes(model: PreTrainedModel, info: dict[str, Any], source: str | None, ignore: bool) -> None:
@@ -79,25 +81,27 @@ def check_shapes(model: PreTrainedModel, info: dict[str, Any], source: str | Non
     )
 
 
-def _refuse_missing(
-    model: PreTrainedModel, names: Iterable[str], unexpected: Iterable[str], source: str | None
+def refuse_missing(
+    model: PreTrainedModel, names: Iterable[str], unexpected: Iterable[str], source: str | None, what: str = CHECKPOINT
 ) -> None:
+    """`CheckpointError` naming the first of the weights that `what` lacks, and the nearest of the `unexpected` ones."""
     names = sorted(names)
     if names:
         raise CheckpointError(
-            f"is missing from the checkpoint{_others(names)}{nearest(names[0], unexpected)}, and "
-            f"{type(model).__name__} would run with random numbers there; restore the file, or pass strict=False to "
+            f"is missing from {what}{_others(names)}{nearest(names[0], unexpected)}, and "
+            f"{type(model).__name__} would run with random numbers there; restore it, or pass strict=False to "
             f"accept it",
             file=source,
             tensor=names[0],
         )
 
 
-def _refuse_left_over(model: PreTrainedModel, names: Iterable[str], source: str | None) -> None:
+def refuse_left_over(model: PreTrainedModel, names: Iterable[str], source: str | None, what: str = CHECKPOINT) -> None:
+    """`CheckpointError` naming the first of the weights of `what` that the model has no place for."""
     names = sorted(names)
     if names:
         raise CheckpointError(
-            f"is in the checkpoint{_others(names)} and {type(model).__name__} has no place for it"
+            f"is in {what}{_others(names)} and {type(model).__name__} has no place for it"
             f"{nearest(names[0], model.state_dict())}; check the config against the weights, or pass strict=False to "
             f"leave it behind",
             file=source,

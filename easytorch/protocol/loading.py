@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
 from easytorch.protocol.flax_loading import load_flax
-from easytorch.protocol.tied_weights import fill_repeats, reader_of
+from easytorch.protocol.tied_weights import fill_repeats, weights_of
 
 # `check_loaded` or `check_loaded_foreign`: what must have been in the checkpoint.
 Check = Callable[..., None]
@@ -39,10 +40,14 @@ def load_pretrained(
     if flax is None:
         source = check_torch_files(path, kwargs)
         model, info = from_torch(path, *model_args, **kwargs)
-        fill_repeats(model, info, reader_of(path, kwargs))
+        opened = weights_of(path, kwargs)
     else:
-        source, config = str(flax), kwargs.pop("config", None)
-        model, info = load_flax(from_state_dict, model_class.config_class, flax, path, config, model_args, kwargs)
+        source, config = str(flax.path), kwargs.pop("config", None)
+        model, info, weights = load_flax(
+            from_state_dict, model_class.config_class, flax, path, config, model_args, kwargs
+        )
+        opened = nullcontext(weights.__getitem__)
+    fill_repeats(model, info, opened)
     if strict and not getattr(model, "_hf_peft_config_loaded", False):
         check(model, info, source, ignore_mismatched_sizes=ignore)
     return model, info

@@ -7,7 +7,8 @@ them as `embed_tokens`, which transformers would leave random, even for a torch 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,35 +25,36 @@ logger = logging.getLogger(__name__)
 Read = Callable[[str], torch.Tensor]
 
 
-def fill_repeats(model: PreTrainedModel, info: dict[str, Any], read: Read) -> None:
+def fill_repeats(model: PreTrainedModel, info: dict[str, Any], opened: AbstractContextManager[Read]) -> None:
     """Fills those of `info["missing_keys"]` that repeat one of `info["unexpected_keys"]`, and removes both.
 
-    read: a weight of the checkpoint by its name there.
+    opened: entered at most once, gives a weight of the checkpoint by its name there.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in info["missing_keys"] if name in parameters]
     if not missing or not info["unexpected_keys"]:
         return
-    for name, source in _repeats(model, missing, info["unexpected_keys"]).items():
-        with torch.no_grad():
+    repeats = _repeats(model, missing, info["unexpected_keys"])
+    if not repeats:
+        return
+    with opened as read, torch.no_grad():
+        for name, source in repeats.items():
             parameters[name].copy_(read(source))
+    for name, source in repeats.items():
         logger.warning("%s is not new: it is %s of the checkpoint", name, source)
         filled = {other for other in missing if parameters[other] is parameters[name]}
         info["missing_keys"] = type(info["missing_keys"])(set(info["missing_keys"]) - filled)
         info["unexpected_keys"] = type(info["unexpected_keys"])(set(info["unexpected_keys"]) - {source})
 
 
-def reader_of(name_or_path: Any, kwargs: dict[str, Any]) -> Read:
-    """A function that reads single weights of the torch checkpoint that was loaded with `kwargs`."""
-
-    def read(name: str) -> torch.Tensor:
-        if name_or_path is None:
-            weight: torch.Tensor = kwargs["state_dict"][name]
-            return weight
-        with open_checkpoint(torch_folder(name_or_path, kwargs), prefer="torch") as checkpoint:
-            return to_torch(checkpoint.reader.read(name)).clone()
-
-    return read
+@contextmanager
+def weights_of(name_or_path: Any, kwargs: dict[str, Any]) -> Iterator[Read]:
+    """The torch checkpoint that was loaded with `kwargs`, open: a function that reads single weights of it."""
+    if name_or_path is None:
+        yield kwargs["state_dict"].__getitem__
+        return
+    with open_checkpoint(torch_folder(name_or_path, kwargs), prefer="torch") as checkpoint:
+        yield lambda name: to_torch(checkpoint.reader.read(name))
 
 
 def _repeats(model: PreTrainedModel, missing: list[str], unexpected: Any) -> dict[str, str]:

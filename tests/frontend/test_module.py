@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch import frontend
+from easytorch import backends, frontend
 from easytorch.frontend.registry import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -96,6 +96,25 @@ def test_weights_written_from_outside_are_taken_and_the_device_keeps_its_own_buf
     assert result["pair"][1] == 2
     program.bind()
     assert program(torch.ones(2))["pair"][1] == 1
+    module.weight.data.fill_(7.0)  # which counts no version
+    program.bind()
+    assert program(torch.ones(2))["result"].tolist() == [14.0, 14.0]
+
+
+def test_a_parameter_goes_to_a_device_once_for_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backends.new("numpy")
+    module, x = torch.nn.Linear(2, 3), torch.ones(1, 2)
+    sent: list[torch.Size] = []
+    put = type(backend).buffer_from_torch
+    monkeypatch.setattr(
+        type(backend), "buffer_from_torch", lambda self, tensor: sent.append(tensor.shape) or put(self, tensor)
+    )
+    first = frontend.compile(module, (x,), backend=backend)(x)
+    compiled = torch.compile(module, backend="easytorch", options={"backend": backend})
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), first)
+    assert sent.count(module.weight.shape) == sent.count(module.bias.shape) == 1
 
 
 def test_arguments_by_name_by_position_and_by_default() -> None:

@@ -10,9 +10,12 @@ import torch
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
 import easytorch
+from easytorch.bridge import checkpoint, state
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.registry import TARGETS
+from easytorch.protocol import checkpoint_files
 from easytorch.protocol.checkpoint_files import flax_file
 
 GPT2 = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=40, bos_token_id=1, eos_token_id=2)
@@ -47,6 +50,27 @@ AUTO = {"gpt2": easytorch.AutoModelForCausalLM, "bert": easytorch.AutoModelForMa
 def same_weights(one: torch.nn.Module, two: torch.nn.Module) -> None:
     first, second = one.state_dict(), two.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"from_flax": True}], ids=str)
+def test_a_tree_is_classified_and_opened_once(folders, monkeypatch, kwargs) -> None:
+    asked = {"classify": 0, "open": 0}
+
+    def counting(name: str, function):
+        def call(*args, **kwargs):
+            asked[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    classified = counting("classify", registry.classify)
+    for module in (registry, checkpoint_files):
+        monkeypatch.setattr(module, "classify", classified)
+    opened = counting("open", checkpoint.open_checkpoint)
+    for module in (checkpoint_files, state):
+        monkeypatch.setattr(module, "open_checkpoint", opened)
+    easytorch.AutoModelForCausalLM.from_pretrained(folders / "gpt2" / "flax", **kwargs)
+    assert asked == {"classify": 1, "open": 1}
 
 
 @pytest.mark.parametrize("family", AUTO)

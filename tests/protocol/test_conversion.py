@@ -135,6 +135,13 @@ def test_jax_arrays_and_the_memory_they_share(case) -> None:
     assert all(np.array_equal(leaf, back[path]) for path, leaf in flat(before).items())
 
 
+def test_the_first_name_of_the_module_goes_on_to_import() -> None:
+    from easytorch.protocol import flax_trees
+
+    assert flax_trees.__all__
+    assert all(getattr(flax_trees, name) is getattr(conversion, name) for name in flax_trees.__all__)
+
+
 def test_what_does_not_fit_is_refused(case) -> None:
     auto, model = case
     tree = flat(model.to_flax())

@@ -63,14 +63,16 @@ class PagedImpl(OperationImpl):
             kwargs["softcap"] = check_softcap(self.primary_name(), kwargs["softcap"])
 
     def refuse(self, features: Any) -> None:
-        """`UnsupportedOperationError` for a feature that an operation over pages does not have."""
-        given = {name: value for name, value in features.items() if name not in self._own and value is not None}
-        if given.setdefault("dropout_prob", self.metadata.dropout_prob) == 0.0:
-            del given["dropout_prob"]
-        if given:
-            name = min(given)
-            reason = _REASONS.get(name, f"its features are {', '.join(sorted(FEATURES))}")
-            raise UnsupportedOperationError(f"{self.primary_name()} does not take {name}: {reason}")
+        """`UnsupportedOperationError` for a feature of attention that it lacks, `TypeError` for what is no feature."""
+        name, own = self.primary_name(), f"its features are {', '.join(sorted(FEATURES))}"
+        given = {feature: value for feature, value in features.items() if feature not in self._own}
+        if unknown := given.keys() - AttentionFeatures.__annotations__.keys():
+            raise TypeError(f"{name} got an unexpected keyword argument {min(unknown)!r}; {own}")
+        if given.get("dropout_prob") is None:
+            given["dropout_prob"] = self.metadata.dropout_prob
+        for feature, value in given.items():
+            if value is not None and not (feature == "dropout_prob" and value == 0.0):
+                raise UnsupportedOperationError(f"{name} does not take {feature}: {_REASONS.get(feature, own)}")
 
     def settle(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """The kernel's keyword arguments: those of the call, with the metadata's scale where the call gives none."""

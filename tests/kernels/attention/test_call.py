@@ -91,10 +91,16 @@ def test_every_operator_of_attention_takes_the_record() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OperationRegistry.names() if "ragged" in name])
-def test_operations_over_pages_refuse_every_name_outside_their_own(name: str) -> None:
+def test_operations_over_pages_refuse_every_feature_outside_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     operation = OperationRegistry.create(name)
     assert isinstance(operation, PagedImpl)
     arguments, keywords = operation.typical_call() or ((), {})
+    for call in (operation, operation.choose, operation.forward_native):
+        with pytest.raises(TypeError, match=f"{name} got an unexpected keyword argument 'temperature'; its features"):
+            call(*arguments, **keywords, temperature=2.0)
+    monkeypatch.setitem(AttentionFeatures.__annotations__, "temperature", "float | None")
     for call in (operation, operation.choose, operation.forward_native):
         with pytest.raises(UnsupportedOperationError, match=f"{name} does not take temperature: its features are"):
             call(*arguments, **keywords, temperature=2.0)
