@@ -21,8 +21,8 @@ from easytorch.bridge.core.unsupported import note_on_narrow, refuse_quantized
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.base import Format, OwnNames
-from easytorch.bridge.jobs.steps import chosen, step_folder, step_read
-from easytorch.bridge.jobs.torch_buffers import TorchBuffers
+from easytorch.bridge.formats.steps import chosen, step_folder, step_read, steps_in
+from easytorch.bridge.formats.torch_buffers import TorchBuffers
 from easytorch.bridge.names.architecture import Architecture, architecture_of, check, without_layers
 from easytorch.bridge.names.flax_convention import flax_rules, outlined_rules
 from easytorch.bridge.names.fused_reader import by_hub_names
@@ -340,7 +340,8 @@ def open_checkpoint(
     what it would hold, for a checkpoint that has none. `prefer`, `found`, `writable`: as in `formats.registry`. drop:
     names of tensors that are not read, `*` in them standing for anything.
     """
-    place, found = (path, found) if found else chosen(path, step)
+    steps = steps_in(path)
+    place, found = (path, found) if found else chosen(path, step, steps)
     format_, file = registry.find(place, prefer=prefer, found=found)
     if isinstance(config, Config):
         known: Config | None = config
@@ -348,14 +349,14 @@ def open_checkpoint(
         known = given_config(Path(config))
     else:
         known = find_config(path)
-        if known is None and (folder := step_folder(path, file)) is not None:
+        if known is None and (folder := step_folder(path, file, steps)) is not None:
             known = find_config(folder)
     reader = format_.open(file, writable=writable)
     try:
         kept = without(reader, drop) if drop else reader
         if known is None and isinstance(reader, DescribedReader) and (stated := reader.config()) is not None:
             known = Config(_folder(path) / "config.json", stated)
-        said = step_read(path, file)
+        said = step_read(path, file, steps)
         if format_.scheme is not None:
             if params_key is not None:
                 raise CheckpointError(f"is {format_.name}, and `params_key` is for trees of arrays", file=file)

@@ -15,8 +15,8 @@ from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_adapter
+from easytorch.bridge.formats.steps import step_folder
 from easytorch.bridge.jobs.locations import local_source
-from easytorch.bridge.jobs.steps import step_folder
 from easytorch.bridge.rules.table import Rules
 from easytorch.bridge.rules.user_file import given_rules
 from easytorch.bridge.schemes.registry import TORCH

@@ -11,8 +11,8 @@ from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import note_on_adapter
+from easytorch.bridge.formats.steps import step_folder
 from easytorch.bridge.jobs.locations import local_source
-from easytorch.bridge.jobs.steps import step_folder
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from easytorch.bridge.core.unsupported import ADAPTER_CONFIG, adapter_in
 from easytorch.bridge.core.weight_files import is_weights
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.jobs.steps import step_folder, steps_in
+from easytorch.bridge.formats.steps import step_folder, steps_in
 
 # What transformers keeps beside weights and config.json.
 _OF_MODELS = frozenset(

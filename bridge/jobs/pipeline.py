@@ -7,19 +7,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from easytorch import __version__
 from easytorch.bridge.checkpoint import Checkpoint, NamedWeights
 from easytorch.bridge.core.reader import TokenizedReader
 from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
+from easytorch.bridge.core.version import version
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, RoundingFormat, WritableFormat
 from easytorch.bridge.formats.registry import Target
+from easytorch.bridge.formats.steps import step_folder
+from easytorch.bridge.formats.torch_buffers import write_torch_buffers
 from easytorch.bridge.jobs.aux_files import copy_aux_files, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.jobs.report import ConversionReport
 from easytorch.bridge.jobs.sources import Progress, ReaderSource
-from easytorch.bridge.jobs.steps import step_folder
-from easytorch.bridge.jobs.torch_buffers import write_torch_buffers
 from easytorch.bridge.jobs.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.jobs.verify_source import lost_tensor
 from easytorch.bridge.jobs.writer import digest, write_files
@@ -167,7 +167,7 @@ class Conversion:
             "options": [self._format.name, self._target.scheme, self._dtype, self._shard_size, self._file],
             "drop": self._drop,
             "rules": None if self._rules is None else fingerprint(self._rules),
-            "version": __version__,
+            "version": version(),
         }
 
     def _write_beside(self, folder: Path) -> None:

@@ -1,9 +1,9 @@
-"""Where writers read tensors from: an open checkpoint, or arrays in memory."""
+"""An open checkpoint as what writers read tensors from."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -44,19 +44,3 @@ class ReaderSource:
             self._done += info.nbytes
             if self._progress is not None:
                 self._progress(info.name, self._done, self._total)
-
-
-class ArraySource:
-    """Arrays by name."""
-
-    origin: Reader | None = None
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], config: Config | None = None) -> None:
-        self.config = config
-        self._arrays = arrays
-
-    def read(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def wrote(self, info: TensorInfo) -> None:
-        """Nothing: nobody waits for arrays in memory."""

@@ -17,7 +17,7 @@ from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.dtypes import FLOATING, numpy_dtype
-from easytorch.bridge.jobs.torch_buffers import TorchBuffers
+from easytorch.bridge.formats.torch_buffers import TorchBuffers
 from easytorch.bridge.schemes.registry import TORCH
 
 # Of factors and offsets that some layouts compute with, and of formats that round (blocks of eight bits).

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from easytorch.bridge.checkpoint import Checkpoint
 from easytorch.bridge.core.threads import Threads
 from easytorch.bridge.formats.base import Layout, WritableFormat
+from easytorch.bridge.formats.torch_buffers import FILE_NAME as SIDE_FILE
 from easytorch.bridge.jobs.sources import ReaderSource
-from easytorch.bridge.jobs.torch_buffers import FILE_NAME as SIDE_FILE
 from easytorch.bridge.storage.atomic import Staging
 from easytorch.bridge.storage.journal import Journal, state_of
 

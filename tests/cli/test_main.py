@@ -127,8 +127,8 @@ def test_a_signal_is_one_whatever_a_library_makes_of_it(interruption, code, erro
 
 def test_a_package_that_was_interrupted_is_not_missing(monkeypatch):
     """Also for who calls the bridge: Ctrl-C remains Ctrl-C."""
+    from easytorch.bridge.formats import tensorstore_arrays as store
     from easytorch.bridge.formats.gguf_files import blocks
-    from easytorch.bridge.formats.orbax_trees import store
 
     class Interrupted:
         def find_spec(self, name, path, target=None):

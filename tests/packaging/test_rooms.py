@@ -18,6 +18,8 @@ import easytorch
 ROOT = Path(__file__).resolve().parents[2]
 # | `room/` | what it holds | the rooms it imports |
 _ROW = re.compile(r"^\| `(?:easytorch/)?(\w+)/` \| .+ \| (.+) \|$", re.MULTILINE)
+# | `easytorch/module.py` | what it holds | the rooms that import it |
+_ROW_OF_TOP = re.compile(r"^\| `easytorch/(\w+)\.py` \| .+ \| (.+) \|$", re.MULTILINE)
 _ROW_OF_BRIDGE = re.compile(r"^\| `bridge/(\w+)/` \| .+ \| (.+) \|$", re.MULTILINE)
 
 
@@ -91,6 +93,28 @@ def test_a_file_imports_only_the_rooms_its_own_may(path: Path) -> None:
         assert other in ARROWS[room], f"{path}:{line}: {room} imports {other}, which docs/architecture.md does not list"
 
 
+def importers_of_top_level() -> dict[str, set[str]]:
+    """Module at the package's top -> the rooms that import it; of `easytorch` itself, only what is not passed on."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for _, module in imported_modules(path):
+            parts = module.split(".")
+            if (room := room_of(path)) is None or parts[0] != "easytorch":
+                continue
+            if len(parts) > 1 and (ROOT / "easytorch" / f"{parts[1]}.py").is_file():
+                found.setdefault(parts[1], set()).add(room)
+            elif len(parts) == 1 or parts[1] == "__version__":
+                found.setdefault("__init__", set()).add(room)
+    return found
+
+
+def test_the_modules_at_the_top_are_imported_by_the_rooms_that_the_page_lists() -> None:
+    listed, used = arrows(_ROW_OF_TOP), importers_of_top_level()
+    assert listed.keys() == {path.stem for path in (ROOT / "easytorch").glob("*.py")}
+    assert {name: rooms for name, rooms in listed.items() if rooms} == used
+    assert not {"kernels", "bridge"} & set().union(*used.values()), "these rooms import nothing of the package"
+
+
 def test_public_names_count_as_imports_of_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = tmp_path / "easytorch" / "training" / "probe.py"
     probe.parent.mkdir(parents=True)
@@ -111,10 +135,11 @@ def test_every_arrow_of_the_page_is_an_import() -> None:
 
 
 def room_of_bridge(parts: Sequence[str]) -> str:
-    """The room of the bridge that a module is in, by its name below `bridge`; "public" for those at its top."""
+    """The room of the bridge that a module is in, by its name below `bridge`; "public" for the verbs at its top, and
+    "checkpoint", which jobs open too."""
     if (ROOT / "bridge" / parts[0]).is_dir():
         return parts[0]
-    return "core" if parts[0] in OF_CORE else "public"
+    return "core" if parts[0] in OF_CORE else "checkpoint" if parts[0] == "checkpoint" else "public"
 
 
 def arrows_of_bridge() -> dict[tuple[str, str], str]:
@@ -132,10 +157,28 @@ def arrows_of_bridge() -> dict[tuple[str, str], str]:
 
 def test_the_rooms_of_the_bridge_import_what_the_page_lists() -> None:
     listed = {(room, other) for room, others in IN_BRIDGE.items() for other in others}
-    allowed = listed | {("public", room) for room in IN_BRIDGE} | {("jobs", "public")}
+    public = {("public", "checkpoint"), ("jobs", "checkpoint")} | {("public", room) for room in IN_BRIDGE}
+    allowed = listed | public | {("checkpoint", room) for room in IN_BRIDGE if room != "jobs"}
     used = arrows_of_bridge()
     assert {where for arrow, where in used.items() if arrow not in allowed} == set()
     assert listed <= set(used), "the page lists imports that there are none of"
+
+
+def test_the_folders_of_the_bridge_do_not_import_one_another() -> None:
+    """Rooms go in no circle, imports inside functions counted; nor do the formats, each a folder of its own."""
+    rooms: dict[Path, set[Path]] = {}
+    for room, other in arrows_of_bridge():
+        rooms.setdefault(Path(room), set()).add(Path(other))
+    assert cycle_in(rooms) == []
+    formats = ROOT / "bridge" / "formats"
+    folders = {path.name for path in formats.iterdir() if (path / "__init__.py").is_file()}
+    between: dict[Path, set[Path]] = {}
+    for path in formats.rglob("*.py"):
+        for _, module in imported_modules(path):
+            parts = module.split(".")[3:4] if module.startswith("easytorch.bridge.formats.") else []
+            if path.parent.name in folders and parts and parts[0] in folders - {path.parent.name}:
+                between.setdefault(Path(path.parent.name), set()).add(Path(parts[0]))
+    assert cycle_in(between) == []
 
 
 def test_the_rooms_of_the_bridge_are_those_there_are() -> None:

@@ -112,9 +112,6 @@ def test_from_flax_takes_jax_arrays_and_refuses_what_does_not_fit() -> None:
         bert.BertForSequenceClassification.from_flax(model.config, broken)
     kept = bert.BertForSequenceClassification.from_flax(model.config, broken, strict=False)
     assert torch.equal(kept.classifier.weight, model.classifier.weight)
-    broken["classifier"]["biass"] = tree["classifier"]["bias"]
-    with pytest.raises(CheckpointError, match=r"classifier\.bias.*missing.*nearest.*classifier\.biass"):
-        bert.BertForSequenceClassification.from_flax(model.config, broken)
     with pytest.raises(CheckpointError, match=r"classifier\..*is in the tree .*no place for it"):
         bert.BertModel.from_flax(model.config, tree)
     with pytest.raises(CheckpointError, match="shape"):

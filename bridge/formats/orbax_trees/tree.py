@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,21 @@ from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.array_chunks import in_one_window, windows
 from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.orbax_trees import write as orbax_write
 from easytorch.bridge.formats.orbax_trees.index import AGGREGATE, MANIFEST, find_tree, own_paths, read_index
-from easytorch.bridge.formats.orbax_trees.store import (
+from easytorch.bridge.formats.tensorstore_arrays import (
     array_spec,
     load_tensorstore,
     new_context,
     store_spec,
     tensorstore_errors,
 )
-from easytorch.bridge.formats.zarr_folders.metadata import DESCRIPTIONS, ZarrArray, parse
+from easytorch.bridge.formats.zarr_metadata import DESCRIPTIONS, ZarrArray, parse
 
 # No compressor of tensorstore does better than zstd on constant runs: four bytes for 128 KiB.
 _MOST_PACKED = 1 << 15
-# Chunks are requested until so many bytes are in flight.
-_WINDOW_BYTES = 64 << 20
 
 
 class OrbaxReader(ContextManager):
@@ -118,7 +116,7 @@ class OrbaxReader(ContextManager):
             opened = load_tensorstore().open(spec, context=self._context, open=True, read=True).result()
             if opened.shape != info.shape or opened.dtype.numpy_dtype != numpy_dtype(info.dtype):
                 raise self._fail(f"is {opened.dtype} {opened.shape} now and was {info.dtype} {info.shape}", name)
-            if info.nbytes <= _WINDOW_BYTES or array.chunk_count == 1:
+            if in_one_window(info) or array.chunk_count == 1:
                 return np.asarray(opened.read().result())
             data = np.empty(info.shape, opened.dtype.numpy_dtype)
             for window in windows(info.shape, array.chunks, data.itemsize):
@@ -129,26 +127,6 @@ class OrbaxReader(ContextManager):
         """Lets go of the files."""
         if self._inline is not None:
             self._inline.close()
-
-
-def windows(shape: Sequence[int], chunks: Sequence[int], itemsize: int) -> list[tuple[slice, ...]]:
-    """Boxes of whole chunks that cover `shape`, each of `_WINDOW_BYTES` or one chunk, whichever is larger."""
-    counts = [1] * len(shape)
-    filled = itemsize
-    for chunk in chunks:
-        filled *= chunk
-    for axis in reversed(range(len(shape))):
-        whole = -(-shape[axis] // chunks[axis])
-        counts[axis] = max(1, min(whole, _WINDOW_BYTES // filled))
-        filled *= counts[axis]
-        if counts[axis] < whole:
-            break
-    steps = [chunk * count for chunk, count in zip(chunks, counts, strict=True)]
-    starts = product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
-    return [
-        tuple(slice(at, min(at + step, size)) for at, step, size in zip(start, steps, shape, strict=True))
-        for start in starts
-    ]
 
 
 def _owner(key: str, arrays: Mapping[str, ZarrArray]) -> str | None:

@@ -19,20 +19,19 @@ from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.array_chunks import chunk_shape
 from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.orbax_trees.index import CHECKPOINT_METADATA, MANIFEST, METADATA
-from easytorch.bridge.formats.orbax_trees.pending_writes import PendingWrites, finished
-from easytorch.bridge.formats.orbax_trees.store import (
+from easytorch.bridge.formats.pending_writes import PendingWrites, finished
+from easytorch.bridge.formats.sharding import split
+from easytorch.bridge.formats.tensorstore_arrays import (
     array_spec,
     load_tensorstore,
     new_context,
     store_spec,
     tensorstore_errors,
 )
-from easytorch.bridge.formats.sharding import split
 
-# A chunk is read whole.
-_CHUNK_BYTES = 16 << 20
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _DICT_KEY = 2
 # Element types that tensorstore lacks.
@@ -70,21 +69,6 @@ def _check_names(tensors: Sequence[TensorInfo]) -> None:
         if keys.setdefault(_key(info.name), info.name) != info.name:
             message = f"and {keys[_key(info.name)]!r} are the same to Orbax, which joins names with dots; rename one"
             raise CheckpointError(message, tensor=info.name)
-
-
-def chunk_shape(info: TensorInfo) -> tuple[int, ...]:
-    """The shape of a tensor's chunks: only the leading axes are split, to `_CHUNK_BYTES`."""
-    shape = [max(1, size) for size in info.shape]
-    size = TensorInfo("", tuple(shape), info.dtype).nbytes
-    for axis, length in enumerate(info.shape):
-        if size <= _CHUNK_BYTES:
-            break
-        row = size // shape[axis]
-        # Chunks of equal length, so that the last one is not mostly padding.
-        count = -(-length // max(1, _CHUNK_BYTES // row))
-        shape[axis] = -(-length // count)
-        size = row * shape[axis]
-    return tuple(shape)
 
 
 def write_arrays(folder: Path, tensors: Sequence[TensorInfo], source: Source, *, ocdbt: bool) -> None:

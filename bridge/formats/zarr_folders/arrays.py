@@ -17,17 +17,16 @@ from easytorch.bridge.core.mapped import check_announced
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.orbax_trees.pending_writes import PendingWrites, finished
-from easytorch.bridge.formats.orbax_trees.store import (
+from easytorch.bridge.formats.array_chunks import chunk_shape, windows
+from easytorch.bridge.formats.pending_writes import PendingWrites, finished
+from easytorch.bridge.formats.tensorstore_arrays import (
     array_spec,
     load_tensorstore,
     new_context,
     store_spec,
     tensorstore_errors,
 )
-from easytorch.bridge.formats.orbax_trees.tree import windows
-from easytorch.bridge.formats.orbax_trees.write import chunk_shape
-from easytorch.bridge.formats.zarr_folders.metadata import DESCRIPTIONS, ZarrArray, parse
+from easytorch.bridge.formats.zarr_metadata import DESCRIPTIONS, ZarrArray, parse
 
 _DESCRIPTION_LIMIT = 1 << 20
 # What zstd makes of zeros: four bytes for 128 KiB.

@@ -21,10 +21,10 @@ from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
+from easytorch.bridge.formats.array_chunks import chunk_shape
 from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.msgpack_files.flax_msgpack import MsgpackFile
 from easytorch.bridge.formats.msgpack_files.walk import Tree, Walk
-from easytorch.bridge.formats.orbax_trees.write import chunk_shape
 from easytorch.bridge.formats.zarr_folders.arrays import ZarrFolders, check_names, write_folder
 
 INDEX = "checkpoint"

@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from easytorch.bridge import convert
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import SAFETENSORS_CODES, numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.torch_files.dcp_metadata import Piece, Saved, check_whole
 from easytorch.bridge.formats.torch_files.torch_dcp import TorchDcp
-from easytorch.bridge.jobs.sources import ArraySource
 
 ROOT = Path(__file__).resolve().parents[3]
 FORM = TorchDcp()

@@ -20,13 +20,13 @@ from safetensors.torch import load_file as load_torch_file
 from safetensors.torch import save_file as save_torch_file
 
 from easytorch.bridge import convert, inspect
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.msgpack_files import stream
 from easytorch.bridge.formats.msgpack_files.easydel_msgpack import EasydelMsgpack
 from easytorch.bridge.formats.zarr_folders.easydel_store import EasydelStore
-from easytorch.bridge.jobs.sources import ArraySource
 from easytorch.bridge.load_tree import load_tree
 from easytorch.protocol import conversion
 

@@ -11,13 +11,13 @@ from safetensors.numpy import load_file, save_file
 
 from easytorch.auto import AutoModelForSequenceClassification
 from easytorch.bridge import convert, diff, inspect
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import SAFETENSORS_CODES, numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.safetensors_files.flax_safetensors import FlaxSafetensors
-from easytorch.bridge.jobs.sources import ArraySource
 
 FORM = FlaxSafetensors()
 

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.numpy_files.npz import Npz
-from easytorch.bridge.jobs.sources import ArraySource
 
 RNG = np.random.default_rng(0)
 ARRAYS = {

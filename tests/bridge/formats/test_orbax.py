@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 
 from easytorch.bridge import convert
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.orbax_trees import pending_writes
-from easytorch.bridge.formats.orbax_trees import tree as orbax_tree
-from easytorch.bridge.formats.orbax_trees import write as orbax_write
+from easytorch.bridge.formats import array_chunks, pending_writes
 from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
-from easytorch.bridge.formats.zarr_folders.metadata import parse
-from easytorch.bridge.jobs.sources import ArraySource
+from easytorch.bridge.formats.zarr_metadata import parse
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.names.unwrap import unwrapped
 from easytorch.bridge.save_tree import save_tree
@@ -105,9 +103,9 @@ def test_orbax_restores_what_is_written(tmp_path, format_, restore):
 
 @pytest.mark.parametrize("format_", [OrbaxTree(), OrbaxZarr()], ids=lambda format_: format_.name)
 def test_large_arrays_go_chunk_by_chunk(tmp_path, format_, monkeypatch):
-    monkeypatch.setattr(orbax_write, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(array_chunks, "_CHUNK_BYTES", 1000)
     monkeypatch.setattr(pending_writes, "_PENDING_BYTES", 3000)
-    monkeypatch.setattr(orbax_tree, "_WINDOW_BYTES", 5000)
+    monkeypatch.setattr(array_chunks, "_WINDOW_BYTES", 5000)
     rng = np.random.default_rng(0)
     arrays = {
         "strided": rng.normal(size=(40, 30, 7)).astype(np.float32).transpose(2, 0, 1),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from easytorch.bridge.core.tensor_info import TensorInfo
-from easytorch.bridge.formats.orbax_trees.pending_writes import PendingWrites, finished
+from easytorch.bridge.formats.pending_writes import PendingWrites, finished
 from easytorch.bridge.formats.zarr_folders import arrays as zarr_arrays
 
 LONG = 60

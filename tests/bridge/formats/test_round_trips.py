@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from easytorch.bridge import dtypes
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.jobs.sources import ArraySource
 from easytorch.bridge.storage.atomic import new_folder
 
 DTYPES = sorted(dtypes._NUMPY)

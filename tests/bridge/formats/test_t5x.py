@@ -15,10 +15,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
 from easytorch.bridge import convert
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.zarr_folders.t5x_folder import T5xFolder
-from easytorch.bridge.jobs.sources import ArraySource
 
 SIZES = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_heads": 3, "vocab_size": 23, "num_layers": 2, "dropout_rate": 0.0}
 SIZES |= {"relative_attention_num_buckets": 8}

@@ -8,8 +8,8 @@ from safetensors.numpy import load_file, save_file
 
 from easytorch.bridge import convert
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.torch_buffers import FILE_NAME
 from easytorch.bridge.jobs import pipeline
-from easytorch.bridge.jobs.torch_buffers import FILE_NAME
 
 
 @pytest.fixture

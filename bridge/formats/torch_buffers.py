@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import SafetensorsFile, storage_order, write_file
-from easytorch.bridge.jobs.sources import ArraySource
 
 FILE_NAME = "torch_buffers.safetensors"
 

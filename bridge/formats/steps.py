@@ -19,14 +19,13 @@ def steps_in(path: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def chosen(path: Path, step: int | None) -> tuple[Path, registry.Found | None]:
+def chosen(path: Path, step: int | None, steps: dict[int, Path]) -> tuple[Path, registry.Found | None]:
     """What to open for `path`: a step's folder (the last one's if it holds only steps), or `path` itself.
 
-    Second, the formats found there, None where they were not looked for.
+    Second, the formats found there, None where they were not looked for. steps: `steps_in(path)`.
     """
     if step is not None:
-        return at_step(path, step)
-    steps = steps_in(path)
+        return at_step(path, step, steps)
     if not steps:
         return path, None
     if found := registry.classify(path):
@@ -35,9 +34,8 @@ def chosen(path: Path, step: int | None) -> tuple[Path, registry.Found | None]:
     return next(((folder, held) for folder, held in read if held), (path, found))
 
 
-def at_step(path: Path, step: int) -> tuple[Path, registry.Found]:
+def at_step(path: Path, step: int, steps: dict[int, Path]) -> tuple[Path, registry.Found]:
     """The folder of one step of the run at `path`, and what it holds; `CheckpointError` listing the steps otherwise."""
-    steps = steps_in(path)
     found = registry.classify(steps[step]) if step in steps else {}
     if not found:
         readable = [one for one, folder in steps.items() if registry.classify(folder)]
@@ -46,17 +44,20 @@ def at_step(path: Path, step: int) -> tuple[Path, registry.Found]:
     return steps[step], found
 
 
-def step_folder(path: Path, file: Path) -> Path | None:
-    """The folder of the step that `file`, which was opened for `path`, belongs to; None where `path` is no run."""
-    return next((one for one in steps_in(path).values() if _holds(one, file)), None)
+def step_folder(path: Path, file: Path, steps: dict[int, Path] | None = None) -> Path | None:
+    """The folder of the step that `file`, which was opened for `path`, belongs to; None where `path` is no run.
+
+    steps: `steps_in(path)`, where it is known.
+    """
+    found = steps_in(path) if steps is None else steps
+    return next((one for one in found.values() if _holds(one, file)), None)
 
 
-def step_read(path: Path, file: Path) -> str | None:
+def step_read(path: Path, file: Path, steps: dict[int, Path]) -> str | None:
     """A note on which step `file`, opened for `path`, belongs to; None where `path` is not a run."""
-    found = steps_in(path)
-    read = next((one for one, folder in found.items() if _holds(folder, file)), None)
+    read = next((one for one, folder in steps.items() if _holds(folder, file)), None)
     if read is not None:
-        return f"step {read} is read, of {', '.join(map(str, found))}"
+        return f"step {read} is read, of {', '.join(map(str, steps))}"
     own = _STEP.search(path.name) if path.is_dir() else None
     return None if own is None else f"step {own[1]} is read"
 
