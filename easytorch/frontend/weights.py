@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +35,7 @@ def on_device(backend: Backend, tensor: torch.Tensor) -> Buffer:
 
 def forget(backend: Backend, tensors: Iterable[torch.Tensor]) -> None:
     """Puts the parameters on the device anew when they are next asked for: a write to `.data` goes by their version."""
-    kept = _KEPT.get(backend, {})
+    kept: MutableMapping[torch.Tensor, Any] = _KEPT.get(backend, {})
     for tensor in tensors:
         kept.pop(tensor, None)
 

@@ -39,11 +39,11 @@ class PagedImpl(OperationImpl):
     """What the operations over pages share: the features they refuse, and the metadata's defaults."""
 
     settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
-    _own: ClassVar[frozenset[str]]  # the names of what the operation takes
+    _accepted: ClassVar[frozenset[str]]  # the names of what the operation takes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._own = FEATURES | frozenset(cls._positional or ())
+        cls._accepted = FEATURES | frozenset(cls._positional or ())
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to
@@ -65,7 +65,7 @@ class PagedImpl(OperationImpl):
     def refuse(self, features: Any) -> None:
         """`UnsupportedOperationError` for a feature of attention that it lacks, `TypeError` for what is no feature."""
         name, own = self.primary_name(), f"its features are {', '.join(sorted(FEATURES))}"
-        given = {feature: value for feature, value in features.items() if feature not in self._own}
+        given = {feature: value for feature, value in features.items() if feature not in self._accepted}
         if unknown := given.keys() - AttentionFeatures.__annotations__.keys():
             raise TypeError(f"{name} got an unexpected keyword argument {min(unknown)!r}; {own}")
         if given.get("dropout_prob") is None:
@@ -77,7 +77,7 @@ class PagedImpl(OperationImpl):
     def settle(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """The kernel's keyword arguments: those of the call, with the metadata's scale where the call gives none."""
         self.refuse(features)
-        settled = {name: value for name, value in features.items() if name in self._own}
+        settled = {name: value for name, value in features.items() if name in self._accepted}
         if self.metadata.softmax_scale is not None and settled.get("softmax_scale") is None:
             settled["softmax_scale"] = self.metadata.softmax_scale
         return settled
