@@ -23,13 +23,14 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tests.models.families import FAMILIES, LANGUAGE, MAMBA, RECURRENT  # noqa: E402
+from tests.models.families import FAMILIES, LANGUAGE, MAMBA, RECURRENT, TOWERS  # noqa: E402
+from tests.models.tower_families import tensors, tower_inputs, tower_labels  # noqa: E402
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
 
 
 def made(family: str, **changes: Any) -> Any:
-    """The language model of a family, causal or masked, tiny, no weight of it 0 or 1."""
+    """The model that stands for a family, tiny, no weight of it 0 or 1."""
     torch.manual_seed(0)
     model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), LANGUAGE[family])
     model = model_class(FAMILIES[family].config(**changes)).eval()
@@ -41,7 +42,29 @@ def made(family: str, **changes: Any) -> Any:
 
 def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids, **options(model)).logits
+        return main_output(model(**inputs(model, ids)))
+
+
+def main_output(output: Any) -> torch.Tensor:
+    """The logits, or the first tensor of an output without."""
+    return output.logits if "logits" in output else tensors(output)[0]
+
+
+def head(model: Any) -> str:
+    return LANGUAGE[model.config.model_type.replace("-", "_")]
+
+
+def inputs(model: Any, ids: torch.Tensor = IDS) -> dict[str, Any]:
+    """What a forward without a loss is given."""
+    return tower_inputs(head(model)) or {"input_ids": ids} | options(model)
+
+
+def loss(model: Any) -> torch.Tensor:
+    """That of the head; of a tower without one, the mean square of what it computes."""
+    if (given := tower_inputs(head(model))) is None:
+        return model(IDS, labels=IDS).loss
+    output = model(**given, **tower_labels(head(model)))
+    return output.loss if "loss" in output else sum(one.float().square().mean() for one in tensors(output))
 
 
 def options(model: Any) -> dict[str, Any]:
@@ -61,15 +84,29 @@ def compile_(family: str) -> None:
     gradients = []
     for one in (compiled, model):
         model.zero_grad()
-        one(IDS, attention_mask=mask, **options(model)).logits[mask == 1].square().mean().backward()
+        if family in TOWERS:
+            loss(one).backward()
+        else:
+            one(IDS, attention_mask=mask, **options(model)).logits[mask == 1].square().mean().backward()
         gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
     for given, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 
 
 def export(family: str) -> None:
-    """A graph for any length; of layers with a state, whose chunks it unrolls, for one."""
+    """A graph for any length; of layers with a state, whose chunks it unrolls, for one; of images for any number."""
     model = made(family)
+    if family in TOWERS:
+        given = inputs(model)
+        rows = torch.export.Dim("rows", min=2, max=16)
+        shapes = {name: {0: rows} for name in given}
+        program = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
+        for times in (1, 3):
+            more = {name: one.repeat(times, *[1] * (one.dim() - 1)) for name, one in given.items()}
+            with torch.no_grad():
+                expected = main_output(model(**more))
+            torch.testing.assert_close(main_output(program(**more)), expected, rtol=1e-5, atol=1e-5)
+        return
     if family in RECURRENT:
         program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
         torch.testing.assert_close(program(IDS, use_cache=False).logits, logits(model), rtol=1e-5, atol=1e-5)
@@ -90,8 +127,9 @@ def checkpointing(family: str) -> None:
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.zero_grad()
-        model(IDS, labels=IDS).loss.backward()
-        gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+        loss(model).backward()
+        named = model.named_parameters()
+        gradients.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
     for name, gradient in gradients[0].items():
         for again in gradients[1:]:
             torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-6)
@@ -113,14 +151,16 @@ def adapters(family: str) -> None:
     adapted = peft.get_peft_model(model, config).eval()
     changed = logits(adapted)
     assert not torch.allclose(changed, plain)
-    adapted(IDS, labels=IDS).loss.backward()
+    loss(adapted).backward()
     silent = [name for name, weight in adapted.named_parameters() if weight.requires_grad and not weight.grad.any()]
     assert not silent, silent
     torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-4)
 
 
 def new_tokens(family: str) -> None:
-    """The logits of the old tokens stay; what was tied is tied still."""
+    """The logits of the old tokens stay; what was tied is tied still. Towers have none."""
+    if family in TOWERS:
+        return
     for tied in (False, True):
         model = made(family, tie_word_embeddings=tied)
         if not tied and model.config.is_encoder_decoder:
@@ -148,10 +188,15 @@ def half(family: str) -> None:
     """bfloat16 and float16 stay what they are from the embedding to the logits, losses and gradients included."""
     for dtype in (torch.bfloat16, torch.float16):
         model = made(family).to(dtype)
-        output = model(IDS, labels=IDS)
-        assert output.logits.dtype == (torch.float32 if FAMILIES[family].wide else dtype) and output.loss.isfinite()
-        output.loss.backward()
-        assert all(weight.grad is not None and weight.grad.dtype == dtype for weight in model.parameters())
+        assert logits(model).dtype == (torch.float32 if FAMILIES[family].wide else dtype)
+        value = loss(model)
+        assert value.isfinite()
+        value.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        unused = ("mask_token",) if family in TOWERS else ()
+        assert all(
+            grad is not None and grad.dtype == dtype for name, grad in gradients.items() if not name.endswith(unused)
+        )
 
 
 CASES: dict[str, Callable[[str], None]] = {

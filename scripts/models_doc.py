@@ -23,6 +23,7 @@ import torch  # noqa: E402 - a script of the checkout
 from easytorch.auto.plugging import families  # noqa: E402
 from easytorch.operations import OperationImpl  # noqa: E402
 from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
+from tests.models.tower_families import tower_inputs, tower_labels  # noqa: E402
 
 HEAD = """\
 # Native models
@@ -66,11 +67,13 @@ def _operations(model: Any) -> list[str]:
         called.add(self.get_impl_name())
         return call(self, *args, **kwargs)
 
-    ids = torch.arange(3, 12)[None]
+    ids, head = torch.arange(3, 12)[None], type(model).__name__
+    inputs = tower_inputs(head)
+    given = {"input_ids": ids, "labels": ids} if inputs is None else inputs | tower_labels(head)
     OperationImpl.__call__ = noted  # type: ignore[method-assign]
     try:
         with torch.no_grad():
-            model(ids, labels=ids)  # of an encoder-decoder what its decoder says
+            model(**given)  # of an encoder-decoder what its decoder says
     finally:
         OperationImpl.__call__ = call  # type: ignore[method-assign]
     return sorted(called)

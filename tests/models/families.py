@@ -11,6 +11,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 from tests.models.encoder_families import ENCODER_FAMILIES
 from tests.models.family import Family
 from tests.models.seq2seq_families import SEQ2SEQ_FAMILIES
+from tests.models.tower_families import TOWER_FAMILIES, TOWER_HEADS
 
 _SIZES = {
     "vocab_size": 97,
@@ -644,7 +645,6 @@ EXPERTS = (
 )
 MAMBA = ("mamba", "mamba2", "nemotron_h", "falcon_h1")  # whose out_proj PEFT refuses
 RECURRENT = (*MAMBA, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
-HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}
 # The head whose logits stand for a family where one is enough.
@@ -653,3 +653,8 @@ LANGUAGE = CAUSAL | {
     for family in (*ENCODERS, *SEQ2SEQ)
 }
 CAUSAL_ENCODERS = {family: head for family in ENCODERS for head in FAMILIES[family].heads if head.endswith(_CAUSAL)}
+# Towers of images and texts, whose inputs tower_families.py has.
+TOWERS = tuple(TOWER_FAMILIES)
+FAMILIES |= TOWER_FAMILIES
+LANGUAGE |= TOWER_HEADS
+HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)

@@ -1,0 +1,42 @@
+"""What SigLIP 2's towers are made of: SigLIP's layers under names of their own."""
+
+from __future__ import annotations
+
+from transformers import Siglip2Config
+
+from easytorch.models._siglip_layers import (
+    SiglipAttention,
+    SiglipEncoderLayer,
+    SiglipMultiheadAttentionPoolingHead,
+    SiglipPreTrainedModel,
+    SiglipTextEmbeddings,
+)
+
+
+class Siglip2Attention(SiglipAttention):
+    pass
+
+
+class Siglip2EncoderLayer(SiglipEncoderLayer):
+    attention_class = Siglip2Attention
+
+
+class Siglip2TextEmbeddings(SiglipTextEmbeddings):
+    pass
+
+
+class Siglip2MultiheadAttentionPoolingHead(SiglipMultiheadAttentionPoolingHead):
+    pass
+
+
+class Siglip2PreTrainedModel(SiglipPreTrainedModel):
+    config: Siglip2Config  # type: ignore[assignment]
+    config_class = Siglip2Config  # type: ignore[assignment]
+    base_model_prefix = "siglip2"
+    _no_split_modules = [  # noqa: RUF012
+        "Siglip2TextEmbeddings",
+        "Siglip2VisionEmbeddings",
+        "Siglip2EncoderLayer",
+        "Siglip2MultiheadAttentionPoolingHead",
+    ]
+    _can_record_outputs = {"hidden_states": Siglip2EncoderLayer, "attentions": Siglip2Attention}  # noqa: RUF012
