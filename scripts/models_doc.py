@@ -20,8 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - a script of the checkout
 
+from easytorch.auto.overview import blocks  # noqa: E402
 from easytorch.auto.plugging import families  # noqa: E402
-from easytorch.operations import OperationImpl  # noqa: E402
+from easytorch.operations.dispatch.record import recorded_operations  # noqa: E402
 from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
 from tests.models.tower_families import tower_inputs, tower_labels  # noqa: E402
 
@@ -47,35 +48,18 @@ def row(family: str) -> str:
     name = LANGUAGE[family]
     torch.manual_seed(0)
     model = getattr(module, name)(FAMILIES[family].config()).eval()
-    layers = sorted({found for part in model.modules() if (found := _layer(part)) is not None})
     what = " ".join((module.__doc__ or "").strip().splitlines()[0].split()).removesuffix(".")
-    cells = (family, what, ", ".join(FAMILIES[family].heads), ", ".join(layers), ", ".join(_operations(model)))
+    cells = (family, what, ", ".join(FAMILIES[family].heads), ", ".join(blocks(model)), ", ".join(_operations(model)))
     return "| " + " | ".join(cells) + " |\n"
-
-
-def _layer(part: torch.nn.Module) -> str | None:
-    """The class of easytorch/layers that a module is, or extends."""
-    return next((one.__name__ for one in type(part).__mro__ if one.__module__.startswith("easytorch.layers.")), None)
 
 
 def _operations(model: Any) -> list[str]:
     """The operations of one forward, by the name under which the registry has them."""
-    called: set[str] = set()
-    call = OperationImpl.__call__
-
-    def noted(self: OperationImpl, *args: Any, **kwargs: Any) -> Any:
-        called.add(self.get_impl_name())
-        return call(self, *args, **kwargs)
-
     ids, head = torch.arange(3, 12)[None], type(model).__name__
     inputs = tower_inputs(head)
     given = {"input_ids": ids, "labels": ids} if inputs is None else inputs | tower_labels(head)
-    OperationImpl.__call__ = noted  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            model(**given)  # of an encoder-decoder what its decoder says
-    finally:
-        OperationImpl.__call__ = call  # type: ignore[method-assign]
+    with recorded_operations() as called, torch.no_grad():
+        model(**given)  # of an encoder-decoder what its decoder says
     return sorted(called)
 
 

@@ -82,7 +82,7 @@ def try_attention(model_class: ModelClass, config: PreTrainedConfig) -> Trial:
     """The `Trial` of `model_class` under `config`; once a process for all configs that differ in sizes only."""
     key = (model_class, _structure(config))
     if key not in _TRIALS:
-        with _undisturbed():
+        with undisturbed():
             _TRIALS[key] = _try(model_class, config)
     return _TRIALS[key]
 
@@ -294,7 +294,7 @@ def _difference(run: Run, to_stock: Callable[[], None], to_ours: Callable[[], No
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Restores random state, device, modes, warnings and logging after a trial."""
     dtype, level = torch.get_default_dtype(), logging.root.manager.disable
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ class DinoBackbone(_Base):
     layers are given some.
     """
 
-    embeddings_class: ClassVar[type[nn.Module]]
+    embeddings_class: ClassVar[type[Any]]
     layer_class: ClassVar[type[TowerLayer]]
     encoder_name: ClassVar[str] = "encoder"
     norm_name: ClassVar[str] = "layernorm"

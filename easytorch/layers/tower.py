@@ -197,9 +197,9 @@ class PooledAttention(nn.MultiheadAttention):
     ) -> torch.Tensor:
         """query (B, 1, D), states (B, T, D), mask (B, 1, 1, T), True attends -> (B, 1, D)."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        heads = [
+        query, key, value = (
             nn.functional.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for x, weight, bias in zip((query, states, states), weights, biases, strict=True)
-        ]
-        attended, _ = attend(self, *heads, mask, output_attentions=False)
+        )
+        attended, _ = attend(self, query, key, value, mask, output_attentions=False)
         return linear(self.out_proj, attended.flatten(2))

@@ -82,8 +82,9 @@ class TwoTowers(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        family: Any = cls
         if "text_class" in vars(cls):
-            cls.forward = in_order(cls.forward, cls.arguments)
+            family.forward = in_order(cls.forward, cls.arguments)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -30,8 +30,8 @@ class Siglip2MultiheadAttentionPoolingHead(SiglipMultiheadAttentionPoolingHead):
 
 
 class Siglip2PreTrainedModel(SiglipPreTrainedModel):
-    config: Siglip2Config  # type: ignore[assignment]
-    config_class = Siglip2Config  # type: ignore[assignment]
+    config: Siglip2Config
+    config_class = Siglip2Config
     base_model_prefix = "siglip2"
     _no_split_modules = [  # noqa: RUF012
         "Siglip2TextEmbeddings",

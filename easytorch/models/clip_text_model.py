@@ -24,7 +24,7 @@ _OLD_EOS = 2
 
 
 class CLIPTextPreTrainedModel(CLIPPreTrainedModel):
-    config: CLIPTextConfig  # type: ignore[assignment]
+    config: CLIPTextConfig
     config_class = CLIPTextConfig
     input_modalities = ("text",)
     # the other tower of a checkpoint with both, and what compares them

@@ -65,7 +65,7 @@ class CLIPVisionEmbeddings(nn.Module):
 
 
 class CLIPVisionPreTrainedModel(CLIPPreTrainedModel):
-    config: CLIPVisionConfig  # type: ignore[assignment]
+    config: CLIPVisionConfig
     config_class = CLIPVisionConfig
     main_input_name = "pixel_values"
     input_modalities = ("image",)

@@ -150,7 +150,7 @@ class DINOv3ViTBackbone(DinoFeatures, DINOv3ViTParts, DINOv3ViTPreTrainedModel):
     def output(self, maps: tuple[torch.Tensor, ...], tokens: dict[int, torch.Tensor]) -> BackboneOutput:
         wanted = [index for index, stage in enumerate(self.stage_names) if stage in self.out_features]
         classes = tuple(tokens[index][:, 0] for index in wanted)
-        output = DINOv3ViTBackboneOutput(
+        output: Any = DINOv3ViTBackboneOutput(
             feature_maps=maps, cls_tokens=classes if getattr(self.config, "return_class_token", False) else None
         )
         output.last_hidden_state = tokens[self.config.num_hidden_layers]  # no key of the output, as in transformers

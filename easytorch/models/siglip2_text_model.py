@@ -9,7 +9,7 @@ from easytorch.models._siglip_layers import SiglipTextTower
 
 
 class Siglip2TextModel(SiglipTextTower, Siglip2PreTrainedModel):
-    config: Siglip2TextConfig  # type: ignore[assignment]
+    config: Siglip2TextConfig
     config_class = Siglip2TextConfig
     embeddings_class = Siglip2TextEmbeddings
     layer_class = Siglip2EncoderLayer

@@ -79,8 +79,8 @@ def _check_room(rows: torch.Tensor, columns: torch.Tensor, length: int) -> None:
 
 
 class Siglip2VisionModel(Siglip2PreTrainedModel):
-    config: Siglip2VisionConfig  # type: ignore[assignment]
-    config_class = Siglip2VisionConfig  # type: ignore[assignment]
+    config: Siglip2VisionConfig
+    config_class = Siglip2VisionConfig
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     base_model_prefix = "vision_model"

@@ -8,5 +8,5 @@ from easytorch.models._siglip_layers import SiglipPreTrainedModel, SiglipTextTow
 
 
 class SiglipTextModel(SiglipTextTower, SiglipPreTrainedModel):
-    config: SiglipTextConfig  # type: ignore[assignment]
+    config: SiglipTextConfig
     config_class = SiglipTextConfig

@@ -28,7 +28,7 @@ class SiglipVisionEmbeddings(CLIPVisionEmbeddings):
 
 
 class SiglipVisionModel(SiglipPreTrainedModel):
-    config: SiglipVisionConfig  # type: ignore[assignment]
+    config: SiglipVisionConfig
     config_class = SiglipVisionConfig
     main_input_name = "pixel_values"
     input_modalities = ("image",)
