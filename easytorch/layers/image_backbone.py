@@ -133,8 +133,8 @@ class DinoFeatures(BackboneMixin, DinoBackbone):
         """How many tokens, before those of patches, no map has."""
         raise NotImplementedError
 
-    def output(self, maps: tuple[torch.Tensor, ...], tokens: dict[int, torch.Tensor]) -> BackboneOutput:
-        """tokens: of each stage that has a map, and of the last one."""
+    def output(self, maps: Any, tokens: dict[int, torch.Tensor]) -> BackboneOutput:
+        """maps: a tuple of tensors. tokens: of each stage that has a map, and of the last one."""
         return BackboneOutput(feature_maps=maps)
 
     @can_return_tuple

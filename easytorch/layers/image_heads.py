@@ -16,7 +16,7 @@ from easytorch.layers.linear import linear
 class ImageClassification(EncoderHead):
     """Logits of each image, from what `features` makes of its tokens. With `config.num_labels` 0, the features."""
 
-    arguments = ("pixel_values", "labels", "interpolate_pos_encoding")
+    arguments: ClassVar[tuple[str, ...]] = ("pixel_values", "labels", "interpolate_pos_encoding")
 
     @staticmethod
     def width(config: Any) -> int:

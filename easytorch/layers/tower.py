@@ -100,7 +100,7 @@ class TowerLayer(GradientCheckpointingLayer):
 def through(
     layers: nn.ModuleList,
     hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Any = None,
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     states: list[torch.Tensor] | None = None,
     **kwargs: Any,

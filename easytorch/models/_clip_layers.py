@@ -57,14 +57,15 @@ class CLIPPreTrainedModel(NativeModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        factor = self.config.initializer_factor
+        config: Any = self.config
+        factor = config.initializer_factor
         if isinstance(module, CLIPTextEmbeddings):
             init_weight(module.token_embedding, factor * 0.02)
             init_weight(module.position_embedding, factor * 0.02)
             module.init_buffers()
         elif isinstance(module, CLIPAttention | CLIPMLP):
-            width = self.config.hidden_size
-            inner = width**-0.5 * (2 * self.config.num_hidden_layers) ** -0.5 * factor
+            width = config.hidden_size
+            inner = width**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor
             if isinstance(module, CLIPAttention):
                 stds = dict.fromkeys(module.order, inner) | {"out_proj": width**-0.5 * factor}
             else:

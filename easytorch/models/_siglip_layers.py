@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class SiglipPreTrainedModel(NativeModel):
     config_class = SiglipConfig
     base_model_prefix = "siglip"
     input_modalities = ("image", "text")
-    head_weights = (r"^classifier\.",)
+    head_weights: ClassVar[tuple[str, ...]] = (r"^classifier\.",)
     _no_split_modules = [  # noqa: RUF012
         "SiglipTextEmbeddings",
         "SiglipVisionEmbeddings",
@@ -103,7 +103,8 @@ class SiglipPreTrainedModel(NativeModel):
                 init.xavier_uniform_(layer.weight)
                 init.zeros_(layer.bias)
         elif isinstance(module, SiglipMLP):
-            for layer in (module.fc1, module.fc2):
+            for name in (module.up_name, module.down_name):
+                layer = getattr(module, name)
                 init.xavier_uniform_(layer.weight)
                 init.normal_(layer.bias, std=1e-6)
         elif isinstance(module, SiglipMultiheadAttentionPoolingHead):
@@ -121,10 +122,10 @@ class SiglipPreTrainedModel(NativeModel):
 class SiglipTextTower(_Base):
     """Layers that see the whole text, and a projection of the last token, padding or not."""
 
-    input_modalities = ("text",)
+    input_modalities: Any = ("text",)
     base_model_prefix = "text_model"
     # the other tower of a checkpoint with both, and what compares them
-    head_weights = (r"^classifier\.", r"^vision_model\.", r"^logit_(scale|bias)$")
+    head_weights: ClassVar[tuple[str, ...]] = (r"^classifier\.", r"^vision_model\.", r"^logit_(scale|bias)$")
     _input_embed_layer = "token_embedding"
     embeddings_class: type[TextEmbeddings] = SiglipTextEmbeddings
     layer_class: type[SiglipEncoderLayer] = SiglipEncoderLayer

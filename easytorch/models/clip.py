@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import CLIPConfig
 from transformers.models.clip.modeling_clip import CLIPOutput
 
 from easytorch.layers.image_heads import VisionTowerClassification
@@ -21,7 +22,7 @@ class CLIPModel(TwoTowers, CLIPPreTrainedModel):
     vision_class = CLIPVisionModel
     output_class = CLIPOutput
 
-    def add_head(self, config: CLIPConfig) -> None:
+    def add_head(self, config: Any) -> None:
         self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
         self.text_projection = nn.Linear(config.text_config.hidden_size, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))

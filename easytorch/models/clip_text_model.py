@@ -34,7 +34,7 @@ class CLIPTextPreTrainedModel(CLIPPreTrainedModel):
 class CLIPTextModel(CLIPTextPreTrainedModel):
     _input_embed_layer = "token_embedding"
 
-    def __init__(self, config: CLIPTextConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         if not isinstance(config.eos_token_id, int):
             raise ValueError(
@@ -78,7 +78,7 @@ class CLIPTextModelWithProjection(CLIPTextPreTrainedModel):
 
     base_model_prefix = "text_model"
 
-    def __init__(self, config: CLIPTextConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.text_model = CLIPTextModel._from_config(config)
         self.text_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)

@@ -85,7 +85,7 @@ class CLIPVisionPreTrainedModel(CLIPPreTrainedModel):
 class CLIPVisionModel(CLIPVisionPreTrainedModel):
     _input_embed_layer = "patch_embedding"
 
-    def __init__(self, config: CLIPVisionConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.embeddings = CLIPVisionEmbeddings(config)
         self.pre_layrnorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -112,7 +112,7 @@ class CLIPVisionModelWithProjection(CLIPVisionPreTrainedModel):
 
     base_model_prefix = "vision_model"
 
-    def __init__(self, config: CLIPVisionConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.vision_model = CLIPVisionModel._from_config(config)
         self.visual_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)

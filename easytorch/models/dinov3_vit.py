@@ -147,9 +147,9 @@ class DINOv3ViTBackbone(DinoFeatures, DINOv3ViTParts, DINOv3ViTPreTrainedModel):
     def prefix(self) -> int:
         return 1 + self.config.num_register_tokens
 
-    def output(self, maps: tuple[torch.Tensor, ...], tokens: dict[int, torch.Tensor]) -> BackboneOutput:
+    def output(self, maps: Any, tokens: dict[int, torch.Tensor]) -> BackboneOutput:
         wanted = [index for index, stage in enumerate(self.stage_names) if stage in self.out_features]
-        classes = tuple(tokens[index][:, 0] for index in wanted)
+        classes: Any = tuple(tokens[index][:, 0] for index in wanted)
         output: Any = DINOv3ViTBackboneOutput(
             feature_maps=maps, cls_tokens=classes if getattr(self.config, "return_class_token", False) else None
         )

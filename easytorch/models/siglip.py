@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -43,8 +43,8 @@ class SiglipClassification(VisionTowerClassification):
     """Of the mean of the patches."""
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    head_weights = (r"^classifier\.", r"^text_model\.", r"^logit_(scale|bias)$")
+    input_modalities: Any = ("image",)
+    head_weights: ClassVar[tuple[str, ...]] = (r"^classifier\.", r"^text_model\.", r"^logit_(scale|bias)$")
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -36,7 +36,7 @@ class Siglip2ForImageClassification(SiglipClassification, Siglip2PreTrainedModel
     vision_class = Siglip2VisionModel
 
     @can_return_tuple
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         pixel_values: torch.Tensor | None = None,
         pixel_attention_mask: torch.Tensor | None = None,

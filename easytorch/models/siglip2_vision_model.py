@@ -88,7 +88,7 @@ class Siglip2VisionModel(Siglip2PreTrainedModel):
     head_weights = (r"^classifier\.", r"^text_model\.", r"^logit_(scale|bias)$")
     _input_embed_layer = "patch_embedding"
 
-    def __init__(self, config: Siglip2VisionConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.embeddings = Siglip2VisionEmbeddings(config)
         self.encoder = TowerEncoder(config, Siglip2EncoderLayer)

@@ -37,7 +37,7 @@ class SiglipVisionModel(SiglipPreTrainedModel):
     head_weights = (r"^classifier\.", r"^text_model\.", r"^logit_(scale|bias)$")
     _input_embed_layer = "patch_embedding"
 
-    def __init__(self, config: SiglipVisionConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.embeddings = SiglipVisionEmbeddings(config)
         self.encoder = TowerEncoder(config, SiglipEncoderLayer)

@@ -16,7 +16,8 @@ def recorded_operations() -> Iterator[set[str]]:
     call = OperationImpl.__call__
 
     def noted(self: OperationImpl, *args: Any, **kwargs: Any) -> Any:
-        called.add(self.get_impl_name())
+        name = self.get_impl_name()
+        called.add(name if isinstance(name, str) else name[0])
         return call(self, *args, **kwargs)
 
     OperationImpl.__call__ = noted  # type: ignore[method-assign]
