@@ -67,3 +67,16 @@ def test_edges_are_those_of_aten() -> None:
     for name in ("numpy", "torch", "xla"):
         got = CompiledModule(module, program, backend_of(name))(*inputs)
         torch.testing.assert_close(got, wanted, equal_nan=True, rtol=2e-6, atol=1e-7)
+
+
+def test_istft_of_several_signals() -> None:
+    """Its windows are those of one signal, for all of them."""
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(4))
+    window = torch.hann_window(16)
+
+    class Back(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.istft(torch.stft(x, 16, 4, window=window, return_complex=True), 16, 4, window=window)
+
+    found = frontend.compile(Back(), (x,), backend="numpy")(x)
+    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-5)

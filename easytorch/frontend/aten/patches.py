@@ -67,6 +67,8 @@ def unfold_backward(ctx: Context, grad_in: Op, input_sizes: Sizes, dim: int, siz
     windows = ctx.wide(move(ctx, grad_in, (len(input_sizes),), (axis + 1,)))
     zeros = ctx.full(input_sizes, 0, windows.shape.dtype)
     places = _steps(input_sizes[axis], size, step)
+    # istft gives the windows of one signal for a batch of them.
+    windows = ctx.expand(windows, (*input_sizes[:axis], *places.shape, *input_sizes[axis + 1 :]))
     return ctx.cast(scatter_along(ctx, zeros, axis, places, windows), kind)
 
 
