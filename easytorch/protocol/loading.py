@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
@@ -40,7 +41,7 @@ def load_pretrained(
     if flax is None:
         source = check_torch_files(path, kwargs)
         model, info = from_torch(path, *model_args, **kwargs)
-        opened = weights_of(path, kwargs)
+        opened: AbstractContextManager[Callable[[str], Tensor]] = weights_of(path, kwargs)
     else:
         source, config = str(flax.path), kwargs.pop("config", None)
         model, info, weights = load_flax(

@@ -63,7 +63,7 @@ def aten_flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     call, bias_grad = unflatten(rest[:-1]), rest[-1]
     if key.numel() == 0 or query.numel() == 0 or value.numel() == 0:
         zeros = (torch.zeros_like(x) for x in like(query, key, value, call, bias_grad))
-        return tuple(zeros)  # type: ignore[return-value]
+        return tuple(zeros)
     grads = aten_flash.flash_backward(grad, query, key, value, four_dims(call), bias_grad)
     return given(query, bias_grad, call, *grads)
 

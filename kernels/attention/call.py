@@ -98,8 +98,7 @@ DIFFERENTIABLE = ("bias", "sinks")
 
 _TYPES = {"Array | None": "Tensor?", "int | None": "SymInt?", "float": "float", "float | None": "float?"}
 
-
-_KINDS = [_TYPES[getattr(kind, "__forward_arg__", kind)] for kind in AttentionCall.__annotations__.values()]
+_KINDS = [_TYPES[str(getattr(kind, "__forward_arg__", kind))] for kind in AttentionCall.__annotations__.values()]
 _FLOATS = [place for place, kind in enumerate(_KINDS) if kind.startswith("float")]
 
 
@@ -113,7 +112,8 @@ def flatten(call: AttentionCall) -> tuple[Any, ...]:
     for place in _FLOATS:
         number = call[place]
         if type(number) is not float and number is not None:
-            call = call._replace(**{call._fields[place]: float(number)})
+            named: dict[str, Any] = {call._fields[place]: float(number)}
+            call = call._replace(**named)
     return call
 
 
