@@ -18,12 +18,26 @@ _OPERATION = OperationRegistry.create("quantized_matmul")
 _PARTS = ("codes", "scale_bits", "zero")
 
 
+class DecodedWeight(Tensor):
+    """What codes decode to. Setting its `data`, as PEFT's merge does, is refused: the codes would stay as they are."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors, as of a Parameter
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ValueError("the weights are quantized: nothing can be merged into them; dequantize the model first")
+
+
 class QuantizedLinear(nn.Linear):
     """A linear layer of a frozen weight in few bits; gradients go to the input and the bias.
 
     Buffers: `weight_codes`, `weight_scale_bits` (the bits of float32, which no change of dtype rounds) and, of formats
-    with one, `weight_zero`. `weight` is what they decode to, a new tensor whenever it is read: to write to it does
-    nothing. It is an `nn.Linear`, which PEFT puts an adapter on.
+    with one, `weight_zero`. `weight` is what they decode to, a new tensor whenever it is read, whose `data` may not be
+    set. It is an `nn.Linear`, which PEFT puts an adapter on.
     """
 
     def __init__(
@@ -58,7 +72,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        return self.quantized.dequantize(self.compute_dtype)
+        return self.quantized.dequantize(self.compute_dtype).as_subclass(DecodedWeight)
 
     def decoded(self, dtype: torch.dtype | None = None) -> nn.Linear | Conv1D:
         """The plain layer of the weight that the codes stand for, of the class that was there."""

@@ -89,9 +89,6 @@ def apply_lora_to_layers(
                 drawn = torch.randint(2**63 - 1, (), generator=rngs) if isinstance(rngs, torch.Generator) else rngs
                 torch.manual_seed(int(drawn))
             model.add_adapter(config, adapter_name)
-        for layer in _wrapped(model).values():
-            if isinstance(layer.get_base_layer(), QuantizedLinear):
-                layer.merge = _refuse_to_merge  # PEFT would write into a decoded copy, and lose it
         done = True
     finally:
         # PEFT checks some settings when it makes the layers, one after the other.
@@ -168,10 +165,6 @@ def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merg
     return model
 
 
-def _refuse_to_merge(*_: Any, **__: Any) -> None:
-    raise ValueError("the weights are quantized: nothing can be merged into them; dequantize the model first")
-
-
 def _wrapped(model: PreTrainedModel) -> dict[str, Any]:
     """PEFT's layers by name."""
     tuner: Any = _peft().tuners.tuners_utils.BaseTunerLayer
@@ -188,6 +181,10 @@ def _take_out(model: PreTrainedModel) -> None:
         parameter.requires_grad_(flags.get(name, parameter.is_floating_point()))
     model._hf_peft_config_loaded = False
     vars(model).pop("peft_config", None)
+    # `load_adapter` leaves the renamings of the adapter's file where `save_pretrained` looks for those of the model's.
+    kept = vars(model).get("_weight_conversions") or ()
+    if any("base_model" in pattern or "lora_" in pattern for one in kept for pattern in one.source_patterns):
+        del model._weight_conversions
 
 
 def _peft() -> Any:

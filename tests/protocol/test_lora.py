@@ -63,7 +63,7 @@ def test_as_pefts_own(case, settings, tmp_path):
 
 def test_files_are_pefts_bit_for_bit(case, tmp_path):
     model, pattern = case
-    plain = copy.deepcopy(model)
+    plain, names = copy.deepcopy(model), model.state_dict().keys()
     protocol.apply_lora_to_layers(model, 4, pattern, rngs=0)
     protocol.merge_lora_params(model, filled(model))
     model.save_pretrained(tmp_path / "ours")
@@ -76,6 +76,10 @@ def test_files_are_pefts_bit_for_bit(case, tmp_path):
     again.load_adapter(tmp_path / "theirs", adapter_name="read")
     with torch.no_grad():
         assert torch.equal(again(input_ids=IDS, labels=IDS).logits, model(input_ids=IDS, labels=IDS).logits)
+    # without the adapter that was read the model is saved under its own names
+    protocol.unwrap_lora_to_layers(again)
+    again.save_pretrained(tmp_path / "merged")
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() <= names
 
 
 def test_merged_and_taken_out(case):

@@ -135,6 +135,18 @@ def test_adapters_train_over_codes(name):
     assert any(isinstance(one, QuantizedLinear) for one in model.modules())
 
 
+@pytest.mark.parametrize("safe", [False, True])
+def test_an_adapter_of_peft_itself_is_not_merged_into_a_decoded_copy(safe):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(protocol.quantize(model_of("llama"), "int8"), settings)
+    before = model(IDS).logits
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="nothing can be merged into them"):
+            merge(safe_merge=safe)
+        assert torch.equal(model(IDS).logits, before)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
 def test_simulated(name):
     model, rounded = model_of(name), model_of(name)
