@@ -13,6 +13,7 @@ from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Op
 from easytorch.backends.shapes import Shape
 from easytorch.frontend.arrays import along, scatter_along, take
+from easytorch.frontend.aten.storage import fake_of
 from easytorch.frontend.context import Context
 from easytorch.frontend.registry import lowering
 
@@ -31,15 +32,17 @@ Filter = Callable[[int, int, bool, float | None], Taps]
 
 
 def _nearest(size: int, count: int, align_corners: bool, scale: float | None) -> Taps:
-    """The index of the nearest input, computed in float32 and with the special cases of ATen."""
-    at = np.arange(count)
-    if count == size:
-        return Taps(at[:, None], None)
-    if count == 2 * size:
-        return Taps(at[:, None] // 2, None)
+    """The index of the nearest input, computed in float32."""
     step = np.float32(1 / scale) if scale else np.float32(size) / np.float32(count)
-    places = np.floor(at.astype(np.float32) * step).astype(np.int64)
+    places = np.floor(np.arange(count, dtype=np.float32) * step).astype(np.int64)
     return Taps(np.minimum(places, size - 1)[:, None], None)
+
+
+def _nearest_of_sizes(size: int, count: int, align_corners: bool, scale: float | None) -> Taps:
+    """The same by the kernels of ATen that repeat once or twice by the sizes, whatever the scale says."""
+    if count in (size, 2 * size):
+        return Taps(np.arange(count)[:, None] // (count // max(size, 1)), None)
+    return _nearest(size, count, align_corners, scale)
 
 
 def _nearest_exact(size: int, count: int, align_corners: bool, scale: float | None) -> Taps:
@@ -102,6 +105,7 @@ def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], reach: float) -> Fi
 
 _FILTERS: dict[str, Filter] = {
     "nearest": _nearest,
+    "nearest_of_sizes": _nearest_of_sizes,
     "nearest_exact": _nearest_exact,
     "linear": _linear,
     "cubic": _cubic,
@@ -131,6 +135,20 @@ def _resample_axis(ctx: Context, x: Op, axis: int, taps: Taps) -> Op:
     return total
 
 
+# Height and width together up to which ATen's CPU takes the kernel that repeats by sizes (UpSampleKernel.cpp).
+_SMALL_IMAGE = 128
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+def _repeats_by_sizes(ctx: Context, x: Op, output_size: Sequence[int]) -> bool:
+    """Whether ATen's CPU takes that kernel for "nearest" forward: for small images, and for channels that lie last."""
+    spatial, fake = len(output_size), fake_of(ctx)
+    if spatial == 2 and sum(output_size) <= _SMALL_IMAGE:
+        return True
+    layout = _CHANNELS_LAST.get(spatial)
+    return bool(layout and fake is not None and x.shape.dimensions[1] > 3 and fake.is_contiguous(memory_format=layout))
+
+
 def _spread_axis(ctx: Context, grad: Op, axis: int, size: int, taps: Taps) -> Op:
     """The gradient of `_resample_axis`."""
     dimensions = (*grad.shape.dimensions[:axis], size, *grad.shape.dimensions[axis + 1 :])
@@ -149,6 +167,8 @@ def _upsample(
 ) -> Op:
     first = x.shape.rank - len(output_size)
     exact = kind.startswith("nearest")
+    if kind == "nearest" and _repeats_by_sizes(ctx, x, output_size):
+        kind = "nearest_of_sizes"
     result = x if exact else ctx.wide(x if x.shape.dtype.is_float else ctx.cast(x, DType.FLOAT32))
     # The last axis first, as ATen: it does not matter but for rounding.
     for number in reversed(range(len(output_size))):
@@ -189,7 +209,9 @@ def _register(name: str, spatial: int, kind: str, corners: bool) -> None:
         for number in range(spatial):
             axis = grad.shape.rank - spatial + number
             size = input_size[axis]
-            taps = _FILTERS[kind](size, output_size[number], align_corners, scales[number])
+            # ATen's backward repeats by sizes, also where its forward did not
+            of = "nearest_of_sizes" if kind == "nearest" else kind
+            taps = _FILTERS[of](size, output_size[number], align_corners, scales[number])
             result = _spread_axis(ctx, result, axis, size, taps)
         return ctx.cast(result, grad.shape.dtype)
 

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 Sizes = Sequence[int]
 
 
-def _described(ctx: Context) -> torch.Tensor | None:
+def fake_of(ctx: Context) -> torch.Tensor | None:
     """What the graph says the first argument of the node is."""
     if ctx.node is None or not isinstance(ctx.node.args[0], torch.fx.Node):
         return None
@@ -31,7 +31,7 @@ def _described(ctx: Context) -> torch.Tensor | None:
 
 def _memory_order(ctx: Context, x: Op) -> list[int]:
     """The axes of x from the one of the largest stride; `LoweringError` unless they fill their memory."""
-    described = _described(ctx)
+    described = fake_of(ctx)
     contiguous = list(range(x.shape.rank))
     if described is None or described.is_contiguous():
         return contiguous
@@ -96,7 +96,7 @@ def resize(ctx: Context, x: Op, size: Sizes, *, memory_format: Any = None) -> Op
 @lowering(aten.sym_stride.int)
 def sym_stride(ctx: Context, x: Op, dim: int) -> int:
     """The stride in the graph's own description of x."""
-    described = _described(ctx)
+    described = fake_of(ctx)
     axis = ctx.axis(dim, x.shape.rank)
     if described is not None and isinstance(described.stride(axis), int):
         return described.stride(axis)
@@ -105,13 +105,13 @@ def sym_stride(ctx: Context, x: Op, dim: int) -> int:
 
 @lowering(aten.sym_storage_offset.default)
 def sym_storage_offset(ctx: Context, x: Op) -> int:
-    described = _described(ctx)
+    described = fake_of(ctx)
     return 0 if described is None else int(described.storage_offset())
 
 
 @lowering(aten.sym_is_contiguous.default)
 def sym_is_contiguous(ctx: Context, x: Op, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-    described = _described(ctx)
+    described = fake_of(ctx)
     return described is None or described.is_contiguous(memory_format=memory_format)
 
 
