@@ -41,6 +41,13 @@ class Config:
         return listed[0].removeprefix("Flax")
 
 
+def settings_of(config: Config) -> Any:
+    """transformers' config object, with every default filled in."""
+    import transformers
+
+    return transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
+
+
 def given_config(path: Path) -> Config:
     """The config a user gives: a file of any name, or the folder of a config.json."""
     from easytorch.bridge.core.weight_files import is_weights

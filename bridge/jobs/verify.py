@@ -15,7 +15,7 @@ import numpy as np
 
 from easytorch.bridge.checkpoint import Checkpoint, open_checkpoint
 from easytorch.bridge.core.compare import identical
-from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.config import Config, settings_of
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.sizes import human_size
@@ -127,7 +127,7 @@ def _compare(torch_folder: Path, other: Checkpoint, config: Config) -> OutputChe
         return OutputCheck(None, f"outputs were not compared: no jax forward of {config.model_type!r} is here")
     if importlib.util.find_spec("jax") is None:
         return OutputCheck(None, "outputs were not compared: jax is not installed")
-    settings = _settings(config)
+    settings = settings_of(config)
     if (reason := _not_carried(settings)) is not None:
         return OutputCheck(None, f"outputs were not compared: the jax forward does not carry {reason}")
     inputs = forward.inputs(settings, np.random.default_rng(_SEED))
@@ -145,12 +145,6 @@ def _compare(torch_folder: Path, other: Checkpoint, config: Config) -> OutputChe
             file=config.file,
         )
     return OutputCheck(difference)
-
-
-def _settings(config: Config) -> Any:
-    import transformers
-
-    return transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
 
 
 def _not_carried(settings: Any) -> str | None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.config import Config, settings_of
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.formats.gguf_files.blocks import require_gguf
-from easytorch.bridge.formats.gguf_files.config import arch_of, settings_of
+from easytorch.bridge.formats.gguf_files.config import arch_of
 from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.rules.table import BUFFER, TIED, Rule, Rules
 from easytorch.bridge.rules.transforms import Arrays, Shape, Transform

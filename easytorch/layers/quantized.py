@@ -21,10 +21,11 @@ _PARTS = ("codes", "scale_bits", "zero")
 class DecodedWeight(Tensor):
     """What codes decode to. Setting its `data`, as PEFT's merge does, is refused: the codes would stay as they are."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors, as of a Parameter
+    # results are plain tensors, as those of a Parameter
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.config import Config, settings_of
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
 
@@ -130,13 +130,6 @@ def arch_of(config: Config) -> str:
             file=config.file,
         )
     return found
-
-
-def settings_of(config: Config) -> Any:
-    """transformers' config object, with every default filled in."""
-    import transformers
-
-    return transformers.CONFIG_MAPPING[config.model_type].from_dict(config.content)
 
 
 def _keys(family: str) -> Iterator[tuple[str, str, type]]:
