@@ -229,7 +229,7 @@ def draw_inputs(rng: random.Random, family: str, head: str, padding: int | None)
     elif head == CAUSAL[family]:
         labels = inputs["input_ids"].masked_fill(mask == 0, -100)
         inputs["labels"] = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.2, -100)
-        if side in ("left", "right"):  # what a position of padding predicts is nobody's business
+        if side in ("left", "right"):  # predictions at padding are ignored
             inputs["labels"][:, 1:][mask[:, :-1] == 0] = -100
         if rng.random() < 0.4:
             inputs["num_items_in_batch"] = rng.choice((7, torch.tensor(7)))

@@ -12,7 +12,7 @@ from easytorch.bridge.core.tensor_info import TensorInfo
 
 
 class ArraySource:
-    """Arrays by name."""
+    """A writer's `Source` over a dict of numpy arrays."""
 
     origin: Reader | None = None
 

@@ -16,7 +16,10 @@ from easytorch.bridge.errors import CheckpointError, nearest
 
 
 class RenamedReader(ContextManager):
-    """The tensors of `reader` that `names` lists, name here -> name there. ContextManager it closes `reader`."""
+    """The tensors of `reader` under other names: `names` maps a name here to the name there.
+
+    Closing it closes `reader`.
+    """
 
     def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
         self._reader = reader

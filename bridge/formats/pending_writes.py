@@ -20,7 +20,7 @@ _PENDING_BYTES = 64 << 20
 
 
 def finished(future: Any) -> Any:
-    """The result of a `tensorstore.Future` that writes: it has ended also where the waiting is interrupted."""
+    """The result of a `tensorstore.Future`; waits for the write to end even if interrupted."""
     try:
         return future.result()
     finally:

@@ -29,7 +29,6 @@ class Target:
 
     @property
     def format(self) -> WritableFormat:
-        """The container."""
         return cast(WritableFormat, _FORMATS[self.format_name].make())
 
 

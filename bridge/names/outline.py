@@ -221,7 +221,10 @@ def _flat(
 
 
 def _fits(condition: str, settings: Settings) -> bool:
-    """Whether `size%heads` leaves no rest, `token<size` is so, `types#layers` are so many; a key that is none fits."""
+    """Whether the condition holds: `size%heads` has no remainder, `token<size`, or `types#layers` has that length.
+
+    A key whose value is None satisfies it.
+    """
     if "#" in condition:
         listed, count = (settings[key] for key in condition.split("#"))
         return listed is None or count == sum(1 if type(one) is str else len(one[0]) * one[1] for one in listed)

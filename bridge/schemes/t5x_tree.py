@@ -172,7 +172,6 @@ class _Stack:
             raise CheckpointError("T5X's scanned models have no experts", tensor=name)
 
     def rows(self) -> Iterator[Rule]:
-        """One row a leaf."""
         for path, (change, names) in self._leaves.items():
             ordered = tuple(names[place] for place in sorted(names))
             scanned = self._is_scanned(path)

@@ -15,7 +15,7 @@ BATCH, LENGTH = 2, 9
 LAYOUTS = 6  # arrangements of the dimensions to try; makers with fewer repeat them
 _FIRST_ID, _LAST_ID = 20, 200  # between the special ids and those moved into a small vocabulary
 _ROWS, _STEPS = 4, 16  # patches along each side of an image; queries, steps and latents where the config says nothing
-_SAMPLES = 3840  # of a waveform: an integer number of frames at 12.5, 25 and 50 Hz
+_SAMPLES = 3840  # samples of a waveform: a multiple of the frame length at 12.5, 25 and 50 Hz
 
 
 @dataclass

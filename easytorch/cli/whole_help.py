@@ -29,4 +29,4 @@ class WholeNames:
 
 
 class WholeHelp(WholeNames, TyperCommand):
-    """A command."""
+    """A typer command with `WholeNames`."""

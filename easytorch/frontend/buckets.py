@@ -27,8 +27,6 @@ def bucketed(compiled: CompiledModule, pad: Mapping[str, float | bool], sizes: S
 
 
 class Bucketed:
-    """See `bucketed`."""
-
     def __init__(
         self, compiled: CompiledModule, pad: Mapping[str, float | bool], sizes: Sequence[int] | None = None
     ) -> None:

@@ -14,7 +14,6 @@ _IMPLEMENTATION, _OUTPUT_ATTENTIONS = PreTrainedConfig._attn_implementation, Pre
 
 
 def attn_implementation(config: PreTrainedConfig) -> Any:
-    """`config._attn_implementation`."""
     if type(config)._attn_implementation is _IMPLEMENTATION:  # else the class overrides it (hrm_text)
         return _fields(config, "_attn_implementation_internal")
     return config._attn_implementation

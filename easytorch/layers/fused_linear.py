@@ -23,8 +23,8 @@ SMALLEST_WEIGHT = 2**16
 _ADDRESS = operator.itemgetter(0)
 
 
-class Neighbours(NamedTuple):
-    """Where the parameters of `FusedProjections` lay when it was last asked, and which of them followed one another."""
+class MemoryLayout(NamedTuple):
+    """The memory layout of the parameters when last checked, and the runs of adjacent ones."""
 
     weights: tuple[Any, ...]  # address, shape and dtype of each
     biases: tuple[Any, ...]  # None for none
@@ -32,7 +32,7 @@ class Neighbours(NamedTuple):
 
 
 class FusedProjections(nn.Module):
-    """A module with `nn.Linear`s that share an input: `projections` runs them as one product where that may be.
+    """A module with `nn.Linear`s that share an input: `projections` runs them as one product where possible.
 
     fused: their names. A family may have none of that name, or another kind of module. They stay side by side when the
     module is moved, cast or copied.
@@ -40,7 +40,7 @@ class FusedProjections(nn.Module):
 
     fused: ClassVar[tuple[str, ...]]
     joins: bool = False  # large enough, and all plain, when it was made
-    _neighbours: Neighbours | None = None
+    _neighbours: MemoryLayout | None = None
 
     def lay_projections(self) -> None:
         """Move what `fused` names into one storage, where all of them are plain."""
@@ -66,7 +66,7 @@ class FusedProjections(nn.Module):
             outputs.append(linear(modules[name], x))
         return outputs
 
-    def _find(self, layers: Sequence[Any]) -> Neighbours | None:
+    def _find(self, layers: Sequence[Any]) -> MemoryLayout | None:
         """Where the parameters lie now; None where one of them is not to be read past its layer."""
         weights, biases = [], []
         for layer in layers:
@@ -80,7 +80,7 @@ class FusedProjections(nn.Module):
             biases.append(None if bias is None else (bias.data_ptr(), bias.shape, bias.dtype, bias.stride()))
         found = self._neighbours
         if found is None or found.weights != tuple(weights) or found.biases != tuple(biases):
-            self._neighbours = found = Neighbours(tuple(weights), tuple(biases), _fitting_runs(layers))
+            self._neighbours = found = MemoryLayout(tuple(weights), tuple(biases), _fitting_runs(layers))
         return found
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
@@ -203,6 +203,9 @@ def runs(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _hold(first: Tensor, numbers: int) -> bool:
-    """True where the storage of `first` holds so many numbers from its start: neighbours may be of another storage."""
+    """Whether the storage of `first` has at least `numbers` elements from its offset on.
+
+    Adjacent addresses may belong to different storages.
+    """
     storage = first.untyped_storage()
     return (first.storage_offset() + numbers) * first.element_size() <= storage.nbytes()

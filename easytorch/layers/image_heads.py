@@ -20,7 +20,6 @@ class ImageClassification(EncoderHead):
 
     @staticmethod
     def width(config: Any) -> int:
-        """The width of the features."""
         return config.hidden_size
 
     def backbone(self) -> nn.Module:

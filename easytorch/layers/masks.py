@@ -38,7 +38,6 @@ def all_within_window(config: PreTrainedConfig) -> list[str]:
 
 
 def types_of_config(config: PreTrainedConfig) -> list[str]:
-    """`config.layer_types`."""
     return config.layer_types
 
 

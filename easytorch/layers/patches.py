@@ -62,7 +62,7 @@ def check_image_size(pixel_values: torch.Tensor, image_size: Any) -> None:
 def resized_positions(
     positions: torch.Tensor, grid: tuple[int, int], wanted: tuple[int, int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Positions (1, P + N, D) of a grid, with P of tokens before it -> (1, P + N', D) of the wanted grid, bicubic.
+    """Position embeddings (1, P + N, D), P of them of prefix tokens -> (1, P + N', D) of the `wanted` grid, bicubic.
 
     dtype: in which they are resized, that of the positions unless given.
     """

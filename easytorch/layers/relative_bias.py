@@ -11,7 +11,8 @@ from torch import nn
 def bucket_of(distance: torch.Tensor, buckets: int, farthest: int, *, bidirectional: bool = True) -> torch.Tensor:
     """key - query -> 0 .. buckets - 1: one step each at first, then by logarithm up to `farthest`.
 
-    Each side has half of the buckets. Where only the past is seen it has all of them, and what follows the first.
+    Bidirectional: each direction has half of the buckets. Causal: the past has all of them, and later keys are in
+    bucket 0.
     """
     offset = torch.zeros_like(distance)
     if bidirectional:

@@ -52,7 +52,7 @@ class Seq2SeqLMHead(_Base):
         return hidden_states
 
     def logits_bias(self) -> torch.Tensor | None:
-        """(1, vocabulary), added to the logits; it learns nothing."""
+        """(1, vocabulary), added to the logits; a buffer, not trained."""
         return None
 
     def logits_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -88,9 +88,9 @@ class Seq2SeqLMHead(_Base):
     ) -> Seq2SeqLMOutput:
         """As `encode_decode`, and logits (B, T, vocabulary).
 
-        labels (B, T): what the decoder is to say, -100 where ignored; it reads them shifted by one unless it is given
-        something else. In training the loss of a large vocabulary is computed without the logits, which are formed if
-        they are read.
+        labels (B, T): the decoder's target tokens, -100 where ignored; without decoder inputs the labels shifted right
+        are its input. In training the loss of a large vocabulary is computed without the logits, which are computed
+        if they are read.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)

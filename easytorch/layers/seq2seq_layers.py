@@ -58,7 +58,10 @@ def within_half(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 class Seq2SeqLayer(GradientCheckpointingLayer):
-    """Parts with a norm each, around which the states go on. pre_norm: the norms stand before the parts."""
+    """A residual layer: each sublayer has a norm.
+
+    pre_norm: the norm is applied before the sublayer, else after the residual sum.
+    """
 
     pre_norm: ClassVar[bool] = False
 
@@ -70,11 +73,11 @@ class Seq2SeqLayer(GradientCheckpointingLayer):
         self.final_layer_norm = LayerNorm(config.d_model)
 
     def before(self, norm: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a part gets."""
+        """The sublayer's input: normalized if `pre_norm`."""
         return norm(hidden_states) if self.pre_norm else hidden_states
 
     def after(self, norm: nn.Module, added: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The states with what a part adds."""
+        """The residual sum, with dropout on `added`; normalized unless `pre_norm`."""
         hidden_states = hidden_states + F.dropout(added, self.dropout, self.training)
         return hidden_states if self.pre_norm else norm(hidden_states)
 

@@ -86,7 +86,7 @@ def token_losses(
     """logits (N, V) or what they would be made of, labels (N,) -> the losses (N,), or their sum.
 
     torch's `cross_entropy` with `weight` and `label_smoothing`, not divided by anything, and
-    z_loss * logsumexp^2 of each row, times the weight of its label. Ignored rows lose 0. Computed in float32.
+    z_loss * logsumexp^2 of each row, times the weight of its label. Ignored rows have loss 0. Computed in float32.
     """
     weights = options.class_weights
     if weights is not None and options.label_smoothing:

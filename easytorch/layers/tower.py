@@ -72,11 +72,11 @@ class TowerLayer(GradientCheckpointingLayer):
         raise NotImplementedError
 
     def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
-        """What is added to the residual of the attention's output."""
+        """Hook between the attention's output and the residual sum."""
         return attended
 
     def after_mlp(self, output: torch.Tensor) -> torch.Tensor:
-        """What is added to the residual of the MLP's output."""
+        """Hook between the MLP's output and the residual sum."""
         return output
 
     def forward(
@@ -105,7 +105,7 @@ def through(
     states: list[torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What the layers make of hidden_states (B, T, D) one after another; states receives each one's output."""
+    """Runs hidden_states (B, T, D) through `layers`; each layer's output is appended to `states`."""
     for layer in layers:
         hidden_states = layer(hidden_states, attention_mask, position_embeddings, **kwargs)
         if states is not None:
@@ -124,7 +124,6 @@ class TowerEncoder(nn.Module):
         setattr(self, self.layers_name, layers)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `through`."""
         return through(getattr(self, self.layers_name), hidden_states, *args, **kwargs)
 
 

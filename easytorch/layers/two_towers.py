@@ -61,7 +61,7 @@ def token_rows(input_ids: torch.Tensor | None) -> torch.Tensor:
 
 
 class TwoTowers(_Base):
-    """How much each text is like each image: logits of the products of their embeddings, which have length 1.
+    """Contrastive model of texts and images: logits are the scaled cosine similarities of their embeddings.
 
     A family names its towers and says how logits and the loss are made. arguments: those of `forward`, in the order of
     transformers.
@@ -94,7 +94,7 @@ class TwoTowers(_Base):
         self.post_init()
 
     def add_head(self, config: Any) -> None:
-        """What stands on the towers, under the names of transformers."""
+        """Adds projections and scale parameters, under the names of transformers."""
         raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
@@ -116,7 +116,7 @@ class TwoTowers(_Base):
         raise NotImplementedError
 
     def loss_of(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Where text i belongs to image i."""
+        """The contrastive loss; text i belongs to image i."""
         raise NotImplementedError
 
     @can_return_tuple

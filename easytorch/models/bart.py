@@ -227,7 +227,7 @@ class BartModel(Seq2SeqModel, BartPreTrainedModel):
 
 
 class BartWithHead(BartPreTrainedModel):
-    """`model`, and a head on it."""
+    """Base of the heads: a `model_class` under `model`."""
 
     model_class: ClassVar[type[BartModel]] = BartModel
 

@@ -48,7 +48,7 @@ class CLIPModel(TwoTowers, CLIPPreTrainedModel):
 
 
 class CLIPForImageClassification(VisionTowerClassification, CLIPPreTrainedModel):
-    """Of the mean of the patches."""
+    """Image classification from the mean of the patch states."""
 
     vision_class = CLIPVisionModel
     head_weights = (*CLIPPreTrainedModel.head_weights, r"^text_model\.", r"^logit_scale$")

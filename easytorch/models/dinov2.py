@@ -100,7 +100,7 @@ class Dinov2Backbone(DinoFeatures, Dinov2Parts, Dinov2PreTrainedModel):
 
 
 class Dinov2ForImageClassification(ImageClassification, Dinov2PreTrainedModel):
-    """Of the class token and the mean of the patches."""
+    """Image classification from the class token and the mean of the patch states."""
 
     backbone_class = Dinov2Model
     arguments = ("pixel_values", "labels", "attention_mask")

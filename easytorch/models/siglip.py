@@ -40,7 +40,7 @@ class SiglipTwoTowers(TwoTowers):
 
 
 class SiglipClassification(VisionTowerClassification):
-    """Of the mean of the patches."""
+    """Image classification from the mean of the patch states."""
 
     main_input_name = "pixel_values"
     input_modalities: Any = ("image",)

@@ -61,7 +61,7 @@ class Siglip2VisionEmbeddings(nn.Module):
 
 
 def resize_weights(index: torch.Tensor, size: torch.Tensor, side: int) -> torch.Tensor:
-    """index (B, N) of a row that is resized from `side` to `size` (B, 1) -> weights (B, N, side) of what it is made of.
+    """Weights (B, N, side) that interpolate a row of `side` to `size` (B, 1), at output positions index (B, N).
 
     Bilinear, with antialiasing where the row gets shorter, as `F.interpolate` (align_corners=False).
     """

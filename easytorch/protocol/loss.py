@@ -40,14 +40,14 @@ def compute_loss(
     cache_metadata: Any = None,
     **batch: Any,
 ) -> tuple[Any, LossMetrics]:
-    """The model's output and the metrics of its loss, which `output.loss` is too; `metrics.loss.backward()` trains.
+    """The model's output and its `LossMetrics`; `output.loss` is `metrics.loss`, which has the gradient.
 
     batch: what the model's forward takes. labels: as its class takes them in transformers; for causal models they are
     the input tokens where none are given, without padding. loss_config: see `LossConfig`; loss_kwargs: some of its
     settings for this call, and `shift_labels`. segment_ids (B, T): which of the sequences packed into a row each token
     belongs to, -1 for padding; they do not attend to each other, and no token predicts another sequence's. mask_info:
     the same, or a mask, as an object. cache_metadata: what the cache in `past_key_values` was made for, which is
-    checked. A base model with experts loses their load balancing loss alone.
+    checked. The loss of a base model with experts is the load balancing loss alone.
 
     `ValueError` or `TypeError` for settings and labels that do not fit the head.
     """

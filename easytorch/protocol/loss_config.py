@@ -30,10 +30,10 @@ class SpecialLossNormalizingFactor(enum.StrEnum):
 class LossConfig:
     """How `compute_loss` makes a loss of a model's output; the defaults give transformers' loss.
 
-    ignore_index: labels that lose nothing. label_smoothing: as in torch's `cross_entropy`. z_loss: how much a token's
-    squared logsumexp counts. class_weights, or torch's word `weight`: of each label. reduction: "mean" (over what
-    counts, by class weights), "sum", "none" (shaped as the labels); None is the mean. num_items_in_batch: the sum is
-    divided by it instead, for gradient accumulation. loss_normalizing_factor: a number, or a name of
+    ignore_index: labels that do not contribute to the loss. label_smoothing: as in torch's `cross_entropy`. z_loss: how
+    much a token's squared logsumexp counts. class_weights, or torch's word `weight`: of each label. reduction: "mean"
+    (over what counts, by class weights), "sum", "none" (shaped as the labels); None is the mean. num_items_in_batch:
+    the sum is divided by it instead, for gradient accumulation. loss_normalizing_factor: a number, or a name of
     `SpecialLossNormalizingFactor`, by which the sum is divided: the weights of the tokens that count (the mean), their
     number, the number of all labels, or each row by its own weights and then by the rows. divide_weight_sum: by the sum
     of the weights in addition. shift_tokens: False where the labels of a causal model are shifted already.

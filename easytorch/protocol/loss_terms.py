@@ -152,7 +152,7 @@ def _problem(model: PreTrainedModel, labels: Tensor, config: LossConfig, classes
 
 
 def answers(output: Any, start: Tensor, end: Tensor, config: LossConfig) -> tuple[Tensor, LossMetrics]:
-    """The mean of the losses of where an answer starts and where it ends; a position beyond the row loses nothing."""
+    """The mean of the cross entropies of start and end position; positions beyond the row are ignored."""
     found = []
     ignored = output.start_logits.shape[1]
     for logits, positions in ((output.start_logits, start), (output.end_logits, end)):

@@ -100,7 +100,7 @@ class ModuleMixin(_Base):
     def create_cache_metadata(
         self, batch_size: int, max_length: int, pad_token_id: int | None = None
     ) -> TransformerMetadata:
-        """The sizes of a cache."""
+        """See `protocol.create_cache_metadata`."""
         return caches.create_cache_metadata(self, batch_size, max_length, pad_token_id)
 
     def init_cache(
@@ -146,7 +146,7 @@ class ModuleMixin(_Base):
         verbose: bool | None = None,
         **settings: Any,
     ) -> Self:
-        """Puts the weights of linear layers and experts into few bits; "int8" by default."""
+        """Quantizes the weights of linear layers and experts in place; "int8" by default."""
         model: Self = quantization.quantize(self, quantization_config, quantize_tensors, verbose, **settings)
         return model
 

@@ -33,7 +33,7 @@ def quantize(
     verbose: bool | None = None,
     **settings: Any,
 ) -> Any:
-    """Puts the weights of linear layers and experts into few bits, in `model`, which is returned.
+    """Quantizes the weights of linear layers and experts of `model` in place, and returns it.
 
     quantization_config: a `QuantizationConfig`, or the name of a format, with its settings as keywords: "int8" (the
     default), "int4", "nf4", "fp8", "mxfp4", ... quantize_tensors: the stacked weights of experts too. The weights are

@@ -142,16 +142,16 @@ def sink_score(sink, NATURAL: tl.constexpr):
 @triton.jit
 def load_logsumexp(lse, rows, T):
     """(maximum, log of the sum above it) of rows of lse (2, T); +inf beyond T, where a row has no weights."""
-    maximum = tl.load(lse + rows, mask=rows < T, other=0.0)
-    return maximum, tl.load(lse + T + rows, mask=rows < T, other=float("inf"))
+    m_i = tl.load(lse + rows, mask=rows < T, other=0.0)
+    return m_i, tl.load(lse + T + rows, mask=rows < T, other=float("inf"))
 
 
 @triton.jit
-def store_logsumexp(lse, rows, T, maximum, total, NATURAL: tl.constexpr):
+def store_logsumexp(lse, rows, T, m_i, l_i, NATURAL: tl.constexpr):
     """Write what `load_logsumexp` reads: 0 and +inf where the sum of exponentials is zero."""
-    empty = total == 0.0
-    tl.store(lse + rows, tl.where(empty, 0.0, maximum), mask=rows < T)
-    log_sum = logarithm(tl.where(empty, 1.0, total), NATURAL)
+    empty = l_i == 0.0
+    tl.store(lse + rows, tl.where(empty, 0.0, m_i), mask=rows < T)
+    log_sum = logarithm(tl.where(empty, 1.0, l_i), NATURAL)
     tl.store(lse + T + rows, tl.where(empty, float("inf"), log_sum), mask=rows < T)
 
 

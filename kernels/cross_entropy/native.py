@@ -26,9 +26,9 @@ def cross_entropy(
 ) -> torch.Tensor:
     """logits (..., V), labels (...) of int32 or int64 -> the loss, float32 (float64 for float64 logits).
 
-    With z = softcap * tanh(logits / softcap) and lse = logsumexp(z), a row loses
+    With z = softcap * tanh(logits / softcap) and lse = logsumexp(z), the loss of a row is
     lse - (1 - label_smoothing) * z[label] - label_smoothing * mean(z) + z_loss * lse^2, computed in the loss's dtype.
-    Rows labelled `ignore_index` lose nothing. reduction: "mean" over the other rows (0 where there is none), "sum", or
+    Rows labelled `ignore_index` have loss 0. reduction: "mean" over the other rows (0 where there is none), "sum", or
     "none", the shape of the labels. Raises an error for what `check_arguments` refuses.
     """
     check_arguments(logits.shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)

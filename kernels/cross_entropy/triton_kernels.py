@@ -35,8 +35,8 @@ def cross_entropy_forward(
     inside = (label >= 0) & (label < V)
     picked = _capped(tl.load(logits + tl.where(inside, label, 0)), softcap)
     # the running maximum and sum of exponentials of https://arxiv.org/abs/1805.02867
-    highest = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
+    m_i = tl.full((), float("-inf"), tl.float32)
+    l_i = tl.full((), 0.0, tl.float32)
     plain = tl.full((), 0.0, tl.float32)
     near = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)  # of the size of the others, for sums without rounding
     for start in range(0, V, BLOCK):
@@ -45,20 +45,20 @@ def cross_entropy_forward(
         if smoothing is not None:
             plain += tl.sum(tl.where(columns < V, z - near, 0.0), 0)
         z = tl.where(columns < V, z, float("-inf"))
-        higher = tl.maximum(highest, tl.max(z, 0))
+        m_new = tl.maximum(m_i, tl.max(z, 0))
         # a block of only -inf: the difference of two infinities is NaN
-        reference = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - reference) + tl.sum(tl.exp(z - reference), 0)
-        highest = higher
-    log_sum = tl.log(total)
-    loss = highest - picked
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l_i = l_i * tl.exp(m_i - reference) + tl.sum(tl.exp(z - reference), 0)
+        m_i = m_new
+    log_sum = tl.log(l_i)
+    loss = m_i - picked
     if smoothing is not None:
-        loss = (1.0 - smoothing) * loss + smoothing * (highest - near - plain / V)
-    row_lse = highest + log_sum
+        loss = (1.0 - smoothing) * loss + smoothing * (m_i - near - plain / V)
+    row_lse = m_i + log_sum
     loss += log_sum + z_loss * row_lse * row_lse
     loss = tl.where(inside, loss, float("nan"))
     tl.store(losses + row, tl.where(label == ignore_index, 0.0, loss))
-    tl.store(lse + row, highest)
+    tl.store(lse + row, m_i)
     tl.store(lse + N + row, log_sum)
 
 
@@ -76,11 +76,11 @@ def cross_entropy_backward(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + row).to(tl.int64)
-    highest = tl.load(lse + row)
+    m_i = tl.load(lse + row)
     log_sum = tl.load(lse + N + row)
     upstream = tl.load(losses_grad + row * losses_grad_stride).to(tl.float32)
     z = _capped(tl.load(logits + row * logits_stride + columns, mask=columns < V, other=0.0), softcap)
-    grad = tl.exp(z - highest - log_sum) * (1.0 + 2.0 * z_loss * (highest + log_sum))
+    grad = tl.exp(z - m_i - log_sum) * (1.0 + 2.0 * z_loss * (m_i + log_sum))
     share = 1.0
     if smoothing is not None:
         share = 1.0 - smoothing

@@ -1,12 +1,13 @@
 """README.md and docs/training.md as a newcomer takes them: every sample runs as it stands, every page is linked.
 
 The Python of the other pages is run beside what it is about (`RUN_BY`), and what commands name is held by
-test_commands.py.
+test_commands.py. docs/training.md's torchrun is started by tests/training/test_torchrun.py.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import tomllib
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from easytorch.cli.main import main
+from easytorch.kernels.cpu import library
 from easytorch.training import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +100,16 @@ def test_the_commands_run_in_their_order(folder, monkeypatch):
             assert run_here(words[1:]) == 0, line
             ran.append(words[1])
     assert {"convert", "inspect", "diff", "train", "generate"} <= set(ran)
+
+
+def test_the_commands_of_the_cpu_page_run(capsys):
+    (_, block), *others = samples("docs/kernels/cpu.md", "bash")
+    build, env = (shlex.split(line, comments=True) for line in block.splitlines())
+    assert not others and build[:2] == ["python", "-m"] and env[0] == "easytorch"
+    if library.missing() is None:
+        runpy.run_module(build[2], run_name="__main__")
+        assert ".so (" in capsys.readouterr().out
+    assert run_here(env[1:]) == 0
 
 
 def test_the_python_of_every_page_is_run_by_a_test():

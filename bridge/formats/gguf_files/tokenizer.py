@@ -15,10 +15,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.config import Config, settings_of
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.gguf_files.config import settings_of
 from easytorch.bridge.formats.gguf_files.sentencepiece_model import BPE, read_vocabulary
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ def size(default: int | None = None) -> Field:
 
 
 def maybe(default: int | None) -> Field:
-    """A size that may be said to be none, whatever it is when it is absent."""
+    """An optional size: None is accepted, whatever the default."""
     return Field(default, lambda value: value is None or (_natural(value) and value > 0))
 
 

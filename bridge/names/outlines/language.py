@@ -43,7 +43,7 @@ def _terms(expression: str) -> tuple[tuple[tuple[str, int | str], ...], ...]:
 
 
 def holds(condition: str, settings: Settings) -> bool:
-    """Whether the condition is so."""
+    """Whether `condition` is true of `settings`."""
     key, sign, value = _parsed(condition)
     one = settings[key]
     other = settings[value] if isinstance(value, str) and value in settings else value

@@ -71,7 +71,7 @@ def updated_in_place(graph: Graph, nodes: Sequence[Node], writable: Collection[i
 
 
 def ownership(graph: Graph) -> Ownership:
-    """Of the outputs of a graph; of several in one memory, all but the first are copied."""
+    """Which outputs of the graph own their memory; of outputs that share memory all but the first are copied."""
     copied: set[int] = set()
     parameters: dict[int, int] = {}
     seen: set[Op] = set()

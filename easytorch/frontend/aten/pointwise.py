@@ -79,7 +79,7 @@ def _divide_toward_zero(ctx: Context, x: Op, other: Op | Number) -> Op:
 
 @lowering(aten.floor_divide.default, aten.floor_divide.Scalar)
 def floor_divide(ctx: Context, x: Op, other: Op | Number) -> Op:
-    """Of floats as Python's: (x - x mod other) / other, put to the nearest integer."""
+    """For floats as in Python: (x - x mod other) / other, rounded to the nearest integer."""
     b, kind = ctx.builder, ctx.promote(x, other)
     first, second = (ctx.wide(value) for value in ctx.operands(x, other, dtype=kind))
     wide = first.shape.dtype
