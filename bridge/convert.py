@@ -10,7 +10,8 @@ from os import PathLike
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.sizes import parse_size
-from easytorch.bridge.formats import registry
+from easytorch.bridge.formats.registry import Kind
+from easytorch.bridge.jobs import targets
 from easytorch.bridge.jobs.locations import is_remote, local_destination, local_source
 from easytorch.bridge.jobs.pipeline import Conversion, stored_as
 from easytorch.bridge.jobs.report import ConversionReport
@@ -37,7 +38,7 @@ def convert(
     drop: Collection[str] = (),
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Writes the checkpoint `src` as `dst` in the format `to` (`registry.TARGETS`).
+    """Writes the checkpoint `src` as `dst` in the format `to` (`jobs.targets.TARGETS`).
 
     Both are paths, names on the Hub or URLs (`bridge.jobs.locations`). `dst` is a new folder, or one file where its
     name ends as such a file's does (`out.safetensors`). Floating point weights are cast to `dtype` when it is given and
@@ -53,11 +54,11 @@ def convert(
     """
     begun = time.perf_counter()
     table = given_rules(rules)
-    target, shard_size = registry.target(to), parse_size(max_shard_size)
+    target, shard_size = targets.target(to), parse_size(max_shard_size)
     stored_as(target.format, dtype)  # an invalid dtype is refused before anything is fetched
     if resume and is_remote(dst):
         raise ValueError(f"a conversion to {dst} cannot be resumed; convert to a folder here and copy that")
-    prefer: registry.Kind = "tree" if to == "torch" else "torch"
+    prefer: Kind = "tree" if to == "torch" else "torch"
     with local_source(src, prefer=prefer) as source, local_destination(dst) as destination:
         if not resume:
             refuse_existing(destination)

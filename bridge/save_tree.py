@@ -11,7 +11,7 @@ from typing import Any
 from easytorch.bridge.core.callable_module import call_as
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.sizes import parse_size
-from easytorch.bridge.formats import registry
+from easytorch.bridge.jobs import targets
 from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.memory.tree import MemoryTree
 from easytorch.bridge.storage.atomic import new_folder
@@ -30,7 +30,7 @@ def save_tree(
     `config` becomes its config.json.
     """
     leaves = MemoryTree(tree, as_stored=True)
-    format_ = registry.target(to).format
+    format_ = targets.target(to).format
     layout = format_.layout(list(leaves.tensors.values()), parse_size(max_shard_size))
     source = ReaderSource(leaves, None if config is None else Config(Path(dst) / "config.json", dict(config)))
     with new_folder(Path(dst)) as folder:

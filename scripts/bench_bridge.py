@@ -38,7 +38,7 @@ from easytorch.bridge.convert import convert  # noqa: E402
 from easytorch.bridge.core.sizes import parse_size  # noqa: E402
 from easytorch.bridge.core.tensor_info import TensorInfo  # noqa: E402
 from easytorch.bridge.dtypes import numpy_dtype  # noqa: E402
-from easytorch.bridge.formats import registry  # noqa: E402
+from easytorch.bridge.jobs import targets  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def tensors_of(model: Model, size: int) -> tuple[dict[str, Any], list[TensorInfo
 def make(folder: Path, model: Model, size: int, shard: int) -> int:
     """A torch checkpoint of `model` in `folder`; its bytes."""
     config, infos = tensors_of(model, size)
-    format_ = registry.target("torch").format
+    format_ = targets.target("torch").format
     folder.mkdir()
     source, layout = Made(infos), format_.layout(infos, shard)
     for file, group in layout.items():

@@ -243,7 +243,7 @@ def _no_names(message: str) -> bool:
 
 
 def main() -> None:
-    from easytorch.bridge.formats.registry import target_names
+    from easytorch.bridge.jobs.targets import target_names
 
     families = list(_cases().FAMILIES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

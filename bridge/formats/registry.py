@@ -1,10 +1,9 @@
-"""The registered formats, which of them a path is in, and what each `--to` writes."""
+"""The registered formats, and which of them a path is in."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -20,38 +19,9 @@ Kind = Literal["torch", "gguf", "tree"]
 Found = Mapping[Kind, tuple[Format, Path]]
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a `--to` writes: a container format and a naming scheme."""
-
-    format_name: str
-    scheme: str
-
-    @property
-    def format(self) -> WritableFormat:
-        return cast(WritableFormat, _FORMATS[self.format_name].make())
-
-
 _FORMATS: dict[str, Known] = {known.name: known for known in KNOWN}
 # Checkpoints that an error lists.
 _LISTED = 8
-# What `--to` accepts.
-TARGETS: dict[str, Target] = {
-    "torch": Target("torch safetensors", "torch"),
-    "flax": Target("Flax msgpack", "flax"),
-    "flax-safetensors": Target("Flax safetensors", "flax"),
-    "easydel": Target("EasyDeL", "easydel"),
-    "easydel-msgpack": Target("EasyDeL msgpack", "easydel"),
-    "t5x": Target("T5X", "t5x"),
-    "big_vision": Target("npz", "big_vision"),
-    "dcp": Target("torch DCP", "torch"),
-    "gguf": Target("GGUF", "gguf"),
-    "orbax": Target("Orbax", "flax"),
-    "orbax-zarr": Target("Orbax zarr", "flax"),
-    "maxtext": Target("Orbax", "maxtext"),
-    "maxtext-unscanned": Target("Orbax", "maxtext-unscanned"),
-    "gemma": Target("Orbax", "gemma"),
-}
 
 
 def register(format_: Format) -> None:
@@ -70,16 +40,9 @@ def _read() -> str:
     return ", ".join(known.name for known in _FORMATS.values() if known.files is not None)
 
 
-def target_names() -> list[str]:
-    """What `--to` accepts."""
-    return list(TARGETS)
-
-
-def target(name: str) -> Target:
-    """What `--to name` writes; `ValueError` listing the known names otherwise."""
-    if name not in TARGETS:
-        raise ValueError(f"cannot write {name!r}; known targets: {', '.join(TARGETS)}")
-    return TARGETS[name]
+def writable(name: str) -> WritableFormat:
+    """The registered format `name`, which can be written."""
+    return cast(WritableFormat, _FORMATS[name].make())
 
 
 def kind_of(format_: Format) -> Kind:

@@ -14,12 +14,12 @@ from easytorch.bridge.core.version import version
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, RoundingFormat, WritableFormat
-from easytorch.bridge.formats.registry import Target
 from easytorch.bridge.formats.steps import step_folder
 from easytorch.bridge.formats.torch_buffers import write_torch_buffers
 from easytorch.bridge.jobs.aux_files import copy_aux_files, refuse_foreign_config, set_config_dtype
 from easytorch.bridge.jobs.report import ConversionReport
 from easytorch.bridge.jobs.sources import Progress, ReaderSource
+from easytorch.bridge.jobs.targets import Target
 from easytorch.bridge.jobs.verify import OutputCheck, compare_sides, wrong_tensor
 from easytorch.bridge.jobs.verify_source import lost_tensor
 from easytorch.bridge.jobs.writer import digest, write_files

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from easytorch.bridge.core.printable import printable
-from easytorch.bridge.formats.registry import target_names
+from easytorch.bridge.jobs.targets import target_names
 from easytorch.bridge.schemes.registry import names as scheme_names
 
 if TYPE_CHECKING:

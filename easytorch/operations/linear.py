@@ -49,7 +49,7 @@ class Linear(OperationImpl):
         if platform != "cpu":
             return super().candidates(platform, args, kwargs)
         given = self._cast(*_named(*args, **kwargs))
-        if prefers_cpu(given[0], given[1]) and cpu.takes(*given):
+        if _are_few(*given):
             return self._few
         if given[1].numel() >= smallest_weight() and prefers_onednn(given[0], given[1], recording(*given)):
             return self._large
@@ -64,7 +64,7 @@ class Linear(OperationImpl):
 
         For a model's layers, which ask at each token: the dispatch takes as long as a small product.
         """
-        return cpu.run(x, weight, bias) if prefers_cpu(x, weight) and cpu.takes(x, weight, bias) else None
+        return cpu.run(x, weight, bias) if _are_few(x, weight, bias) else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.linear(*self._cast(x, weight, bias))
@@ -100,3 +100,8 @@ class Linear(OperationImpl):
 
 def _named(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return x, weight, bias
+
+
+def _are_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the operator in C++ computes the product: it carries the call and was measured ahead."""
+    return prefers_cpu(x, weight) and cpu.takes(x, weight, bias)

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.nested import nested
-from easytorch.bridge.formats.registry import TARGETS
+from easytorch.bridge.jobs.targets import TARGETS
 from easytorch.bridge.save_tree import save_tree
 from easytorch.cli.main import main
 

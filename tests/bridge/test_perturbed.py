@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from easytorch.bridge.formats.registry import target_names
+from easytorch.bridge.jobs.targets import target_names
 
 SEED = 0
 # Every target with a family that it has names for; of the trees, families with ties of all kinds.

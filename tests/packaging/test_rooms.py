@@ -129,6 +129,11 @@ def test_the_rooms_of_the_page_are_those_there_are() -> None:
     assert set(ARROWS) == {room_of(path) for path in SOURCES} - {None}
 
 
+def test_the_figure_has_every_room() -> None:
+    drawn = re.findall(r"<text[^>]*>(\w+)</text>", (ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8"))
+    assert set(drawn) == set(ARROWS)
+
+
 def test_every_arrow_of_the_page_is_an_import() -> None:
     drawn = {(room, other) for room, others in ARROWS.items() for other in others}
     assert drawn == {(room_of(path), other) for path in SOURCES if room_of(path) for _, other in imported_rooms(path)}

@@ -14,7 +14,7 @@ from easytorch.bridge import checkpoint, state
 from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
-from easytorch.bridge.formats.registry import TARGETS
+from easytorch.bridge.jobs.targets import TARGETS
 from easytorch.protocol import checkpoint_files
 from easytorch.protocol.checkpoint_files import flax_file
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from easytorch.bridge.convert import convert
-from easytorch.bridge.formats import registry
+from easytorch.bridge.jobs import targets
 from easytorch.bridge.formats.base import TensorInfo
 
 folder = Path(sys.argv[1])
@@ -46,7 +46,7 @@ def make(path, **sizes):
 
 
 def write(path):
-    format_ = registry.target("torch").format
+    format_ = targets.target("torch").format
     layout = format_.layout(list(infos.values()), 1 << 30)
     for file, group in layout.items():
         format_.write(path, file, group, Rows())

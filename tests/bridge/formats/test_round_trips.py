@@ -1,6 +1,6 @@
 """What every target writes is read back bit for bit, whatever the element type, the shape and the memory it came from.
 
-The targets are those of the registry. Which element types one holds is asked of it (`layout`).
+The targets are those of `jobs.targets`. Which element types one holds is asked of it (`layout`).
 """
 
 import resource
@@ -15,12 +15,12 @@ from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import registry
+from easytorch.bridge.jobs import targets
 from easytorch.bridge.storage.atomic import new_folder
 
 DTYPES = sorted(dtypes._NUMPY)
 # One target of each container.
-FORMS = {type(target.format): (name, target.format) for name, target in registry.TARGETS.items()}
+FORMS = {type(target.format): (name, target.format) for name, target in targets.TARGETS.items()}
 TARGETS = pytest.mark.parametrize(
     "format_", [format_ for _, format_ in FORMS.values()], ids=[name for name, _ in FORMS.values()]
 )

@@ -192,8 +192,8 @@ def test_resume_knows_a_table_again(tmp_path):
 KILLED = """
 import os, sys
 from easytorch.bridge import convert
-from easytorch.bridge.formats import registry
-format_ = type(registry.target("flax").format)
+from easytorch.bridge.jobs import targets
+format_ = type(targets.target("flax").format)
 write, files = format_.write, []
 def one_file(self, folder, file, tensors, source):
     files.append(file)

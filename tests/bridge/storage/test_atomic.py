@@ -13,8 +13,7 @@ import pytest
 from easytorch.bridge.convert import convert
 from easytorch.bridge.diff import diff
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats import registry
-from easytorch.bridge.jobs import writer
+from easytorch.bridge.jobs import targets, writer
 from easytorch.bridge.storage import exchange, staging_folder
 from easytorch.bridge.storage.atomic import new_file, new_folder, staged
 
@@ -292,7 +291,7 @@ with new_folder(d, replace=True) as folder:
 
 
 def test_finished_files_are_not_written_again(tiny_flax, tmp_path, monkeypatch):
-    format_ = registry.target("flax").format
+    format_ = targets.target("flax").format
     written: list[str] = []
     write = type(format_).write
 

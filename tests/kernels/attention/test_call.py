@@ -77,6 +77,7 @@ def test_a_feature_is_a_field_of_the_record_and_not_a_parameter_of_everything() 
 
 
 def test_every_operator_of_attention_takes_the_record() -> None:
+    # not decode.cpu, whose operator in C++ takes tensors alone
     names = (
         "attention.aten_op", "attention.jax_op", "attention.triton_flash", "blocksparse.aten_op",
         "blocksparse.triton_op", "decode.triton_op", "ragged_page.opaque", "ragged_page.triton_op", "ring.operators",
