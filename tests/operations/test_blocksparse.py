@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from easytorch.kernels.blocksparse import aten_op, native
+from easytorch.kernels.blocksparse import native
 from easytorch.operations import AttentionOutput, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import relative_rms_error
 
@@ -204,9 +205,11 @@ def test_the_differential_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {**tensors(Shape()), "chunk_size": 16, "causal": True, "dropout_prob": 0.3}
     for name in ("blocksparse", "attention"):
         OperationRegistry.create(name)(**given)
-    monkeypatch.setattr(aten_op, "attention", lambda query, *args, **kwargs: query)
+    operation = blocksparse()
+    wrong = functools.partial(operation.run, lambda query, *args, **kwargs: query)
+    monkeypatch.setattr(operation, "forward_cpu", wrong)
     with pytest.raises(AssertionError, match="differs from its definition"):
-        blocksparse()(**given)
+        operation(**given)
 
 
 FEATURES = {"chunk_size": 16, "causal": True, "softcap": 3.0, "dropout_prob": 0.2, "seed": 3}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ BEYOND_THE_CONTRACT = frozenset({"chunk_size", "prefix_length"})
 class BlockSparseAttention(AttentionImpl):
     """Every feature of the contract, chunks and prefixes; key blocks masked for a whole query block are skipped."""
 
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    functions: ClassVar = {"aten": "aten_op.attention", "triton": "triton_op.blocksparse_attention"}
     takes_seed = frozenset({"native", "aten", "triton", "pallas"})
 
     @classmethod
@@ -59,24 +61,6 @@ class BlockSparseAttention(AttentionImpl):
             query, key, value, **settled, softmax_dtype=self.metadata.runtime_softmax_dtype
         )
         return AttentionOutput(attention_outputs=output, attention_weights=weights)
-
-    @backend("aten")
-    def forward_cpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
-    ) -> AttentionOutput:
-        from easytorch.kernels.blocksparse import aten_op
-
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=aten_op.attention(query, key, value, **settled))
-
-    @backend("triton")
-    def forward_gpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[BlockSparseFeatures]
-    ) -> AttentionOutput:
-        from easytorch.kernels.blocksparse import triton_op
-
-        query, key, value, settled = self.prepare(query, key, value, features)
-        return AttentionOutput(attention_outputs=triton_op.blocksparse_attention(query, key, value, **settled))
 
     @backend("pallas")
     def forward_tpu(

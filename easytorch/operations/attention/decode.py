@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Unpack, cast
+from collections.abc import Iterable
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -71,12 +71,6 @@ class DecodeAttention(AttentionImpl):
         if preference.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
             return cpu.one_token(query, key, value, scale)
         return aten.one_token(query, key, value, softmax_scale)
-
-    def run(
-        self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **features: Any
-    ) -> AttentionOutput:
-        query, key, value, settled = self.prepare(query, key, value, cast(DecodeFeatures, features))
-        return AttentionOutput(attention_outputs=kernel(query, key, value, **settled))
 
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]

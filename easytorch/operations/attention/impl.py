@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypedDict, cast
 
 import torch
@@ -15,6 +15,7 @@ from easytorch.kernels.interop.arguments import LARGEST, check_flag, check_scale
 from easytorch.kernels.interop.installed import missing
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.output import AttentionOutput
 
 _SETTINGS = frozenset(("softmax_scale", "dropout_prob", "softcap", "seed"))
 
@@ -124,6 +125,12 @@ class AttentionImpl(OperationImpl):
         query, key, value = self._cast(query, key, value)
         return query, key, value, self._settled(features)
 
+    def run(self, kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> AttentionOutput:
+        """The output of a path of `paths`."""
+        query, key, value, features = named(*args, **kwargs)
+        query, key, value, settled = self.prepare(query, key, value, features)
+        return AttentionOutput(attention_outputs=kernel(query, key, value, **settled))
+
     def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         if kwargs.get("seed") is not None or not self._settled(cast(AttentionFeatures, dict(kwargs))).get(
             "dropout_prob"
@@ -158,3 +165,8 @@ def without_float64(features: Any) -> Any:
     """The features with float64 tensors cast to float32, in which XLA computes scores: jax has no wider type."""
     wide = [name for name in DIFFERENTIABLE if getattr(features.get(name), "dtype", None) == torch.float64]
     return {**features, **{name: features[name].to(torch.float32) for name in wide}} if wide else features
+
+
+def named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """The arguments of an attention however they were given."""
+    return query, key, value, features

@@ -13,7 +13,7 @@ from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
-from easytorch.operations.attention.impl import AttentionImpl
+from easytorch.operations.attention.impl import AttentionImpl, named
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.dispatch.environment import untouched
@@ -79,7 +79,7 @@ class Attention(AttentionImpl):
         return Choice(implementation, method, platform, backend, why)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        query, key, value, features = (*args, kwargs) if len(args) == 3 else _named(*args, **kwargs)
+        query, key, value, features = (*args, kwargs) if len(args) == 3 else named(*args, **kwargs)
         if not BEYOND_THE_CONTRACT.isdisjoint(features):
             blocksparse = self.implementations["blocksparse"].candidates(platform, args, kwargs)
             return [choice._replace(reason=f"chunks and prefixes; {choice.reason}") for choice in blocksparse]
@@ -141,8 +141,3 @@ class Attention(AttentionImpl):
             if choice.backend == forced:
                 return choice._replace(reason="forced")
         return holders[0].choose_forced(forced, platform, args, kwargs)
-
-
-def _named(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """The arguments of an attention however they were given."""
-    return query, key, value, features

@@ -63,6 +63,7 @@ class OperationImpl(BaseOperation):
     settings: ClassVar[tuple[str, ...]] = ()
     paths: ClassVar[Mapping[str, str]] = {}  # platform -> the backend whose kernel `run` is given there
     folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
+    functions: ClassVar[Mapping[str, str]] = {}  # backend -> "file.function" there, where it has another name
     takes_sparse: ClassVar[bool] = False  # whether some backend multiplies sparse tensors
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
     _positional: ClassVar[tuple[str, ...] | None]  # the names of positional arguments; None: any number of them
@@ -76,7 +77,7 @@ class OperationImpl(BaseOperation):
         for platform, library in cls.__dict__.get("paths", {}).items():
             if f"forward_{platform}" not in cls.__dict__:
                 name = cls.primary_name()
-                setattr(cls, f"forward_{platform}", path(platform, library, cls.folder or name, name))
+                setattr(cls, f"forward_{platform}", path(platform, library, cls.folder or name, name, cls.functions))
         super().__init_subclass__(**kwargs)
         cls._tensors, cls._positional = _signature_of(cls.forward_native)
         cls._leading = sum(place == number for number, (place, _, _) in enumerate(cls._tensors))

@@ -2,13 +2,14 @@
 
 `paths = {"cpu": "aten", "gpu": "triton"}` of the operation `rms_norm` gives it a `forward_cpu` that runs
 kernels/rms_norm/aten.py, and a `forward_gpu` that runs triton_op.py beside it. "cpp": "cpu" adds `forward_cpp`, the
-operator in C++ that `candidates` may name for a CPU. A method that a class defines itself overrides the table's.
+operator in C++ that `candidates` may name for a CPU. `functions = {"aten": "aten_op.attention"}` names a function that
+is not the operation's in that file. A method that a class defines itself overrides the table's.
 """
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -29,25 +30,32 @@ def {method}(self, *args, **kwargs):
 """
 
 
-def path(platform: str, backend: str, folder: str, function: str) -> Callable[..., Any]:
-    """`forward_<platform>`: `self.run(kernel, *args, **kwargs)` for `function` of kernels/`folder`/, by `backend`."""
+def place_of(backend: str, name: str, functions: Mapping[str, str]) -> tuple[str, str]:
+    """The file, without .py, and the function in it that computes the operation `name` by `backend`."""
+    file, _, function = functions.get(backend, f"{FILES[backend]}.{name}").partition(".")
+    return file, function
+
+
+def path(platform: str, backend: str, folder: str, name: str, functions: Mapping[str, str]) -> Callable[..., Any]:
+    """`forward_<platform>`: `self.run(kernel, *args, **kwargs)` for a function of kernels/`folder`/, by `backend`."""
     if platform not in (known := (*PLATFORMS, "gpu", "cpp")):
         raise ValueError(f"paths: {platform} is no platform; known are {', '.join(known)}")
     if backend not in FILES:
         raise ValueError(f"paths: {platform} has the backend {backend!r}; known are {', '.join(FILES)}")
     method = f"forward_{platform}"
+    file, function = place_of(backend, name, functions)
     if backend in _EVERYWHERE:  # imported with the operation, since every process may run it: no import at a call
-        kernel = getattr(import_module(f"easytorch.kernels.{folder}.{FILES[backend]}"), function)
+        kernel = getattr(import_module(f"easytorch.kernels.{folder}.{file}"), function)
 
         def made(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self.run(kernel, *args, **kwargs)
 
     else:
-        source = _LAZY.format(method=method, folder=folder, file=FILES[backend], function=function)
-        file = f"<{method} of {function}>"
-        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks
+        source = _LAZY.format(method=method, folder=folder, file=file, function=function)
+        shown = f"<{method} of {name}>"
+        linecache.cache[shown] = len(source), None, source.splitlines(keepends=True), shown  # for tracebacks
         namespace: dict[str, Any] = {}
-        exec(compile(source, file, "exec"), namespace)
+        exec(compile(source, shown, "exec"), namespace)
         made = namespace[method]
     made.__name__ = method
     made.backend = backend  # type: ignore[attr-defined]
