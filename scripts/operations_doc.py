@@ -176,8 +176,12 @@ def refusal(operation: OperationImpl, platform: str, call: Call) -> str | None:
     try:
         choice = operation.choose_on(platform, *call)
     except UnsupportedOperationError as refused:
-        return str(refused).removeprefix(f"{operation.primary_name()} on {platform}: ")
-    return None if choice.method == method else choice.reason.removeprefix(f"{backend}: ")
+        reason = str(refused).removeprefix(f"{operation.primary_name()} on {platform}: ")
+    else:
+        if choice.method == method:
+            return None
+        reason = choice.reason
+    return reason.removeprefix(f"{backend}: ")
 
 
 def typical(operation: OperationImpl) -> Call | None:

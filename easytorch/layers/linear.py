@@ -41,7 +41,12 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     parameters = layer._parameters
     weight = parameters.get("weight")
     plain = untouched()
-    if plain and weight is not None and "bias" in parameters and _rounds_alike(x, weight):
+    if (
+        plain
+        and weight is not None
+        and "bias" in parameters
+        and (x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT)
+    ):
         rows = _OPERATION.few_rows(x, weight, parameters["bias"])
         if rows is not None:
             return rows
@@ -63,18 +68,13 @@ def plain_weight(layer: nn.Module) -> torch.Tensor | None:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias by the path that `linear` chooses for these sizes, in eager mode without gradients."""
-    if not _rounds_alike(x, weight):
+    if x.dtype == torch.float32 and weight.numel() < SMALLEST_WEIGHT:
         return F.linear(x, weight, bias)
     rows = _OPERATION.few_rows(x, weight, bias)
     if rows is not None:
         return rows
     asks = x.dtype == torch.float32 and x.is_cpu and weight.numel() >= smallest_weight()
     return _OPERATION(x, weight, bias) if asks else F.linear(x, weight, bias)
-
-
-def _rounds_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """False for the small products in float32 that stay MKL's, whatever is faster: see `SMALLEST_WEIGHT`."""
-    return x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT
 
 
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.linear import cpu, native, onednn
-from easytorch.kernels.linear.preference import prefers_cpu, prefers_onednn, smallest_weight
+from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
@@ -49,14 +49,14 @@ class Linear(OperationImpl):
         if platform != "cpu":
             return super().candidates(platform, args, kwargs)
         given = self._cast(*_named(*args, **kwargs))
-        if _are_few(*given):
+        if cpu.prefers(*given):
             return self._few
         if given[1].numel() >= smallest_weight() and prefers_onednn(given[0], given[1], recording(*given)):
             return self._large
         return self._small
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        # `takes` asked all that `supports` asks, and what makes the operator the faster one
+        # `prefers` asked all that `supports` asks, and what makes the operator the faster one
         return None if choice is self._few[0] else super().refusal_of(choice, args, kwargs)
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -64,7 +64,7 @@ class Linear(OperationImpl):
 
         For a model's layers, which ask at each token: the dispatch takes as long as a small product.
         """
-        return cpu.run(x, weight, bias) if _are_few(x, weight, bias) else None
+        return cpu.run(x, weight, bias) if cpu.prefers(x, weight, bias) else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return native.linear(*self._cast(x, weight, bias))
@@ -100,8 +100,3 @@ class Linear(OperationImpl):
 
 def _named(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return x, weight, bias
-
-
-def _are_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the operator in C++ computes the product: it carries the call and was measured ahead."""
-    return prefers_cpu(x, weight) and cpu.takes(x, weight, bias)

@@ -11,6 +11,7 @@ from easytorch.kernels.cpu import library
 from easytorch.kernels.interop.torch_func import eager, recording, transforming
 from easytorch.kernels.linear.native import check_tensors
 from easytorch.kernels.linear.operator import define
+from easytorch.kernels.linear.preference import prefers_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -45,11 +46,14 @@ def _missing() -> str | None:
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True where `run` may be called right away: plain tensors that fit, no gradient, no tracing. It may build the
-    library."""
+def prefers(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True where `run` is faster than ATen and oneDNN, and may be called right away.
+
+    That is with plain tensors that fit, no gradient and no tracing. It may build the library.
+    """
     return (
-        x.dtype is weight.dtype
+        prefers_cpu(x, weight)
+        and x.dtype is weight.dtype
         and x.dtype in _NONE
         and x.is_cpu
         and weight.is_cpu

@@ -250,7 +250,13 @@ def test_autocast_gives_the_dtype_that_it_promises() -> None:
 
 
 def test_gated_units_reach_the_operations(monkeypatch) -> None:
-    for act, name in (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu"), ("gelu_new", None)):
+    for act, name in (
+        ("silu", "swiglu"),
+        ("gelu", "geglu"),
+        ("gelu_pytorch_tanh", "geglu"),
+        ("gelu_new", "geglu"),
+        ("relu", None),
+    ):
         one, called = model(hidden_act=act), []
         with torch.no_grad():
             expected = one(IDS).logits

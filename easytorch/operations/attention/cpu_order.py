@@ -103,7 +103,7 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     batch, rows, heads, _ = query.shape
     if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
         folds = heads > key.shape[2]
-        if preference.BFLOAT16_DOT_PRODUCTS:
+        if preference.BFLOAT16_DOT_PRODUCTS and query.is_cpu:  # a description is answered for any CPU
             return CPP_THEN_DECODE if folds else CPP_THEN_ATEN
         return DECODE_FIRST if folds else DECODE_LAST
     if rows < LACKING_ROWS:

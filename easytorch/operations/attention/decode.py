@@ -61,7 +61,10 @@ class DecodeAttention(AttentionImpl):
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         own = super().candidates(platform, args, kwargs)
-        return (self._cpp, *own) if platform == "cpu" and preference.BFLOAT16_DOT_PRODUCTS else own
+        if platform != "cpu" or not preference.BFLOAT16_DOT_PRODUCTS:
+            return own
+        query = args[0] if args else kwargs["query"]
+        return (self._cpp, *own) if query.is_cpu else own  # what is on this CPU: a description is answered for any
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None) -> Tensor | None:
         """What the first candidates compute for `Attention.one_token`, in the same order; None where neither does."""
