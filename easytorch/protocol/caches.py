@@ -152,8 +152,8 @@ def prepare_inputs_for_generation(
     taken = inspect.signature(model.forward).parameters
     name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else "past_key_values"
     mask = attention_mask
-    if _is_whole(cache):
-        # of the whole cache, whose end the past does not see: the same for every step
+    if _masks_are_full(cache):
+        # of the full cache, whose end the past does not see: the same for every step
         mask = torch.nn.functional.pad(mask, (0, max_length - length), value=1)
     inputs = {name: cache, _mask_name(model): mask, "use_cache": True}
     if "position_ids" in taken:
@@ -190,7 +190,7 @@ def update_inputs_for_generation(
     else:
         raise ValueError(f"{type(model_outputs).__name__} has no past_key_values: call the model with use_cache=True")
     mask = updated.get(_mask_name(model))
-    if mask is not None and not (_is_whole(updated[name]) and mask.shape[1] == updated[name].longest):
+    if mask is not None and not (_masks_are_full(updated[name]) and mask.shape[1] == updated[name].longest):
         updated[_mask_name(model)] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
     if updated.get("position_ids") is not None:
         updated["position_ids"] = updated["position_ids"][:, -1:] + 1
@@ -203,8 +203,8 @@ def _mask_name(model: PreTrainedModel) -> str:
     return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
 
 
-def _is_whole(cache: Any) -> bool:
-    """Whether masks are of the whole cache: a static one, of attention alone."""
+def _masks_are_full(cache: Any) -> bool:
+    """Whether masks cover the full cache: a static one, of attention alone."""
     return isinstance(cache, TransformerCache) and cache.kind == "static" and not any(cache.is_linear)
 
 

@@ -22,14 +22,14 @@ def shard_model(model: PreTrainedModel, partition_rules: Any = None, mesh: Any =
 
 
 def gather_model(model: PreTrainedModel, partition_rules: Any = None, mesh: Any = None) -> Any:
-    """`model` with every parameter whole on its device; those that are sharded already are gathered."""
+    """`model` with every parameter full on its device; those that are sharded already are gathered."""
     _check_mesh(mesh)
     _check_rules(model, partition_rules)
     for module in model.modules():
         for name, one in list(module._parameters.items()):
-            whole = getattr(one, "full_tensor", None)
-            if whole is not None and one is not None:
-                module._parameters[name] = torch.nn.Parameter(whole().detach(), one.requires_grad)
+            gather = getattr(one, "full_tensor", None)
+            if gather is not None and one is not None:
+                module._parameters[name] = torch.nn.Parameter(gather().detach(), one.requires_grad)
     return model
 
 

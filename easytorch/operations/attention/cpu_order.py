@@ -56,8 +56,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import window_of
-from easytorch.kernels.linear import preference
-from easytorch.operations.attention.decode import ONE_QUERY
+from easytorch.operations.attention.decode import IN_CPP, ONE_QUERY, cpp_is_ahead
 
 Preferences = tuple[tuple[str, str], ...]
 
@@ -79,10 +78,8 @@ _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
 DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
 DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
-# The operator in C++ was measured ahead of both on CPUs with dot products of bfloat16.
-_IN_CPP = ("decode:cpu", "one query: heads share a reading of the cache")
-CPP_THEN_DECODE: Preferences = (_IN_CPP, *DECODE_FIRST)
-CPP_THEN_ATEN: Preferences = (_IN_CPP, *DECODE_LAST)
+CPP_THEN_DECODE: Preferences = (IN_CPP, *DECODE_FIRST)
+CPP_THEN_ATEN: Preferences = (IN_CPP, *DECODE_LAST)
 ATEN_FIRST: Preferences = (_ATEN, ("flash", "tiles of ATen's products carry what its kernel lacks"))
 FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen's fused CPU kernel"), _ATEN)
 BLOCKS_FIRST: Preferences = (("blocksparse", "skips blocks that nothing sees, measured ahead of flash here"), _ATEN)
@@ -103,7 +100,7 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     batch, rows, heads, _ = query.shape
     if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
         folds = heads > key.shape[2]
-        if preference.BFLOAT16_DOT_PRODUCTS and query.is_cpu:  # a description is answered for any CPU
+        if cpp_is_ahead(query):
             return CPP_THEN_DECODE if folds else CPP_THEN_ATEN
         return DECODE_FIRST if folds else DECODE_LAST
     if rows < LACKING_ROWS:

@@ -18,8 +18,9 @@ from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
-# (implementation, why it comes first) where `attention` is given one query
+# (implementation, why it comes first) where `attention` is given one query; of the operator in C++ its backend too
 ONE_QUERY = ("decode", "one query: the heads of a key/value head are rows, and the cache is read once")
+IN_CPP = ("decode:cpu", "one query: heads share a reading of the cache")
 
 
 class DecodeFeatures(AttentionFeatures, total=False):
@@ -37,7 +38,7 @@ class DecodeAttention(AttentionImpl):
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "one query: heads share a reading of the cache")
+        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", IN_CPP[1])
 
     @classmethod
     def get_impl_name(cls) -> tuple[str, ...]:
@@ -61,17 +62,15 @@ class DecodeAttention(AttentionImpl):
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         own = super().candidates(platform, args, kwargs)
-        if platform != "cpu" or not preference.BFLOAT16_DOT_PRODUCTS:
-            return own
-        query = args[0] if args else kwargs["query"]
-        return (self._cpp, *own) if query.is_cpu else own  # what is on this CPU: a description is answered for any
+        ahead = platform == "cpu" and cpp_is_ahead(args[0] if args else kwargs["query"])
+        return (self._cpp, *own) if ahead else own
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None) -> Tensor | None:
         """What the first candidates compute for `Attention.one_token`, in the same order; None where neither does."""
         if not plain_token(query, key, value):
             return None
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        if preference.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
+        if cpp_is_ahead(query) and cpu.takes(query, key, value):
             return cpu.one_token(query, key, value, scale)
         return aten.one_token(query, key, value, softmax_scale)
 
@@ -94,3 +93,11 @@ class DecodeAttention(AttentionImpl):
         query = torch.empty(8, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(8, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
         return (query, cache, cache), {"causal": True}
+
+
+def cpp_is_ahead(query: Tensor) -> bool:
+    """Whether the operator in C++ comes first: where it was measured, on CPUs with dot products of bfloat16.
+
+    It is asked of tensors on this CPU; what a description of a call would run is answered for any.
+    """
+    return preference.BFLOAT16_DOT_PRODUCTS and query.is_cpu

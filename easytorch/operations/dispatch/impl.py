@@ -47,7 +47,7 @@ class Choice(NamedTuple):
         return self.operation.primary_name()
 
     def label(self, chooser: OperationImpl) -> str:
-        """ "aten", and "flash:aten" where `chooser` is another operation."""
+        """The backend, as "aten"; "flash:aten" where `chooser` is another operation."""
         return self.backend if self.operation is chooser else f"{self.implementation}:{self.backend}"
 
 
@@ -250,20 +250,18 @@ class OperationImpl(BaseOperation):
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The first of the candidates that supports the call, or the definition where none does."""
-        refusals: list[str] | None = None
+        refusals: list[str] = []
         for choice in self.candidates(platform, args, kwargs):
             refusal = self.refusal_of(choice, args, kwargs)
             if refusal is None:
-                if refusals is None:
+                if not refusals:
                     return choice
                 fallen_back = self._fall_back(platform, args, kwargs, refusals, choice.label(self), logging.INFO)
                 return choice._replace(reason=f"{fallen_back}; {choice.reason}")
-            refusals = [*(refusals or ()), f"{choice.label(self)}: {refusal}"]
-            if choice.method == "forward_native":
-                break
-        else:
-            return self._choose_definition(platform, args, kwargs, refusals or [])
-        raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {'; '.join(refusals)}")
+            refusals.append(f"{choice.label(self)}: {refusal}")
+            if choice.method == "forward_native":  # it was the definition: nothing comes after it
+                raise UnsupportedOperationError(f"{self.primary_name()} on {platform}: {'; '.join(refusals)}")
+        return self._choose_definition(platform, args, kwargs, refusals)
 
     def _choose_definition(
         self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any], refusals: list[str]

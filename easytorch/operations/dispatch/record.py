@@ -16,8 +16,7 @@ def recorded_operations() -> Iterator[set[str]]:
     call = OperationImpl.__call__
 
     def noted(self: OperationImpl, *args: Any, **kwargs: Any) -> Any:
-        name = self.get_impl_name()
-        called.add(name if isinstance(name, str) else name[0])
+        called.add(self.primary_name())
         return call(self, *args, **kwargs)
 
     OperationImpl.__call__ = noted  # type: ignore[method-assign]
