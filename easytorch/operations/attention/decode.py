@@ -70,7 +70,8 @@ class DecodeAttention(AttentionImpl):
         if not plain_token(query, key, value):
             return None
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        if cpp_is_ahead(query) and cpu.takes(query, key, value):
+        # `cpp_is_ahead` without its call: this is at each layer of each token, and the tensors are on this CPU
+        if preference.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
             return cpu.one_token(query, key, value, scale)
         return aten.one_token(query, key, value, softmax_scale)
 
