@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ class Linear(OperationImpl):
     float32 where torch's MKL is slower."""
 
     takes_sparse = True  # ATen multiplies those
+
+    paths: ClassVar = {"cpu": "onednn", "cpp": "cpu"}
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
@@ -67,15 +69,10 @@ class Linear(OperationImpl):
         return cpu.run(x, weight, bias) if cpu.prefers(x, weight, bias) else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return native.linear(*self._cast(x, weight, bias))
+        return self.run(native.linear, x, weight, bias)
 
-    @backend("onednn")
-    def forward_cpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return onednn.linear(*self._cast(x, weight, bias))
-
-    @backend("cpu")
-    def forward_cpp(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return cpu.linear(*self._cast(x, weight, bias))
+    def run(self, kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return kernel(*self._cast(x, weight, bias))
 
     @backend("aten")
     def forward_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -184,7 +184,9 @@ def test_a_table_of_paths_makes_methods_that_a_class_overrides() -> None:
 
 
 def test_a_path_by_an_unknown_backend_is_refused_where_it_is_written() -> None:
-    with pytest.raises(ValueError, match="cpu has the backend 'atem'; known are aten, cpu, triton, xla, pallas"):
+    with pytest.raises(
+        ValueError, match="cpu has the backend 'atem'; known are aten, cpu, onednn, triton, xla, pallas"
+    ):
         type("Wrong", (RMSNorm,), {"paths": {"cpu": "atem"}})
     with pytest.raises(ValueError, match="gpus is no platform; known are cpu, cuda, rocm, tpu, gpu"):
         type("Wrong", (RMSNorm,), {"paths": {"gpus": "aten"}})

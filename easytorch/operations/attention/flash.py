@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import aten_op, blocked, varlen
+from easytorch.kernels.attention import blocked, varlen
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming, transforming_in_graph
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64, xla_refusal
 from easytorch.operations.dispatch.base import backend
@@ -34,6 +34,9 @@ class FlashAttention(AttentionImpl):
     row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself only: see `varlen`.
     """
 
+    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    folder = "attention"
+    functions: ClassVar = {"aten": "aten_op.attention", "triton": "triton_flash.flash_attention"}
     takes_seed = frozenset({"native", "aten", "xla", "triton"})
 
     @classmethod
@@ -59,21 +62,9 @@ class FlashAttention(AttentionImpl):
     def forward_native(
         self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
     ) -> AttentionOutput:
-        return self._attend(blocked.attention, query, key, value, features, self.metadata.runtime_softmax_dtype)
-
-    @backend("aten")
-    def forward_cpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
-    ) -> AttentionOutput:
-        return self._attend(aten_op.attention, query, key, value, features)
-
-    @backend("triton")
-    def forward_gpu(
-        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
-    ) -> AttentionOutput:
-        from easytorch.kernels.attention import triton_flash
-
-        return self._attend(triton_flash.flash_attention, query, key, value, features)
+        dtype = self.metadata.runtime_softmax_dtype
+        more: Any = {} if dtype is None else {"softmax_dtype": dtype}
+        return self.run(blocked.attention, query, key, value, **features, **more)
 
     @backend("xla")
     def forward_tpu(
@@ -83,10 +74,10 @@ class FlashAttention(AttentionImpl):
         if query.device.type == "cpu":
             from easytorch.kernels.attention import jax_op
 
-            return self._attend(jax_op.attention, query, key, value, features)
+            return self.run(jax_op.attention, query, key, value, **features)
         from easytorch.kernels.attention import torch_xla_op
 
-        return self._attend(torch_xla_op.attention, query, key, value, features)
+        return self.run(torch_xla_op.attention, query, key, value, **features)
 
     def varlen(
         self,
@@ -110,22 +101,11 @@ class FlashAttention(AttentionImpl):
         )  # fmt: skip
         return output
 
-    def _attend(
-        self,
-        attend: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        features: Any,
-        softmax_dtype: torch.dtype | None = None,
-    ) -> AttentionOutput:
-        packed = {name: features.pop(name, None) for name in _PACKED}
-        query, key, value, given = self.prepare(query, key, value, features)
-        settled: Any = given if softmax_dtype is None else {**given, "softmax_dtype": softmax_dtype}
+    def run(self, kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> AttentionOutput:
+        packed = {name: kwargs.pop(name, None) for name in _PACKED}
         if packed["cu_seqlens_q"] is None and packed["cu_seqlens_k"] is None:
-            return AttentionOutput(attention_outputs=attend(query, key, value, **settled))
-        output = varlen.attention(attend, query, key, value, **packed, **settled)
-        return AttentionOutput(attention_outputs=output)
+            return super().run(kernel, *args, **kwargs)
+        return super().run(functools.partial(varlen.attention, kernel, **packed), *args, **kwargs)
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -16,9 +16,12 @@ from typing import Any
 from easytorch.operations.dispatch.platform import PLATFORMS
 
 # backend -> the file of its kernels (docs/add-an-operation.md)
-FILES = {"aten": "aten", "cpu": "cpu", "triton": "triton_op", "xla": "torch_xla_op", "pallas": "torch_xla_op"}
+FILES = {
+    "aten": "aten", "cpu": "cpu", "onednn": "onednn", "triton": "triton_op", "xla": "torch_xla_op",
+    "pallas": "torch_xla_op",
+}  # fmt: skip
 
-_EVERYWHERE = frozenset({"aten", "cpu"})  # they import torch alone
+_EVERYWHERE = frozenset({"aten", "cpu", "onednn"})  # they import torch alone
 
 # Source text, as `dataclasses` makes its methods: Dynamo traces an import statement and breaks the graph at
 # `importlib.import_module`, and importing every kernel's operators at once would add a tenth to the start.
