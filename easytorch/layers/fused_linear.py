@@ -57,12 +57,14 @@ class FusedProjections(nn.Module):
         """
         modules: Any = self._modules
         if self.joins and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _reads_memory(x):
-            layers = [modules[name] for name in self.fused]
+            layers = []
+            for name in self.fused:  # no comprehension, here and below: each is a call, and a token has many
+                layers.append(modules[name])
             neighbours = self._find(layers)
             if neighbours is not None:
                 return _by_runs(layers, neighbours.runs, x)
         outputs = []
-        for name in self.fused:  # no comprehension: one more call, of those that a token's time is made of
+        for name in self.fused:
             outputs.append(linear(modules[name], x))
         return outputs
 
@@ -119,7 +121,9 @@ def _by_runs(layers: Sequence[Any], together: Sequence[Sequence[int]], x: Tensor
             outputs[run[0]] = linear(layers[run[0]], x)
             continue
         first, bias = layers[run[0]]._parameters["weight"], layers[run[0]]._parameters["bias"]
-        sizes = [layers[index]._parameters["weight"].shape[0] for index in run]
+        sizes = []
+        for index in run:
+            sizes.append(layers[index]._parameters["weight"].shape[0])
         rows, inputs = sum(sizes), first.shape[1]
         weight = first.as_strided((rows, inputs), (inputs, 1))
         bias = None if bias is None else bias.as_strided((rows,), (1,))

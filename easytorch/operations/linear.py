@@ -29,11 +29,12 @@ class Linear(OperationImpl):
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        mkl = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size")
-        self._small = (mkl,)
-        self._large = (Choice(self, "forward_cpu", "cpu", "onednn", "faster than MKL for this CPU and size"), mkl)
         few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the weight of few rows at the speed of memory")
-        self._few = (few,)
+        onednn = Choice(self, "forward_cpu", "cpu", "onednn", "faster than MKL for this CPU and size")
+        aten = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size")
+        self._few, self._even = (few,), (aten,)
+        self._small = (aten._replace(reason="MKL is as fast for a weight of this size"),)
+        self._large = (onednn, aten._replace(reason="ATen's own product"))
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -50,16 +51,19 @@ class Linear(OperationImpl):
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         if platform != "cpu":
             return super().candidates(platform, args, kwargs)
-        given = self._cast(*_named(*args, **kwargs))
-        if cpu.prefers(*given):
+        given = _named(*args, **kwargs)
+        if self.metadata.runtime_dtype is None and cpu.prefers(*given):
             return self._few
-        if given[1].numel() >= smallest_weight() and prefers_onednn(given[0], given[1], recording(*given)):
-            return self._large
-        return self._small
+        if given[1].numel() < smallest_weight() or given[1].dim() != 2:
+            return self._small
+        x, weight, bias = self._cast(*given)
+        # of another dtype oneDNN is asked all the same, for its reason
+        ahead = x.dtype != torch.float32 or prefers_onednn(x, weight, recording(x, weight, bias))
+        return self._large if ahead else self._even
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        # `prefers` asked all that `supports` asks, and what makes the operator the faster one
-        return None if choice is self._few[0] else super().refusal_of(choice, args, kwargs)
+        # ATen takes every call, and `prefers` asked all that the operator in C++ is asked
+        return super().refusal_of(choice, args, kwargs) if choice.backend == "onednn" else None
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.

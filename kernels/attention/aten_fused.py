@@ -45,7 +45,8 @@ def _largest_score(query: Tensor, key: Tensor, settings: dict[str, Any]) -> floa
     if not (query.numel() and key.numel()):
         return 0.0
     scale, added = settings.get("scale"), settings.get("attn_mask")
-    norms = (float(torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax()) for x in (query, key))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    norms = (float(torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).amax()) for x in (query, key))
     most = abs(query.shape[-1] ** -0.5 if scale is None else scale) * next(norms) * next(norms)
     if added is not None and added.is_floating_point():
         rows = added.detach().amax(-1)

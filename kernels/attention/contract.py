@@ -128,6 +128,9 @@ def resolve(
     )
 
 
+resolve.__qualname__ = "attention"  # the name in TypeErrors: whoever gives a wrong keyword called attention
+
+
 FEATURES = frozenset(inspect.getfullargspec(resolve).kwonlyargs) - {"draw", "columns"}
 _OF_BAND = frozenset(("causal", "sliding_window", "softmax_scale"))
 

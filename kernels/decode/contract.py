@@ -94,3 +94,6 @@ def resolve(
     if supports is not None and (reason := supports(query, key, value, features)) is not None:
         raise NotImplementedError(f"decode: {reason}")
     return call
+
+
+resolve.__qualname__ = "decode"  # the name in TypeErrors: whoever gives a wrong keyword called decode

@@ -78,7 +78,9 @@ def resolve(
         )
     if key_pages.shape[1] == 0:
         raise ValueError("ragged_page: page_size must be at least 1")
-    if kv_heads == 0 or heads == 0 or heads % kv_heads:
+    if heads == 0:
+        raise ValueError(f"ragged_page: the query {tuple(query.shape)} has no heads")
+    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"ragged_page: the {heads} query heads are not a multiple of the {kv_heads} key/value heads")
     if not query.dtype == key_pages.dtype == value_pages.dtype or not floating(query):
         raise ValueError(

@@ -135,6 +135,28 @@ def test_gradients_of_what_hooks_keep(hooks: str, factor: float, monkeypatch: py
     assert relative_rms_error(got, want) < 2e-5
 
 
+@pytest.mark.parametrize("hooks", ["checkpoint", "hooks"])
+@pytest.mark.parametrize("name", ["attention", "sdpa", "decode"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_dtype_under_hooks(dtype: torch.dtype, name: str, hooks: str) -> None:
+    tensors = {n: x.to(dtype).requires_grad_() for n, x in heads(1 if name == "decode" else 5, 40).items()}
+    operation = OperationRegistry.create(name)
+
+    def attend(*given: Tensor) -> Tensor:
+        output: Tensor = operation(*given).attention_outputs
+        return output
+
+    want = torch.autograd.grad(attend(*tensors.values()).square().sum(), list(tensors.values()))
+    if hooks == "checkpoint":
+        output = checkpoint(attend, *tensors.values(), use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            output = attend(*tensors.values())
+    got = torch.autograd.grad(output.square().sum(), list(tensors.values()))
+    for one, other in zip(got, want, strict=True):
+        assert relative_rms_error(one, other.double()) <= (5e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
 @pytest.mark.parametrize("level", [LOWEST, -1e30, 1e30])
 def test_blocks_of_a_cache(level: float, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []

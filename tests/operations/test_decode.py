@@ -276,18 +276,24 @@ def test_where_the_cpp_operator_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             assert chosen(operation, *given, **features)[1] != "cpu"
         with torch.autocast("cpu", torch.bfloat16):
             assert chosen(operation, query, key, value)[1] != "cpu"
-    wide = OperationRegistry.create("attention", OperationMetadata(runtime_softmax_dtype=torch.float64))
-    assert wide.choose(query, key, value).backend != "cpu"
-    scaled = OperationRegistry.create("attention", OperationMetadata(softmax_scale=0.5))
-    assert scaled.choose(query, key, value).backend == "cpu"
-    expected = definition(query, key, value, softmax_scale=0.5)
-    assert relative_rms_error(scaled(query, key, value).attention_outputs, expected) <= 1e-5
+    for name, setting in (
+        ("runtime_softmax_dtype", torch.float64),
+        ("softmax_scale", 0.5),
+        ("runtime_dtype", torch.bfloat16),
+        ("dropout_prob", 0.1),
+    ):
+        for kind in ("attention", "decode"):
+            made = OperationRegistry.create(kind, OperationMetadata(**{name: setting}))
+            assert made.choose(query, key, value).backend != "cpu"
     for refused, reason in (
         ({"dropout_prob": 0.5}, "no dropout"),
         ({"bias": torch.zeros(S).requires_grad_()}, "no gr"),
     ):
         with pytest.raises(UnsupportedOperationError, match=reason):
             decode("cpu")(query, key, value, **refused)
+    with pytest.raises(UnsupportedOperationError) as refusal:
+        decode()(query.expand(-1, 2, -1, -1), key, value)
+    assert str(refusal.value).count("got T = 2") == 1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

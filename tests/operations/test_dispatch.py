@@ -459,3 +459,10 @@ def test_an_order_of_its_own_is_asked_at_each_call(name: str) -> None:
     Own.__init_subclass__()
     x = torch.ones(3)
     assert torch.equal(Wrong()(x), x + 1.001) and torch.equal(Own()(x), x + 1)
+
+
+@pytest.mark.parametrize("name", ["attention", "sdpa", "decode", "flash", "vanilla"])
+def test_a_wrong_keyword_is_laid_to_the_operation(name: str) -> None:
+    query = torch.ones(1, 1, 2, 8)
+    with pytest.raises(TypeError, match=r"^(attention|decode)\(\) got an unexpected keyword argument 'temperature'"):
+        OperationRegistry.create(name)(query, query, query, temperature=1.0)

@@ -204,6 +204,22 @@ def test_check_mode_and_runtime_dtype(compared: list[str], cpu: str) -> None:
     assert half(x, weight).dtype == torch.bfloat16
 
 
+def test_settings_keep_few_rows_from_the_cpp_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    x, weight = torch.randn(4, 1024), torch.randn(512, 1024)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        operation = OperationRegistry.create("linear", OperationMetadata(runtime_dtype=dtype))
+        for given in (torch.float32, torch.bfloat16):
+            assert operation.choose(x.to(given), weight.to(given)).backend != "cpu"
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("shape", [(), (2**19,), (2, 2, 2**18)])
+def test_a_weight_that_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        linear()(torch.ones(2, 8), torch.ones(shape))
+
+
 @needs_onednn
 @pytest.mark.parametrize("forced", FORCED)
 def test_a_strided_bias(forced: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.write import write_page, write_pages
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
+from easytorch.operations.attention.ragged_page import RaggedPageAttention
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
+from easytorch.operations.dispatch.output import AttentionOutput
 
 BACKENDS = ["native", "aten"]
 
@@ -185,7 +188,7 @@ BROKEN: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     "past_the_tokens": (lambda b: b._replace(query=b.query[:-1]), "end within the 16 tokens"),
     "shape_of_pages": (lambda b: b._replace(value_pages=b.value_pages[1:]), "pages, page_size"),
     "heads": (lambda b: b._replace(query=b.query[:, :5]), "5 query heads are not a multiple of the 2"),
-    "no_heads": (lambda b: b._replace(query=b.query[:, :0]), "0 query heads"),
+    "no_heads": (lambda b: b._replace(query=b.query[:, :0]), "has no heads"),
     "dtype": (lambda b: b._replace(query=b.query.half()), "one dtype"),
     "index_dtype": (lambda b: b._replace(context_lens=b.context_lens.float()), "context_lens must be int32 or int64"),
     "index_shape": (lambda b: b._replace(context_lens=b.context_lens[1:]), r"query_start_loc \(B \+ 1,\)"),
@@ -244,6 +247,28 @@ def test_metadata() -> None:
     assert operation(runtime_softmax_dtype=torch.float64).choose(*batch).backend == "native"
     with pytest.raises(UnsupportedOperationError, match="does not take dropout_prob"):
         operation(dropout_prob=0.2)(*batch)
+
+
+class _Doubling(RaggedPageAttention):
+    """A subclass may take what it passes on, and arguments of its own."""
+
+    def forward_native(self, *args: Any, doubled: bool = False, **features: Any) -> AttentionOutput:
+        output = super().forward_native(*args, **features)
+        return AttentionOutput(attention_outputs=output.attention_outputs * (1 + doubled))
+
+
+def test_subclasses_take_what_their_definition_does() -> None:
+    batch, made = make(*MIXED), _Doubling(OperationMetadata(backend="native"))
+    expected = operation("native")(*batch, softmax_scale=0.25).attention_outputs
+    names = tuple(inspect.signature(RaggedPageAttention.forward_native).parameters)[1 : 1 + len(batch)]
+    named = dict(zip(names, batch, strict=True))
+    for output in (
+        made(*batch, doubled=True, softmax_scale=0.25),
+        made(**named, doubled=True, softmax_scale=0.25),
+    ):
+        torch.testing.assert_close(output.attention_outputs, 2 * expected)
+    with pytest.raises(TypeError, match="keyword argument 'trebled'"):
+        made(*batch, trebled=True)
 
 
 def test_choices_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,10 @@ def test_the_call_of_flash_attn():
     got = flash.varlen(*tensors.values(), *ends, max(MIXED[0]), max(MIXED[1]), causal=True, softmax_scale=0.5)
     want = one_by_one(MIXED, **{k: v.double() for k, v in tensors.items()}, causal=True, softmax_scale=0.5)
     assert relative_rms_error(got.attention_outputs, want) < 1e-5
+    # flash-attn's dropout is its own argument: the metadata's is that of the other calls
+    dropping = OperationRegistry.create("flash", OperationMetadata(backend="native", dropout_prob=0.9))
+    settled = dropping.varlen(*tensors.values(), *ends, causal=True, softmax_scale=0.5)
+    torch.testing.assert_close(settled.attention_outputs, got.attention_outputs)
 
 
 def test_compiled_without_graph_breaks():

@@ -92,15 +92,20 @@ ORDERS = (
 )  # fmt: skip
 
 
-def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> Preferences:
-    """(implementation, why) in order of preference; the definition comes after them."""
+def preferences(
+    query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any], settled: bool = True
+) -> Preferences:
+    """(implementation, why) in order of preference; the definition comes after them.
+
+    settled: False where metadata changes the arguments of the kernel.
+    """
     # an exported program should depend on ATen alone, and its lengths may be symbolic
     if torch.compiler.is_exporting() or query.dim() != 4 or key.dim() != 4:
         return ATEN_ONLY
     batch, rows, heads, _ = query.shape
     if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
         folds = heads > key.shape[2]
-        if cpp_is_ahead(query):
+        if settled and cpp_is_ahead(query, key, value):
             return CPP_THEN_DECODE if folds else CPP_THEN_ATEN
         return DECODE_FIRST if folds else DECODE_LAST
     if rows < LACKING_ROWS:

@@ -11,9 +11,9 @@ from torch import Tensor
 from easytorch.kernels.decode import aten, cpu, native, torch_xla_op
 from easytorch.kernels.decode.contract import not_one_query, plain_token
 from easytorch.kernels.linear import preference
-from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64
+from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, named, without_float64
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.dispatch.impl import Choice
+from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -61,8 +61,11 @@ class DecodeAttention(AttentionImpl):
         return triton_op.supports(query, key, value, features)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        query, key, value, _ = named(*args, **kwargs)
+        if (reason := not_one_query(query)) is not None:  # the definition refuses it too: nothing to fall back to
+            raise UnsupportedOperationError(reason)
         own = super().candidates(platform, args, kwargs)
-        ahead = platform == "cpu" and cpp_is_ahead(args[0] if args else kwargs["query"])
+        ahead = platform == "cpu" and self._settled_as_given and cpp_is_ahead(query, key, value)
         return (self._cpp, *own) if ahead else own
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None) -> Tensor | None:
@@ -96,9 +99,15 @@ class DecodeAttention(AttentionImpl):
         return (query, cache, cache), {"causal": True}
 
 
-def cpp_is_ahead(query: Tensor) -> bool:
+def cpp_is_ahead(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the operator in C++ comes first: where it was measured, on CPUs with dot products of bfloat16.
 
-    It is asked of tensors on this CPU; what a description of a call would run is answered for any.
+    It is asked of tensors on this CPU; what a description of a call would run is answered for any. Gradients and
+    float64, which it does not have, are left out before its reasons are asked for.
     """
-    return preference.BFLOAT16_DOT_PRODUCTS and query.is_cpu
+    return (
+        preference.BFLOAT16_DOT_PRODUCTS
+        and query.is_cpu
+        and query.dtype is not torch.float64
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    )

@@ -95,6 +95,7 @@ class FlashAttention(AttentionImpl):
         Sequence b has the queries cu_seqlens_q[b] up to cu_seqlens_q[b + 1] and its keys likewise; causal and window
         are aligned to its own last query and key. max_seqlen_*: at least the longest lengths; None finds them.
         """
+        features.setdefault("dropout_prob", 0.0)  # as in flash-attn, the metadata's does not count here
         output: AttentionOutput = self(
             query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k, **features,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack
 
@@ -39,11 +40,13 @@ class PagedImpl(OperationImpl):
     """What the operations over pages share: the features they refuse, and the metadata's defaults."""
 
     settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
-    _accepted: ClassVar[frozenset[str]]  # the names of what the operation takes
+    _accepted: ClassVar[frozenset[str]] = FEATURES  # the names of what the operation takes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._accepted = FEATURES | frozenset(cls._positional or ())
+        parameters = inspect.signature(cls.forward_native).parameters.values()
+        own = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        cls._accepted = cls._accepted | own
 
     def choose_on(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         self.refuse(kwargs)  # the definition refuses it too: there is nothing to fall back to

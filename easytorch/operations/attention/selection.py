@@ -85,7 +85,7 @@ class Attention(AttentionImpl):
             return [choice._replace(reason=f"chunks and prefixes; {choice.reason}") for choice in blocksparse]
         preferences = PREFERENCES.get(platform)
         if preferences is None:
-            return self._orders[cpu_order.preferences(query, key, value, features)]
+            return self._orders[cpu_order.preferences(query, key, value, features, self._settled_as_given)]
         one_query = bool(preferences) and query.dim() == 4 and query.shape[1] == 1
         return self._orders[platform, one_query]
 

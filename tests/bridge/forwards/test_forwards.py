@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge.convert import convert
-from easytorch.bridge.core.config import read_config
+from easytorch.bridge.core.config import read_config, settings_of
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.forwards import decoder, encoder_decoder, vision
 from easytorch.bridge.jobs import verify
@@ -50,7 +50,7 @@ def test_every_forward_is_tested():
 def test_the_forward_computes_what_hf_flax_did(flax_fixture, family):
     """Recorded logits, through the head that each of these has."""
     folder = flax_fixture(family)
-    reference, config = np.load(folder / "reference.npz"), verify._settings(read_config(folder)).to_dict()
+    reference, config = np.load(folder / "reference.npz"), settings_of(read_config(folder)).to_dict()
     tree = load_tree(folder)
     inputs = {name[6:]: jnp.asarray(reference[name]) for name in reference if name.startswith("input.")}
     mask = inputs.pop("attention_mask", None)
