@@ -157,7 +157,7 @@ class RaggedPagesCache(Cache):
         """Makes room for tokens [start, end) of every row; the first call says how many rows there are."""
         if end > self.metadata.max_model_length:
             raise ValueError(f"max_model_length={self.metadata.max_model_length}, and a row would have {end} tokens")
-        if not self.table.rows:
+        if not any(self.table.rows):  # nor does a call that found too few pages say it
             self.table.rows = [[] for _ in range(rows)]
         if len(self.table.rows) != rows:
             raise ValueError(f"the cache has {len(self.table.rows)} rows, and {rows} are given; reset() begins anew")
@@ -183,8 +183,10 @@ class RaggedPagesCache(Cache):
         self._select([row for row in range(len(self.table.rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        length = max(0, self._of(0).length - abs(tokens_to_remove))
-        self._cut(length)
+        """Removes the last `-tokens_to_remove` tokens. A positive number, once the length to keep, is refused."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give how many tokens to remove as a negative number")
+        self._cut(max(0, self._of(0).length + tokens_to_remove))
 
     def reset(self) -> None:
         self._cut(0)

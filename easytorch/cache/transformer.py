@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from easytorch.cache.arguments import positive
 from easytorch.cache.metadata import TransformerMetadata
 from easytorch.cache.quantized import QuantizedKeysAndValues
 
@@ -45,8 +46,14 @@ class TransformerCache(Cache):
         types, keywords = get_layer_types_and_kwargs(settings)
         if tuple(types) != metadata.layer_types:
             raise ValueError(f"the metadata has layers {metadata.layer_types}, and the config {tuple(types)}")
-        if starts is not None and tuple(starts.shape) != (metadata.batch_size,):
-            raise ValueError(f"starts {tuple(starts.shape)} must be ({metadata.batch_size},): one for each row")
+        positive(group_size=group_size)
+        if type(residual_length) is not int or residual_length < 0:
+            raise ValueError(f"residual_length={residual_length!r} must be an int of at least 0")
+        if starts is not None:
+            if tuple(starts.shape) != (metadata.batch_size,):
+                raise ValueError(f"starts {tuple(starts.shape)} must be ({metadata.batch_size},): one for each row")
+            if not bool(((starts >= 0) & (starts <= metadata.max_length)).all()):
+                raise ValueError(f"starts={starts.tolist()} must be from 0 to max_length={metadata.max_length}")
         self.metadata, self.kind, self.starts = metadata, kind, starts
         if kind == "static":
             # attention layers alone take a length
@@ -80,6 +87,11 @@ class TransformerCache(Cache):
         if not torch.compiler.is_compiling() and key_states.is_cpu:
             # elsewhere a length is on the device, and to read it would wait for that
             past = int(layer.get_seq_length()) if layer.is_initialized else 0
+            if not past and key_states.shape[0] > self.rows:
+                raise ValueError(
+                    f"the cache is for {self.rows} rows, and {key_states.shape[0]} are given, each beam a row; make it "
+                    "with a larger batch_size"
+                )
             if past + key_states.shape[-2] > self.longest:
                 raise ValueError(
                     f"the cache is for {self.longest} tokens, and holds {past} with {key_states.shape[-2]} to come; "

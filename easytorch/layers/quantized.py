@@ -179,3 +179,11 @@ def _built(parts: dict[str, Tensor], settings: FormatSettings, shape: tuple[int,
     data = parts["codes"].view(FORMATS[settings.storage].dtype)
     scale = parts["scale_bits"].view(torch.float32)
     return QuantizedWeight(data, scale, parts.get("zero"), settings.storage, shape, settings.columns(shape[1]))
+
+
+QUANTIZED = (QuantizedLinear, QuantizedStacks)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a module of `model` has its weights in few bits."""
+    return any(isinstance(module, QUANTIZED) for module in model.modules())

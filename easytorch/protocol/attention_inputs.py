@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from easytorch.cache import RaggedPagesMetadata, TransformerMetadata
+
 
 @dataclass(frozen=True, kw_only=True)
 class MaskInfo:
@@ -27,6 +29,14 @@ class MaskInfo:
     @classmethod
     def from_segments(cls, segment_ids: Tensor) -> MaskInfo:
         return cls(segment_ids=segment_ids)
+
+
+def check_cache(cache_metadata: Any, past_key_values: Any) -> None:
+    """An error for a cache that was not made for `cache_metadata`."""
+    if not isinstance(cache_metadata, TransformerMetadata | RaggedPagesMetadata):
+        kind = type(cache_metadata).__name__
+        raise TypeError(f"cache_metadata is what create_cache_metadata or create_paged_metadata gives, not {kind}")
+    cache_metadata.check(past_key_values)
 
 
 def packed_inputs(

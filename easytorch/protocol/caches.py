@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerCache, TransformerMetadata
-from easytorch.protocol.attention_inputs import MaskInfo, packed_inputs
+from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 
 
 def create_cache_metadata(
@@ -50,7 +50,8 @@ def init_cache(
         raise ValueError("shardings place a cache on several devices; this one is on one: leave shardings out")
     metadata = create_cache_metadata(model, batch_size, max_length, pad_token_id)
     if starts is not None:
-        starts = torch.as_tensor(starts).expand(batch_size)
+        starts = torch.as_tensor(starts)
+        starts = starts.expand(batch_size) if starts.numel() == 1 else starts
     cache = TransformerCache(model.config, metadata, kind, starts, **settings)
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(cache, DynamicCache(config=model.config))
@@ -88,6 +89,10 @@ def init_ragged_pages(
         raise ValueError("give metadata, or all of page_size, hbm_utilization and max_model_length")
     if metadata is None:
         metadata = create_paged_metadata(model, **given)
+    if not isinstance(metadata, RaggedPagesMetadata):
+        raise TypeError(
+            f"metadata must be a RaggedPagesMetadata, not {type(metadata).__name__}; see create_paged_metadata"
+        )
     expected = len(model.config.get_text_config(decoder=True).per_layer_config)
     if metadata.num_hidden_layers != expected:
         raise ValueError(f"the metadata is for {metadata.num_hidden_layers} layers; the model has {expected}")
@@ -103,7 +108,7 @@ def prepare_inputs_for_call(model: PreTrainedModel, **kwargs: Any) -> dict[str, 
     mask_info, segments = inputs.pop("mask_info", None), inputs.pop("segment_ids", None)
     metadata = inputs.pop("cache_metadata", None)
     if metadata is not None:
-        metadata.check(inputs.get("past_key_values"))
+        check_cache(metadata, inputs.get("past_key_values"))
     if mask_info is not None or segments is not None:
         inputs, _ = packed_inputs(model, inputs, mask_info, segments)
     return {name: value for name, value in inputs.items() if value is not None}
@@ -130,6 +135,8 @@ def prepare_inputs_for_generation(
     starts (B,): where each row begins, behind padding; without it and without a mask that is where the first token
     stands that is not `pad_token_id`. settings: those of `init_cache`.
     """
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids must be a tensor of tokens (batch, length), not {type(input_ids).__name__}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids {tuple(input_ids.shape)} must be (batch, length), neither of them 0")
     if mask_info is not None:

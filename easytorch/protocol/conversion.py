@@ -35,6 +35,7 @@ from easytorch.bridge.state import (
     tree_to_state_dict,
 )
 from easytorch.layers.attention import OURS
+from easytorch.layers.quantized import is_quantized
 from easytorch.protocol.load_checks import check_shapes, refuse_left_over, refuse_missing
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def transform_fn(
 
     Weights that are `DTensor`s (FSDP, tensor parallel) are gathered one by one, so every process must call it.
     """
-    _refuse_adapters(model)
+    _refuse_changed_layers(model)
     return transform_for(
         type(model),
         model.config,
@@ -176,7 +177,7 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
 
     It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
     """
-    _refuse_adapters(model)
+    _refuse_changed_layers(model)
     config = plain_config(model.config)
     weights = model.state_dict(keep_vars=True)
     if copy_weights:
@@ -197,8 +198,8 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
     return loaded
 
 
-def _refuse_adapters(model: Any) -> None:
-    """`TypeError` for anything but a transformers model, and for one with an adapter."""
+def _refuse_changed_layers(model: Any) -> None:
+    """`TypeError` for anything but a transformers model, and for one with an adapter or with quantized weights."""
     if hasattr(model, "merge_and_unload") or getattr(model, "_hf_peft_config_loaded", False):
         raise TypeError(
             f"{type(model).__name__} has an adapter (PEFT), which has no place in the tree; pass what "
@@ -206,6 +207,11 @@ def _refuse_adapters(model: Any) -> None:
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(model).__name__} is no model of transformers; pass a PreTrainedModel")
+    if is_quantized(model) or getattr(model, "is_quantized", False):
+        raise TypeError(
+            f"the weights of {type(model).__name__} are quantized, and are not converted; pass what "
+            "`easytorch.protocol.dequantize(model)` returns"
+        )
 
 
 def _as_loaded(model_class: ModelClass, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

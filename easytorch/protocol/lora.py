@@ -12,6 +12,7 @@ PEFT's files, work on the model as on one of transformers with an adapter.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,13 +23,24 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from easytorch.bridge.errors import nearest
-from easytorch.layers.quantized import QuantizedLinear
+from easytorch.protocol.adapters import (
+    adapter_names,
+    check_droppable,
+    check_mergeable,
+    keep_what_adapters_change,
+    merge_active,
+    require_peft,
+    restore_weights,
+    take_out,
+    wrapped_layers,
+)
 from easytorch.protocol.state import State, flatten
 
 _LOG = logging.getLogger(__name__)
 # What of a layer's parameters is LoRA's: the matrices, those of embeddings, DoRA's magnitudes.
 _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 _NAMED = 3
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 def apply_lora_to_layers(
@@ -48,18 +60,17 @@ def apply_lora_to_layers(
     """Puts an adapter into linear layers of `model`, which is returned; every other parameter is frozen.
 
     lora_rank: the inner size, from 1 to the smaller side of every matrix. lora_pattern: a regular expression that is
-    searched for in the names of linear layers; all of them but the head where it is None. rngs: a seed, or a
-    generator one is drawn from. alpha: what the adapter adds counts alpha / rank times; the rank by default, so once.
+    searched for in the names of linear layers; all of them but the head, and those that PEFT refuses in Mamba, where it
+    is None. rngs: a seed, or a generator one is drawn from. alpha: what the adapter adds counts alpha / rank times; the
+    rank by default, so once.
     rslora: by alpha / sqrt(rank) instead (arXiv:2312.03732). dora: magnitudes are trained apart (arXiv:2402.09353).
-    init: PEFT's `init_lora_weights`. A second adapter takes another `adapter_name`; the new one is active.
+    init: PEFT's `init_lora_weights`; of those that change the weights ("pissa", "olora") the weights are kept, to be
+    restored when the adapter is dropped. A second adapter takes another `adapter_name`; the new one is active.
 
     `ValueError` where no layer has such a name, the rank does not fit, or the name is taken; nothing is changed then.
     """
-    peft = _peft()
-    if type(lora_rank) is not int or lora_rank < 1:
-        raise ValueError(f"lora_rank={lora_rank!r} must be an int of at least 1")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")
+    peft = require_peft()
+    _check_settings(lora_rank, lora_pattern, rngs, alpha, dropout, adapter_name)
     if adapter_name in getattr(model, "peft_config", {}):
         raise ValueError(f"there is an adapter {adapter_name!r} already; give this one another adapter_name")
     layers = _linear_layers(model, lora_pattern)
@@ -68,6 +79,8 @@ def apply_lora_to_layers(
         shape = (layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
         if lora_rank > min(shape):
             raise ValueError(f"lora_rank={lora_rank} is above the smaller side of {name}, {shape}")
+        if init == "olora" and isinstance(layer, Conv1D):
+            raise ValueError(f'init="olora" is for nn.Linear, and {name} is a Conv1D; pass another init, as "pissa"')
     config = peft.LoraConfig(
         r=lora_rank,
         lora_alpha=lora_rank if alpha is None else alpha,
@@ -77,11 +90,8 @@ def apply_lora_to_layers(
         use_dora=dora,
         init_lora_weights=init,
     )
-    first = not _adapter_names(model)
-    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    if first:
-        # `_take_out` gives them back.
-        vars(model)["_trained_before_lora"] = flags
+    first, changed = not adapter_names(model), set(vars(model).get("_weights_before_lora", {}))
+    keep_what_adapters_change(model, layers, init)
     done = False
     try:
         with torch.random.fork_rng(devices=[], enabled=rngs is not None):
@@ -93,9 +103,11 @@ def apply_lora_to_layers(
     finally:
         # PEFT checks some settings when it makes the layers, one after the other.
         if not done and first:
-            _take_out(model)
-        elif not done and adapter_name in model.peft_config:
-            model.delete_adapter(adapter_name)
+            take_out(model)
+        elif not done:
+            restore_weights(model, set(layers) - changed)
+            if adapter_name in model.peft_config:
+                model.delete_adapter(adapter_name)
     if verbose:
         _LOG.warning("LoRA of rank %d in %d layers: %s", lora_rank, len(layers), ", ".join(layers))
     return model
@@ -139,64 +151,38 @@ def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merg
     merge: the active adapters are added to the weights; with False they are dropped. `ValueError` where there is no
     adapter, and where the merged weights would not be finite; the model is then unchanged.
     """
-    names = _adapter_names(model)
+    names = adapter_names(model)
     if not names:
         raise ValueError(f"{type(model).__name__} has no adapter; it was merged already, or none was applied")
-    wrapped = _wrapped(model)
-    if merge and any(isinstance(one.get_base_layer(), QuantizedLinear) for one in wrapped.values()):
-        raise ValueError(
-            "the weights are quantized, and would be rounded again with the adapters in them: "
-            "drop the adapters by merge=False, or load them on the dequantized model"
-        )
+    count = len(wrapped_layers(model))
     if merge:
-        merged: list[Any] = []
-        try:
-            for layer in wrapped.values():
-                layer.merge(safe_merge=True)
-                merged.append(layer)
-        except ValueError:
-            for layer in merged:
-                layer.unmerge()
-            raise
-    _take_out(model)
+        check_mergeable(model)
+        merge_active(model)
+    else:
+        check_droppable(model)
+    take_out(model, merged=merge)
     if verbose:
         done = "merged into" if merge else "dropped from"
-        _LOG.warning("adapters %s %s %d layers", ", ".join(map(repr, names)), done, len(wrapped))
+        _LOG.warning("adapters %s %s %d layers", ", ".join(map(repr, names)), done, count)
     return model
 
 
-def _wrapped(model: PreTrainedModel) -> dict[str, Any]:
-    """PEFT's layers by name."""
-    tuner: Any = _peft().tuners.tuners_utils.BaseTunerLayer
-    return {name: module for name, module in model.named_modules() if isinstance(module, tuner)}
-
-
-def _take_out(model: PreTrainedModel) -> None:
-    """Replaces PEFT's layers by the plain ones and restores what required gradients before."""
-    for name, layer in _wrapped(model).items():
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
-    flags = vars(model).pop("_trained_before_lora", {})
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(flags.get(name, parameter.is_floating_point()))
-    model._hf_peft_config_loaded = False
-    vars(model).pop("peft_config", None)
-    # `load_adapter` leaves the renamings of the adapter's file where `save_pretrained` looks for those of the model's.
-    kept = vars(model).get("_weight_conversions") or ()
-    if any("base_model" in pattern or "lora_" in pattern for one in kept for pattern in one.source_patterns):
-        del model._weight_conversions
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("LoRA needs PEFT: pip install peft") from error
-    return peft
-
-
-def _adapter_names(model: PreTrainedModel) -> list[str]:
-    return list(getattr(model, "peft_config", {})) if getattr(model, "_hf_peft_config_loaded", False) else []
+def _check_settings(rank: Any, pattern: Any, rngs: Any, alpha: Any, dropout: Any, adapter_name: Any) -> None:
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"lora_rank={rank!r} must be an int of at least 1")
+    if pattern is not None and not isinstance(pattern, str):
+        raise TypeError(f"lora_pattern={pattern!r} must be a regular expression, as 'q_proj|v_proj', or None")
+    if rngs is not None and not isinstance(rngs, torch.Generator) and type(rngs) is not int:
+        raise TypeError(f"rngs={rngs!r} must be a seed, a torch.Generator or None")
+    for name, number in (("alpha", alpha), ("dropout", dropout)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+            raise TypeError(f"{name}={number!r} must be a number")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise ValueError(f"alpha={alpha!r} must be above 0 and finite")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")
+    if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
+        raise ValueError(f"adapter_name={adapter_name!r} must be a name without dots, as 'default'")
 
 
 def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:
@@ -209,7 +195,7 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
         if isinstance(plain, nn.Linear | Conv1D) and plain is not head and not inside:
             found[name] = plain
     if pattern is None:
-        return found
+        return {name: layer for name, layer in found.items() if not _beside_kernels(model, name)}
     try:
         wanted = {name: layer for name, layer in found.items() if re.search(pattern, name)}
     except re.error as error:
@@ -218,6 +204,11 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
         some = ", ".join(list(found)[:_NAMED])
         raise ValueError(f"no linear layer of {type(model).__name__} has {pattern!r} in its name; they are {some}, ...")
     return wanted
+
+
+def _beside_kernels(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT refuses an adapter there: Mamba's fused kernels read the weight of `out_proj` themselves."""
+    return model.config.model_type in _MAMBA and name.rpartition(".")[2] == "out_proj"
 
 
 def _targets(model: PreTrainedModel, layers: Mapping[str, nn.Linear | Conv1D]) -> list[str] | str:
@@ -230,7 +221,7 @@ def _targets(model: PreTrainedModel, layers: Mapping[str, nn.Linear | Conv1D]) -
 
 
 def _lora_parameters(model: PreTrainedModel, adapter_name: str | None) -> dict[str, nn.Parameter]:
-    names = _adapter_names(model)
+    names = adapter_names(model)
     if not names:
         raise ValueError(f"{type(model).__name__} has no adapter; apply_lora_to_layers or load_adapter gives it one")
     wanted = adapter_name if adapter_name is not None else model.active_adapters()[0]

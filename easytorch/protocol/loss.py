@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from easytorch.layers.deferred_head import without_logits
 from easytorch.layers.deferred_logits import SMALLEST
 from easytorch.layers.token_loss import HeadProduct
-from easytorch.protocol.attention_inputs import MaskInfo, packed_inputs
+from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 from easytorch.protocol.loss_terms import answers, classification, of_model, routers_loss, tokens
 
@@ -54,12 +54,16 @@ def compute_loss(
     config = loss_config if loss_config is not None else LossConfig()
     if not isinstance(config, LossConfig):
         raise TypeError(f"loss_config must be a LossConfig, not {type(config).__name__}")
+    if not isinstance(loss_kwargs, Mapping | None):
+        raise TypeError(f"loss_kwargs must be a dict of settings, not {type(loss_kwargs).__name__}")
     settings = dict(loss_kwargs or {})
     shifted = settings.pop("shift_labels", None)
     config = config.with_settings(settings) if settings else config
     if cache_metadata is not None:
-        cache_metadata.check(batch.get("past_key_values"))
+        check_cache(cache_metadata, batch.get("past_key_values"))
     kind = kind_of(model)
+    if kind != "own" and not isinstance(labels, Tensor | None):
+        raise TypeError(f"labels of {type(model).__name__} are a tensor, not {type(labels).__name__}")
     segments = None
     if mask_info is not None or segment_ids is not None:
         batch, segments = packed_inputs(model, batch, mask_info, segment_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -77,6 +78,9 @@ class LossConfig:
                 if getattr(self, name) is not None:
                     raise ValueError(f"LossConfig takes {name} or {also}, which are one setting, not both")
                 object.__setattr__(self, name, given)
+        for name in ("divide_weight_sum", "shift_tokens", "break_on_nan"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         self._check_numbers()
         self._check_names()
 
@@ -99,9 +103,13 @@ class LossConfig:
         if sum(getattr(self, name) is not None for name in _CHUNKS) > 1:
             raise ValueError(f"{', '.join(_CHUNKS)} are ways to say one thing: give one of them")
         if self.class_weights is not None:
+            if not isinstance(self.class_weights, Tensor | Sequence) or isinstance(self.class_weights, str):
+                kind = type(self.class_weights).__name__
+                raise TypeError(f"class_weights must be a tensor or a list of numbers, not {kind}")
             weights = torch.as_tensor(self.class_weights)
-            if weights.dim() != 1 or weights.is_complex() or not bool((weights >= 0).all()):
-                raise ValueError("class_weights must be one number of at least 0 for each label")
+            fits = weights.dim() == 1 and not weights.is_complex()
+            if not fits or not bool(((weights >= 0) & weights.isfinite()).all()):
+                raise ValueError("class_weights must be one finite number of at least 0 for each label")
             object.__setattr__(self, "class_weights", weights.to(torch.float32))
 
     def _check_names(self) -> None:
@@ -118,8 +126,10 @@ class LossConfig:
             if factor not in SpecialLossNormalizingFactor.__members__:
                 known_factors = ", ".join(SpecialLossNormalizingFactor)
                 raise ValueError(f"loss_normalizing_factor={factor!r} must be a number or one of {known_factors}")
-        elif factor is not None and (isinstance(factor, bool) or not factor > 0):
-            raise ValueError(f"loss_normalizing_factor={factor!r} must be above 0")
+        elif factor is not None:
+            _check_divisor("loss_normalizing_factor", factor)
+        if self.num_items_in_batch is not None:
+            _check_divisor("num_items_in_batch", self.num_items_in_batch)
         if factor is not None and self.reduction is not None:
             raise ValueError("reduction and loss_normalizing_factor both say what the losses are divided by: give one")
         if self.num_items_in_batch is not None and (factor is not None or self.reduction in ("sum", "none")):
@@ -158,6 +168,20 @@ _FIRST_WORD = {
     "classification_problem_type": "problem_type",
     "num_classification_labels": "num_labels",
 }
+
+
+def _check_divisor(name: str, number: Any) -> None:
+    """A number above 0, or a tensor with one; what a tensor on a device holds is not read, which would wait for it."""
+    if isinstance(number, Tensor):
+        if number.numel() != 1 or number.is_complex():
+            raise ValueError(f"{name} of the shape {tuple(number.shape)} must be one number")
+        if not number.is_cpu or torch.compiler.is_compiling():
+            return
+        number = number.item()
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{name}={number!r} must be a number")
+    if not 0 < float(number) < math.inf:
+        raise ValueError(f"{name}={number!r} must be above 0 and finite")
 
 
 def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from easytorch.layers.quantized import QuantizedLinear, QuantizedStacks, quantize_stacks
-from easytorch.layers.quantized_formats import FormatSettings, quantize_weight
+from easytorch.layers.quantized import QUANTIZED, QuantizedLinear, QuantizedStacks, is_quantized, quantize_stacks
+from easytorch.layers.simulated import is_simulated, simulate, stop_simulating
+from easytorch.protocol.dtypes import to_dtype
 from easytorch.protocol.quantization_config import METHOD, QuantizationConfig
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def quantize(
         )
     if not isinstance(config, QuantizationConfig):
         raise TypeError(f"quantization_config must be a QuantizationConfig or a name, not {type(config).__name__}")
-    if getattr(model, "is_quantized", False) or any(isinstance(one, _QUANTIZED) for one in model.modules()):
+    if is_quantized(model) or getattr(model, "is_quantized", False) or _simulated(model):
         raise ValueError(f"{type(model).__name__} is quantized already; dequantize it first")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("the model carries an adapter: unwrap_lora_to_layers first, or apply it after quantize")
@@ -68,7 +68,7 @@ def quantize(
         for name, parameter in every:
             module = model.get_submodule(name)
             transposed = isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
-            parametrize.register_parametrization(module, parameter, StraightThrough(config.settings, transposed))
+            simulate(module, parameter, config.settings, transposed)
         return model
     _replace(model, config, layers, stacks)
     marked: Any = model
@@ -81,8 +81,15 @@ def quantize(
 
 
 def dequantize(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
-    """The reverse of `quantize`, but for the rounding: plain linear layers and experts, of `dtype` or as before."""
-    found = [(name, one) for name, one in model.named_modules() if isinstance(one, _QUANTIZED)]
+    """The reverse of `quantize`, but for the rounding: plain linear layers and experts, of `dtype` or as before.
+
+    Weights that `simulate` rounds in every forward pass are those that were trained again, not rounded.
+    """
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, QUANTIZED)]
+    if simulated := _simulated(model):
+        for module in simulated:
+            stop_simulating(module)
+        return model if dtype is None else to_dtype(model, dtype)
     if not found:
         raise ValueError(f"{type(model).__name__} is not quantized")
     if any(name.endswith(".base_layer") for name, _ in found):
@@ -104,24 +111,6 @@ def dequantize(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
         quantizer.remove_quantization_config(model)
     model.__dict__.pop("is_quantized", None)
     return model
-
-
-class StraightThrough(nn.Module):
-    """A parametrization: the weight rounded to the format, with the gradient of the weight itself.
-
-    transposed: of weights (in, out), or stacks of them.
-    """
-
-    def __init__(self, settings: FormatSettings, transposed: bool) -> None:
-        super().__init__()
-        self.settings, self.transposed = settings, transposed
-
-    def forward(self, weight: Tensor) -> Tensor:
-        rows = weight.transpose(-1, -2) if self.transposed else weight
-        matrices = rows.reshape(-1, *rows.shape[-2:])
-        decoded = [quantize_weight(one, self.settings).dequantize(weight.dtype) for one in matrices]
-        rounded = torch.stack(decoded).reshape(rows.shape)
-        return weight + ((rounded.transpose(-1, -2) if self.transposed else rounded) - weight).detach()
 
 
 @register_quantization_config(METHOD)
@@ -158,7 +147,8 @@ class EasyTorchQuantizer(HfQuantizer):
         return True  # adapters are
 
 
-_QUANTIZED = (QuantizedLinear, QuantizedStacks)
+def _simulated(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if is_simulated(one)]
 
 
 def _chosen(
@@ -180,7 +170,10 @@ def _chosen(
     if not layers and not stacks:
         known = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)]
         some = f"; its linear layers are {', '.join(known[:_NAMED])}, ..." if known else ""
-        raise ValueError(f"no layer of {type(model).__name__} has {config.pattern!r} in its name{some}")
+        kind = type(model).__name__
+        if config.pattern is None:
+            raise ValueError(f"{kind} has no layer to quantize but heads and routers, which stay as they are{some}")
+        raise ValueError(f"no layer of {kind} has {config.pattern!r} in its name{some}")
     return layers, stacks
 
 

@@ -55,14 +55,19 @@ class QuantizationConfig(QuantizationConfigMixin):
             raise ValueError(f"group_size={size}: {name} is {STORAGE[name][1]} columns a scale")
         if bits is not None and (name != "affine" or type(bits) is not int or not 2 <= bits <= 8):
             raise ValueError(f"bits={bits!r} is a number from 2 to 8, of affine alone")
+        if pattern is not None and not isinstance(pattern, str):
+            raise TypeError(f"pattern={pattern!r} must be a regular expression, as 'mlp|q_proj', or None")
+        for word, flag in (("simulate", simulate), ("quantize_tensors", quantize_tensors)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{word}={flag!r} must be True or False")
         if pattern is not None:
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from error
         self.quant_method: Any = quant_method
-        self.dtype, self.group_size, self.bits, self.simulate = name, size, bits, bool(simulate)
-        self.pattern, self.quantize_tensors = pattern, bool(quantize_tensors)
+        self.dtype, self.group_size, self.bits, self.simulate = name, size, bits, simulate
+        self.pattern, self.quantize_tensors = pattern, quantize_tensors
 
     @property
     def settings(self) -> FormatSettings:

@@ -38,6 +38,11 @@ class GraphDef:
         return type(self._skeleton)
 
     @property
+    def skeleton(self) -> Any:
+        """The module itself, its tensors on the meta device."""
+        return self._skeleton
+
+    @property
     def config(self) -> Any:
         """The module's config; None for a module without one."""
         return getattr(self._skeleton, "config", None)

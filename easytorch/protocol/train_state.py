@@ -25,7 +25,10 @@ from torch.optim import Optimizer
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.storage.atomic import new_folder
+from easytorch.protocol.adapters import add_described_adapters, described_adapters
 from easytorch.protocol.lazy import lazy_init
+from easytorch.protocol.quantization import quantize
+from easytorch.protocol.quantization_config import METHOD, QuantizationConfig
 from easytorch.protocol.state import GraphDef, State, checked, merge_module, merge_params_dict, split_module
 
 TENSORS, STATE, CONFIG = "train_state.safetensors", "train_state.json", "config.json"
@@ -133,6 +136,9 @@ class TrainState:
             "params": _encode(self.graphstate, "params", tensors),
             "buffers": _encode(self.graphother, "buffers", tensors),
         }
+        model = self.graphdef.skeleton
+        if adapters := described_adapters(model):
+            content["adapters"], content["active_adapters"] = adapters, model.active_adapters()
         if self.optimizer is not None:
             content["optimizer"] = {
                 "kind": self.optimizer.kind,
@@ -155,7 +161,9 @@ def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int 
 
 
 def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
-    """What `TrainState.save` wrote, its tensors on the CPU. model_class: that of the model, or an auto class.
+    """What `TrainState.save` wrote, its tensors on the CPU, quantized layers and adapters included.
+
+    model_class: that of the model, or an auto class.
 
     `CheckpointError` for a folder that is none, is damaged, or holds another model.
     """
@@ -183,11 +191,24 @@ def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
 
         config_class = AutoConfig
     model = lazy_init(model_class, config_class.from_pretrained(folder))
+    _change_layers(model, content)
     try:
         checked(model, {**parts["params"], **parts["buffers"]}, complete=True)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"does not fit {type(model).__name__}: {error}", file=folder) from error
     return TrainState(step, GraphDef(model), parts["params"], parts["buffers"], optimizer)
+
+
+def _change_layers(model: Any, content: Mapping[str, Any]) -> None:
+    """Gives a new model the quantized layers that its config names, and the adapters of a saved state."""
+    quantized = getattr(model.config, "quantization_config", None)
+    if quantized is not None:
+        given = quantized if isinstance(quantized, dict) else quantized.to_dict()
+        model.config.quantization_config = None
+        if given.get("quant_method") == METHOD:
+            quantize(model, QuantizationConfig(**given))
+    if content.get("adapters"):
+        add_described_adapters(model, content["adapters"], content["active_adapters"])
 
 
 def _kind(optimizer: Optimizer) -> str:

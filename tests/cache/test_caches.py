@@ -120,7 +120,7 @@ def test_pages_are_shared_until_they_are_written_to():
         assert pages.free_pages == 8, "the full page is shared, the last one has two copies"
         right = model(torch.cat([IDS[:1].expand(3, -1), step], 1)).logits[:, -1:]
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
-        pages.crop(1)
+        pages.crop(-1)
         again = model(step.flip(0), past_key_values=pages).logits
         torch.testing.assert_close(again, model(torch.cat([IDS[:1].expand(3, -1), step.flip(0)], 1)).logits[:, -1:])
 
@@ -225,6 +225,12 @@ def test_what_does_not_fit_is_one_error():
         (lambda: llama.init_cache(2, 8, shardings={}), "several devices"),
         (lambda: llama.init_cache(1, 1.5), "max_length=1.5"),
         (lambda: llama(IDS, past_key_values=llama.init_cache(2, 4)), "is for 4 tokens"),
+        (lambda: llama(IDS, past_key_values=llama.init_cache(1, 8)), "is for 1 rows, and 2 are given"),
+        (lambda: llama.init_cache(1, 8, kind="int8", group_size=0), "group_size=0"),
+        (lambda: llama.init_cache(1, 8, kind="int8", residual_length=-1), "residual_length=-1"),
+        (lambda: llama.init_cache(2, 8, torch.tensor([1, 2, 3])), r"starts \(3,\)"),
+        (lambda: llama.init_cache(2, 8, torch.tensor([9, -1])), "must be from 0 to max_length=8"),
+        (lambda: pages_of("llama").crop(1), "as a negative number"),
         (lambda: protocol.create_paged_metadata(llama, 1.5, 4, 8), "hbm_utilization=1.5"),
         (lambda: protocol.create_paged_metadata(llama, 0.5, 0, 8), "page_size=0"),
         (lambda: protocol.create_paged_metadata(model_of("qwen3_next"), 0.5, 4, 8), "linear_attention"),
@@ -239,8 +245,18 @@ def test_what_does_not_fit_is_one_error():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             call()
+    for call, match in (
+        (lambda: llama.init_ragged_pages(made), "must be a RaggedPagesMetadata, not TransformerMetadata"),
+        (lambda: llama.prepare_inputs_for_generation(IDS.tolist(), 8, 0), "a tensor of tokens .*, not list"),
+        (lambda: llama.compute_loss(IDS, cache_metadata=3), "create_cache_metadata .*, not int"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            call()
+    pages = llama.init_ragged_pages(small)
     with torch.no_grad(), pytest.raises(MemoryError, match="2 of 2 pages left, and 4 are needed"):
-        llama(IDS, past_key_values=llama.init_ragged_pages(small))
+        llama(IDS, past_key_values=pages)
+    with torch.no_grad():  # a call that found too few pages leaves the number of rows open
+        llama(IDS[:1], past_key_values=pages)
     with torch.no_grad(), pytest.raises(ValueError, match="has 2 rows, and 1 are given"):
         pages = pages_of("llama")
         llama(IDS, past_key_values=pages)

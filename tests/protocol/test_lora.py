@@ -201,3 +201,125 @@ def test_a_model_of_transformers():
     protocol.apply_lora_to_layers(model, 2)
     assert "lm_head.lora_A.weight" not in protocol.split_lora_params(model)
     assert len(protocol.split_lora_params(model)) == 2 * (2 * 6 + 2 * 10)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_dropped_adapter_leaves_the_weights_that_were_there(case, init, tmp_path):
+    model, pattern = case
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    if init == "olora" and model.config.model_type == "gpt2":
+        with pytest.raises(ValueError, match="is a Conv1D"):
+            model.apply_lora_to_layers(4, pattern, init=init)
+    else:
+        model.apply_lora_to_layers(4, pattern, init=init, rngs=0)
+        model.save_pretrained(tmp_path / "adapter")
+        model.apply_lora_to_layers(2, pattern, adapter_name="second", rngs=0)
+        model.unwrap_lora_to_layers(merge=False)
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], one) for name, one in before.items())
+    if (tmp_path / "adapter").exists():
+        model.load_adapter(tmp_path / "adapter")
+        with pytest.raises(ValueError, match="cannot be dropped"):
+            model.unwrap_lora_to_layers(merge=False)
+
+
+def test_an_adapter_that_fails_halfway_leaves_the_weights(monkeypatch):
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    layer = peft.tuners.lora.layer.LoraLayer
+    theirs, calls = layer.pissa_init, []
+
+    def fails(self, *args):
+        calls.append(1)
+        if len(calls) > 2:
+            raise ValueError("no more")
+        theirs(self, *args)
+
+    monkeypatch.setattr(layer, "pissa_init", fails)
+    with pytest.raises(ValueError, match="no more"):
+        model.apply_lora_to_layers(2, init="pissa")
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], one) for name, one in before.items())
+
+
+TIED = {
+    "llama": ("AutoModelForCausalLM", LlamaConfig(**SIZES, tie_word_embeddings=True), "lm_head"),
+    "bert": ("AutoModelForMaskedLM", BertConfig(**SIZES), "decoder"),
+    "gpt2": ("AutoModelForCausalLM", MODELS["gpt2"][1], "lm_head"),
+    "t5": ("AutoModelForSeq2SeqLM", T5, "lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_head_is_not_merged_into(name):
+    auto, config, head = TIED[name]
+    model = getattr(easytorch, auto).from_config(copy.deepcopy(config)).eval()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    model.apply_lora_to_layers(2, head, rngs=0)
+    model.merge_lora_params(filled(model))
+    with pytest.raises(ValueError, match="which merging would change or untie"):
+        model.unwrap_lora_to_layers()
+    model.unwrap_lora_to_layers(merge=False)
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], one) for name, one in before.items())
+
+
+FILES = {
+    "modules_to_save": {"modules_to_save": ["lm_head", "norm"]},
+    "tokens": {"trainable_token_indices": [5, 9]},
+    "ranks": {"rank_pattern": {"layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"layers.1.self_attn.q_proj": 3}},
+    "parameters": {"target_parameters": ["model.layers.0.self_attn.o_proj.weight"]},
+    "bias": {"lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("merge", [True, False])
+def test_all_that_pefts_files_hold_is_taken_out(kind, merge, tmp_path):
+    torch.manual_seed(0)
+    base = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **FILES[kind])
+    theirs = peft.get_peft_model(copy.deepcopy(base), config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    model = copy.deepcopy(base)
+    model.load_adapter(tmp_path)
+    with torch.no_grad():
+        changed = theirs.eval()(input_ids=IDS).logits
+        torch.testing.assert_close(model(IDS).logits, changed, rtol=1e-5, atol=1e-5)
+        if kind == "bias" and merge:  # the layers have none that it could be added to
+            with pytest.raises(ValueError, match="has none to merge it into"):
+                model.unwrap_lora_to_layers()
+            torch.testing.assert_close(model(IDS).logits, changed, rtol=1e-5, atol=1e-5)
+            return
+        model.unwrap_lora_to_layers(merge=merge)
+        right = changed if merge else base(IDS).logits
+        torch.testing.assert_close(model(IDS).logits, right, rtol=1e-5, atol=1e-5)
+    assert model.state_dict().keys() == base.state_dict().keys()
+
+
+def test_settings_of_other_types():
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    for given, error in (
+        ({"lora_pattern": ["q_proj"]}, TypeError),
+        ({"alpha": "16"}, TypeError),
+        ({"alpha": 0}, ValueError),
+        ({"alpha": float("nan")}, ValueError),
+        ({"dropout": "no"}, TypeError),
+        ({"rngs": 1.5}, TypeError),
+        ({"adapter_name": ""}, ValueError),
+        ({"adapter_name": "a.b"}, ValueError),
+    ):
+        with pytest.raises(error, match=next(iter(given))):
+            model.apply_lora_to_layers(2, **given)
+    assert not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def test_mamba_without_a_pattern():
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
+    config = transformers.Mamba2Config(vocab_size=97, num_hidden_layers=2, **sizes)
+    model = easytorch.AutoModelForCausalLM.from_config(config)
+    assert all("in_proj" in name for name in model.apply_lora_to_layers(2).split_lora_params())

@@ -266,6 +266,10 @@ BAD_CONFIGS = [
     {"chunk_token_size": 2, "chunk_vocab_size": 2}, {"class_weights": [1.0, -1.0]}, {"ignore_index": 1.0},
     {"weight": [1.0], "class_weights": [1.0]}, {"problem_type": "ranking"}, {"compute_dtype": "fp8"},
     {"loss_normalizing_factor": "ALL"}, {"loss_normalizing_factor": 0}, {"num_labels": 0},
+    {"loss_normalizing_factor": float("inf")}, {"loss_normalizing_factor": [3.0]}, {"num_items_in_batch": 0},
+    {"num_items_in_batch": -2}, {"num_items_in_batch": "3"}, {"num_items_in_batch": torch.tensor([3, 4])},
+    {"num_items_in_batch": torch.tensor(0)}, {"class_weights": "heavy"}, {"class_weights": [float("inf")]},
+    {"shift_tokens": "no"}, {"break_on_nan": 1}, {"divide_weight_sum": 3},
 ]  # fmt: skip
 
 
@@ -283,6 +287,8 @@ def test_bad_calls():
     for model, error, batch, match in (
         (bert, ValueError, {"input_ids": IDS}, "needs labels"),
         (llama, TypeError, tokens | {"loss_config": {}}, "must be a LossConfig"),
+        (llama, TypeError, tokens | {"loss_kwargs": [1]}, "must be a dict of settings, not list"),
+        (llama, TypeError, tokens | {"labels": LABELS.tolist()}, "are a tensor, not list"),
         (llama, TypeError, tokens | {"loss_kwargs": {"smoothing": 0.1}}, "smoothing"),
         (llama, ValueError, tokens | {"loss_kwargs": {"class_weights": [1.0]}}, "1 numbers for 97 labels"),
         (llama, ValueError, tokens | {"loss_kwargs": {"router_aux_loss_coef": 0.1}}, "no routers"),

@@ -158,6 +158,44 @@ def test_simulated(name):
     assert originals and all(one.grad.abs().sum() > 0 for one in originals)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "mpt"])
+def test_simulated_weights_are_saved_and_given_back(name, tmp_path):
+    model, plain = model_of(name), model_of(name)
+    protocol.quantize(model, "int4", group_size=32, simulate=True)
+    rounded = model(IDS).logits
+    for format_ in ("int4", "int8"):
+        for simulate in (False, True):
+            with pytest.raises(ValueError, match="is quantized already"):
+                protocol.quantize(model, format_, simulate=simulate)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    again = type(plain).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(IDS).logits, plain(IDS).logits)
+    moved = {key: one + 0.01 for key, one in plain.state_dict().items()}
+    model.load_state_dict(moved)
+    assert not torch.equal(model(IDS).logits, rounded)
+    protocol.dequantize(model)
+    assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(moved)
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    protocol.quantize(model, "int8")
+
+
+@pytest.mark.parametrize("convert", [protocol.to_flax, protocol.to_torch, protocol.transform_fn])
+def test_what_needs_plain_weights_says_so(convert):
+    with pytest.raises(TypeError, match="are quantized, and are not converted"):
+        convert(protocol.quantize(model_of("llama"), "int8"))
+
+
+def test_settings_of_other_types():
+    for given, match in (({"pattern": 3}, "pattern=3"), ({"simulate": "no"}, "simulate='no'")):
+        with pytest.raises(TypeError, match=match):
+            QuantizationConfig(**given)
+    bare = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 0}))
+    with pytest.raises(ValueError, match="no layer to quantize but heads and routers"):
+        protocol.quantize(bare)
+
+
 def test_settings():
     model = model_of("mixtral").quantize(QuantizationConfig("8bit", pattern="self_attn", block_size=16), False)
     names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}

@@ -229,6 +229,28 @@ def test_slots_keep_their_dtype_and_follow_names():
         assert other.state[parameter]["exp_avg"].dtype is torch.float32
 
 
+@pytest.mark.parametrize(("format_", "init"), [(None, True), (None, "pissa"), ("int8", True), ("nf4", True)])
+def test_adapters_and_quantized_layers_are_restored(format_, init, tmp_path):
+    model = build("llama")
+    if format_ is not None:
+        protocol.quantize(model, format_)
+    protocol.apply_lora_to_layers(model, 2, "q_proj", rngs=0, init=init, adapter_name="one")
+    protocol.apply_lora_to_layers(model, 4, "q_proj|v_proj", rngs=1, adapter_name="two")
+    model.set_adapter("one")
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    protocol.compute_loss(model, input_ids=IDS)[1].loss.backward()
+    optimizer.step()
+    protocol.to_state(model, optimizer, step=1).save(tmp_path / "state")
+    state = protocol.load_state(tmp_path / "state", model_class=type(model))
+    again = state.model.eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert again.active_adapters() == ["one"] and list(again.peft_config) == ["one", "two"]
+    assert again.peft_config["one"].init_lora_weights == init
+    other = torch.optim.AdamW([one for one in again.parameters() if one.requires_grad], lr=0.1)
+    assert state.restore(again, other) == 1
+
+
 def test_states_that_do_not_fit(tmp_path):
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters())
