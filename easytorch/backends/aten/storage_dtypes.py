@@ -16,6 +16,7 @@ from easytorch.backends.dtypes import DType
 
 _WORDS = {DType.UINT16: torch.int16, DType.UINT32: torch.int32, DType.UINT64: torch.int64}
 _FLOAT8 = tuple(dtype for dtype in DType if dtype.is_float and dtype.size == 1)
+_FNUZ = (DType.FLOAT8_E4M3FNUZ, DType.FLOAT8_E5M2FNUZ)
 # The dtypes that torch has tensors of: all but int4 and uint4.
 HELD = tuple(dtype for dtype in DType if dtype.bits >= 8)
 # Above this a float32 overflows float8_e4m3fn: NaN by IEEE's rule, where torch saturates some of these types.
@@ -56,7 +57,9 @@ def is_narrow(dtype: DType) -> bool:
 def wide(x: Tensor, dtype: DType) -> Tensor:
     """Narrow floats as float32; anything else unchanged."""
     if dtype in _FLOAT8:
-        return x.view(held(dtype)).to(torch.float32)
+        found = x.view(held(dtype)).to(torch.float32)
+        # The NaN of these two becomes a signaling one, of which the C library's pow(nan, 0) is NaN.
+        return torch.where(found.isnan(), torch.nan, found) if dtype in _FNUZ else found
     return x.to(torch.float32) if is_narrow(dtype) else x
 
 

@@ -403,6 +403,26 @@ def _among_equals() -> list[Sample]:
                     exact=True,
                 )
             )
+    return found + _first_of_equals()
+
+
+def _first_of_equals() -> list[Sample]:
+    """Windows in three dimensions that begin and end in the padding, of few different numbers."""
+    dims, window, strides, pads, places = (5, 5, 3), (4, 5, 2), (1, 2, 2), ((0, 3), (4, 0), (1, 0)), (5, 3, 2)
+    rng = np.random.default_rng(6)
+    found = []
+    for op_type in (OpType.SELECT_AND_SCATTER_MAX, OpType.SELECT_AND_SCATTER_MIN):
+        for dtype in (DType.UINT8, DType.FLOAT16):
+            found.append(
+                Sample(
+                    op_type,
+                    f"the first of equals {dtype}",
+                    tuple(rng.integers(0, 3, size).astype(dtype.numpy) for size in (dims, places)),
+                    lambda b, x, y, op=op_type: getattr(b, op.method)(x, y, window, strides, pads),
+                    host=lambda x, y, op=op_type: _scattered(x, y, op, window, strides, pads),
+                    exact=True,
+                )
+            )
     return found
 
 

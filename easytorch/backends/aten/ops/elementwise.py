@@ -143,10 +143,11 @@ def _expm1(x: Tensor) -> Tensor:
         return torch.expm1(x)
     wide_ = x.to(torch.complex128)
     a, b = wide_.real, wide_.imag
-    real = torch.expm1(a) * torch.cos(b) - 2 * torch.sin(b / 2) ** 2
-    flat = b == 0
-    imaginary = torch.where(flat, b, torch.exp(a) * torch.sin(b))
-    return torch.complex(torch.where(flat, torch.expm1(a), real), imaginary).to(x.dtype)
+    near = torch.complex(torch.expm1(a) * torch.cos(b) - 2 * torch.sin(b / 2) ** 2, torch.exp(a) * torch.sin(b))
+    # e^a alone may be infinite where e^a cos b is not; from 40 on the 1 is below the last digit.
+    root = torch.exp(a / 2)
+    found = torch.where(a > 40, torch.complex(root * torch.cos(b) * root, root * torch.sin(b) * root), near)
+    return torch.where(b == 0, torch.complex(torch.expm1(a), b), found).to(x.dtype)
 
 
 def _logistic(x: Tensor) -> Tensor:
@@ -218,8 +219,16 @@ def _extreme(greatest: bool) -> Kernel:
 
 def _cbrt(x: Tensor) -> Tensor:
     if x.is_complex():
+        # By modulus and angle: the logarithm of a large number has few digits after the point.
         wide_ = x.to(torch.complex128)
-        return torch.where(x == 0, 0, torch.exp(torch.log(torch.where(x == 0, 1, wide_)) / 3)).to(x.dtype)
+        real, imaginary = wide_.real, wide_.imag
+        large = torch.maximum(real.abs(), imaginary.abs()) > 1
+        up, down = (torch.hypot(real * 2.0**power, imaginary * 2.0**power) for power in (300, -30))
+        size = torch.where(large, _cbrt(down) * 2.0**10, _cbrt(up) * 2.0**-100)
+        angle = torch.atan2(imaginary, real) / 3
+        flat = angle == 0
+        imaginary = torch.where(flat, angle, size * torch.sin(angle))
+        return torch.complex(torch.where(flat, size, size * torch.cos(angle)), imaginary).to(x.dtype)
     exact = x.to(torch.float64)
     size = exact.abs()
     # Scaled into the normal numbers; a step of Newton's method then makes up for the rounded exponent.

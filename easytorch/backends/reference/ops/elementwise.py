@@ -59,7 +59,13 @@ def _log1p(x: np.ndarray) -> np.ndarray:
 def _cbrt(x: np.ndarray) -> np.ndarray:
     if not np.iscomplexobj(x):
         return np.asarray(np.cbrt(x))
-    return np.where(x == 0, 0, np.exp(np.log(np.where(x == 0, 1, x)) / 3))
+    # By modulus and angle: the logarithm of a large number has few digits after the point. Scaled by powers of eight,
+    # so that the modulus neither overflows nor is subnormal.
+    large = np.maximum(np.abs(x.real), np.abs(x.imag)) > 1
+    scale = np.where(large, 2.0**-30, 2.0**300)
+    size = np.cbrt(np.hypot(x.real * scale, x.imag * scale)) * np.where(large, 2.0**10, 2.0**-100)
+    angle = np.arctan2(x.imag, x.real) / 3
+    return _complex(size * np.cos(angle), np.where(angle == 0, angle, size * np.sin(angle)))
 
 
 def _atan2(x0: np.ndarray, x1: np.ndarray) -> np.ndarray:

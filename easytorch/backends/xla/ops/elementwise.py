@@ -175,26 +175,30 @@ def _cosine(e: Emitter, x: Value) -> Value:
 def _by_hyperbolic(e: Emitter, x: Value, name: str, other: str) -> Value:
     """name(a) cosh b + i other(a) sinh b (minus for the cosine): XLA's own loses small imaginary parts."""
     a, b = _real(e, x), _imag(e, x)
-    half = e.like(b, 0.5)
+    half, zero = e.like(b, 0.5), e.like(b, 0)
     size = e.unary("abs", b)
-    # e^b / 2 and e^-b / 2; the larger is computed from a smaller exponent, so as not to overflow too early.
-    up = e.unary("exponential", e.binary("subtract", size, e.like(b, math.log(2))))
-    down = e.binary("multiply", half, e.unary("exponential", e.unary("negate", size)))
     less = e.unary("exponential_minus_one", size)
     # sinh b = (u + u / (u + 1)) / 2 with u = e^b - 1, accurate near zero.
     small = e.binary("add", less, e.binary("divide", less, e.binary("add", less, e.like(b, 1))))
+    up, down = e.unary("exponential", size), e.unary("exponential", e.unary("negate", size))
     near = e.compare("LT", size, e.like(b, 1))
-    sinh = e.select(near, e.binary("multiply", half, small), e.binary("subtract", up, down))
-    sinh = e.select(e.compare("LT", b, e.like(b, 0)), e.unary("negate", sinh), sinh)
+    sinh = e.select(near, small, e.binary("subtract", up, down))
     cosh = e.binary("add", up, down)
-    if name == "cosine":
-        sinh = e.unary("negate", sinh)
-    zero, turned = e.like(b, 0), e.unary(other, a)
-    imaginary = e.binary("multiply", turned, sinh)
+    # Twice them is e^b from 40 on, which is multiplied in as two roots: it may be infinite where the product is not.
+    far, root = e.compare("GT", size, e.like(b, 40)), e.unary("exponential", e.binary("multiply", half, size))
+
+    def times(factor: Value, twice: Value) -> Value:
+        first = e.binary("multiply", e.binary("multiply", half, factor), e.select(far, root, twice))
+        return e.binary("multiply", first, e.select(far, root, e.like(b, 1)))
+
+    turned = e.unary(other, a)
+    below = e.compare("LT", b, zero)
+    minus = e.unary("not", below) if name == "cosine" else below
+    imaginary = times(e.select(minus, e.unary("negate", turned), turned), sinh)
     # 0 * inf occurs where a or b is 0; in the real part of a sine where a is.
     vanishes = e.binary("or", e.compare("EQ", turned, zero), e.compare("EQ", b, zero))
     first = e.unary(name, a)
-    real = e.select(e.compare("EQ", first, zero), first, e.binary("multiply", first, cosh))
+    real = e.select(e.compare("EQ", first, zero), first, times(first, cosh))
     return _complex(e, real, e.select(vanishes, zero, imaginary))
 
 
@@ -209,9 +213,38 @@ def _tan(e: Emitter, x: Value) -> Value:
 def _cbrt(e: Emitter, x: Value) -> Value:
     if not x.dtype.is_complex:
         return e.unary("cbrt", x)
-    zero = e.compare("EQ", x, e.like(x, 0))
-    power = e.binary("divide", e.unary("log", e.select(zero, e.like(x, 1), x)), e.like(x, 3))
-    return e.select(zero, x, e.unary("exponential", power))
+    # By modulus and angle: the logarithm of a large number has few digits after the point. Large numbers are divided
+    # by eight, so that the modulus does not overflow.
+    real, imaginary = _real(e, x), _imag(e, x)
+    large = e.compare(
+        "GT", e.binary("maximum", e.unary("abs", real), e.unary("abs", imaginary)), one := e.like(real, 1)
+    )
+    scale = e.select(large, e.like(real, 0.125), one)
+    scaled = _complex(e, e.binary("multiply", real, scale), e.binary("multiply", imaginary, scale))
+    size = e.binary("multiply", e.unary("cbrt", _abs(e, scaled)), e.select(large, e.like(real, 2), one))
+    angle = e.binary("divide", e.binary("atan2", imaginary, real), e.like(real, 3))
+    return _complex(e, *(e.binary("multiply", size, e.unary(name, angle)) for name in ("cosine", "sine")))
+
+
+def _expm1(e: Emitter, x: Value) -> Value:
+    """For complex numbers e^a cos b - 1 without subtracting nearly equal numbers."""
+    if not x.dtype.is_complex:
+        return e.unary("exponential_minus_one", x)
+    a, b = _real(e, x), _imag(e, x)
+    half, zero = e.like(a, 0.5), e.like(a, 0)
+    cosine, sine = e.unary("cosine", b), e.unary("sine", b)
+    less, turn = e.unary("exponential_minus_one", a), e.unary("sine", e.binary("multiply", half, b))
+    squared = e.binary("multiply", e.like(a, 2), e.binary("multiply", turn, turn))
+    real = e.binary("subtract", e.binary("multiply", less, cosine), squared)
+    imaginary = e.binary("multiply", e.unary("exponential", a), sine)
+    # e^a alone may be infinite where e^a cos b is not; from 40 on the 1 is below the last digit.
+    far, root = e.compare("GT", a, e.like(a, 40)), e.unary("exponential", e.binary("multiply", half, a))
+    real, imaginary = (
+        e.select(far, e.binary("multiply", e.binary("multiply", root, factor), root), near)
+        for factor, near in ((cosine, real), (sine, imaginary))
+    )
+    flat = e.compare("EQ", b, zero)
+    return _complex(e, e.select(flat, less, real), e.select(flat, b, imaginary))
 
 
 def _atan2(e: Emitter, x0: Value, x1: Value) -> Value:
@@ -242,10 +275,16 @@ def _reduce_precision(e: Emitter, x: Value, exponent_bits: int, mantissa_bits: i
     return e.select(e.compare("NE", x, x), x, found)
 
 
+def _real_log_plus_one(e: Emitter, x: Value) -> Value:
+    """XLA's own is good to 120 roundings of float64 below sqrt(1/2) - 1, where the sum with 1 is good to one."""
+    summed = e.unary("log", e.binary("add", x, e.like(x, 1)))
+    return e.select(e.compare("LT", x, e.like(x, -0.25)), summed, e.unary("log_plus_one", x))
+
+
 def _log_plus_one(e: Emitter, x: Value) -> Value:
     """For complex numbers log |1 + x| without squares that overflow or underflow, as in XLA's own."""
     if not x.dtype.is_complex:
-        return e.unary("log_plus_one", x)
+        return _real_log_plus_one(e, x)
     real, imaginary = _real(e, x), _imag(e, x)
     shifted = e.binary("add", real, e.like(real, 1))
     sizes = e.unary("abs", shifted), e.unary("abs", imaginary)
@@ -253,7 +292,7 @@ def _log_plus_one(e: Emitter, x: Value) -> Value:
     zero, one, half = (e.like(real, number) for number in (0, 1, 0.5))
     none = e.compare("EQ", large, zero)
     ratio = e.binary("divide", small, e.select(none, one, large))
-    rest = e.binary("multiply", half, e.unary("log_plus_one", e.binary("multiply", ratio, ratio)))
+    rest = e.binary("multiply", half, _real_log_plus_one(e, e.binary("multiply", ratio, ratio)))
     far = e.binary("add", e.unary("log", large), rest)
     infinity = e.like(real, math.inf)
     is_infinite = [e.compare("EQ", e.unary("abs", part), infinity) for part in (real, imaginary)]
@@ -261,15 +300,18 @@ def _log_plus_one(e: Emitter, x: Value) -> Value:
     near = e.binary("and", *(e.compare("LT", e.unary("abs", part), e.like(real, 0.35)) for part in (real, imaginary)))
     product = e.binary("multiply", real, e.binary("add", real, e.like(real, 2)))
     square = e.binary("add", product, e.binary("multiply", imaginary, imaginary))
-    close = e.binary("multiply", half, e.unary("log_plus_one", e.select(near, square, zero)))
+    close = e.binary("multiply", half, _real_log_plus_one(e, e.select(near, square, zero)))
     return _complex(e, e.select(near, close, far), e.binary("atan2", imaginary, shifted))
 
 
 def _logistic(e: Emitter, x: Value) -> Value:
     if not x.dtype.is_complex:
         return e.unary("logistic", x)
-    one = e.like(x, 1)
-    return e.binary("divide", one, e.binary("add", one, e.unary("exponential", e.unary("negate", x))))
+    # By the power that does not overflow.
+    one, part = e.like(x, 1), _real(e, x)
+    positive = e.compare("GE", part, e.like(part, 0))
+    small = e.unary("exponential", e.select(positive, e.unary("negate", x), x))
+    return e.binary("divide", e.select(positive, one, small), e.binary("add", one, small))
 
 
 def _real(e: Emitter, x: Value) -> Value:
@@ -386,7 +428,7 @@ EMITTERS: dict[OpType, Emit] = {
     OpType.COS: widened(_cosine, least=4),
     OpType.SIN: widened(_sine, least=4),
     OpType.EXP: _analytic("exponential"),
-    OpType.EXPM1: _analytic("exponential_minus_one"),
+    OpType.EXPM1: widened(_expm1, least=4),
     OpType.LOG: _analytic("log"),
     OpType.LOG1P: widened(_log_plus_one, least=4),
     OpType.LOGISTIC: widened(_logistic, least=4),

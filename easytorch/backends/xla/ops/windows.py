@@ -51,17 +51,14 @@ def _select_and_scatter(direction: str) -> Callable[..., Value]:
         window_strides: Ints,
         paddings: tuple[Ints, ...],
     ) -> Value:
-        if not operand.rank:
-            return source
-        scalars = [Shape(operand.dtype)] * 2
-        select = e.region(scalars, lambda a, b: [e.compare(direction, a, b)])
-        scatter = e.region(scalars, lambda a, b: [e.binary("add", a, b)])
-        attributes = (
-            f"window_dimensions = {int_array(window_dimensions)}, window_strides = {int_array(window_strides)}, "
-            f"padding = {pairs(paddings)}"
-        )
-        operands = (operand, source, e.scalar(0, operand.dtype))
-        return e.op("select_and_scatter", operands, operand.shape, attributes, f"{select}, {scatter}")
+        def better(x0: Value, x1: Value) -> Value:
+            return e.compare(direction, x0, x1)
+
+        def added(x0: Value, x1: Value) -> list[Value]:
+            return [e.binary("add", x0, x1)]
+
+        settings = (window_dimensions, window_strides, paddings)
+        return _scattered(e, operand, source, e.scalar(0, operand.dtype), better, added, settings)
 
     return widened(emit, least=4)
 
@@ -77,16 +74,37 @@ def _select_and_scatter_by(
     window_strides: Ints,
     paddings: tuple[Ints, ...],
 ) -> Value:
-    """Compares the windows' elements offset by offset: XLA's own operation selects in an unspecified order, which finds
-    the first of several only where `select` is true of equals."""
+    def better(x0: Value, x1: Value) -> Value:
+        region = e.region([Shape(x0.dtype)] * 2, lambda a, b: e.inline(select, (a, b)))
+        axes = f"dimensions = {int_array(range(x0.rank))}"
+        return e.op("map", (x0, x1), x0.shape.with_dtype(DType.BOOL), axes, region)
+
+    def combined(x0: Value, x1: Value) -> list[Value]:
+        return e.inline(scatter, (x0, x1))
+
+    settings = (window_dimensions, window_strides, paddings)
+    return _scattered(e, operand, source, init_value, better, combined, settings)
+
+
+def _scattered(
+    e: Emitter,
+    operand: Value,
+    source: Value,
+    init_value: Value,
+    better: Callable[[Value, Value], Value],
+    combine: Callable[[Value, Value], list[Value]],
+    settings: tuple[Ints, Ints, tuple[Ints, ...]],
+) -> Value:
+    """Compares the windows' elements offset by offset: XLA's own operation selects in an unspecified order, and takes
+    any of several equal elements."""
     if not operand.rank:
-        return e.inline(scatter, (init_value, source))[0]
+        return combine(init_value, source)[0]
     result = e.broadcast(init_value, (operand.shape.size,), ())
     if source.shape.size and operand.shape.size:
-        chosen = _selected_places(e, operand, source.dimensions, select, window_dimensions, window_strides, paddings)
+        chosen = _selected_places(e, operand, source.dimensions, better, *settings)
         updates = e.reshape(source, source.shape.size)
         numbers = "inserted_window_dims = [0], scatter_dims_to_operand_dims = [0], index_vector_dim = 1"
-        region = e.region([Shape(operand.dtype)] * 2, lambda a, b: e.inline(scatter, (a, b)))
+        region = e.region([Shape(operand.dtype)] * 2, combine)
         attributes = f"scatter_dimension_numbers = #stablehlo.scatter<{numbers}>"
         operands = (result, e.reshape(chosen, source.shape.size, 1), updates)
         result = e.op("scatter", operands, result.shape, attributes, region)
@@ -94,7 +112,13 @@ def _select_and_scatter_by(
 
 
 def _selected_places(
-    e: Emitter, operand: Value, places: Ints, select: Graph, window: Ints, strides: Ints, paddings: tuple[Ints, ...]
+    e: Emitter,
+    operand: Value,
+    places: Ints,
+    better: Callable[[Value, Value], Value],
+    window: Ints,
+    strides: Ints,
+    paddings: tuple[Ints, ...],
 ) -> Value:
     """The flat index of each window's selected element, past the end for windows that are all padding."""
     size = operand.shape.size
@@ -121,12 +145,9 @@ def _selected_places(
 
     def step(number: Value, best: Value, chosen: Value, padded: Value, numbered: Value) -> list[Value]:
         element, place = at_offset(padded, number), at_offset(numbered, number)
-        region = e.region([Shape(best.dtype)] * 2, lambda a, b: e.inline(select, (a, b)))
-        axes = f"dimensions = {int_array(range(best.rank))}"
-        better = e.op("map", (best, element), best.shape.with_dtype(DType.BOOL), axes, region)
         nowhere = e.broadcast(outside, places, ())
         found, inside = (e.compare("NE", x, nowhere) for x in (chosen, place))
-        taken = e.binary("and", inside, e.unary("not", e.binary("and", found, better)))
+        taken = e.binary("and", inside, e.unary("not", e.binary("and", found, better(best, element))))
         results = [e.select(taken, element, best), e.select(taken, place, chosen)]
         return [e.binary("add", number, e.scalar(1, DType.INT32)), *results, padded, numbered]
 
