@@ -142,14 +142,19 @@ def markdown(report: Report) -> str:
 
 
 def write_section(report: Report, path: Path, device: str) -> None:
-    """Puts the table between the page's marks for `device`, and leaves the rest of the page as it is."""
-    begin, end = f"<!-- bench_ops: {device} -->\n", "<!-- bench_ops: end -->"
+    """Puts the table between the page's marks for `device`."""
+    put_section(path, "bench_ops", markdown(report), device)
+
+
+def put_section(path: Path, script: str, text: str, part: str = "") -> None:
+    """Puts the text between the page's marks of a script, and leaves the rest of the page as it is."""
+    begin, end = f"<!-- {script}{part and f': {part}'} -->\n", f"<!-- {script}: end -->"
     page = path.read_text() if path.exists() else f"{begin}{end}\n"
     before, mark, rest = page.partition(begin)
     _, closing, after = rest.partition(end)
     if not mark or not closing:
         raise ValueError(f"{path} has no section between {begin.strip()!r} and {end!r}")
-    path.write_text(f"{before}{begin}\n{markdown(report)}\n{end}{after}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def plot(report: Report, path: Path) -> None:
