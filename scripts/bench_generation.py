@@ -183,12 +183,12 @@ def main() -> None:
                 machine = {"machine": Worker("machine", folder, dtype, options)}
                 workers.update(machine)
                 figures.rounds[dtype] = measure(workers, dtype, options)
+                if options.json is not None:  # as far as it got: a long run may be cut off
+                    options.json.write_text(figures.to_json() + "\n")
             finally:
                 for worker in workers.values():
                     worker.close()
     print(figures.markdown())
-    if options.json is not None:
-        options.json.write_text(figures.to_json() + "\n")
     if options.markdown is not None:
         put_section(options.markdown, "bench_generation", figures.markdown())
 
