@@ -6,7 +6,7 @@ torch's `quantize_dynamic`, replace modules of exactly that type and would silen
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from torch.nn.modules import module as hooks
 from easytorch.kernels.linear.preference import smallest_weight
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
-from easytorch.operations.linear import Linear
+from easytorch.operations.linear import Linear as LinearOperation
 
-_OPERATION = cast(Linear, OperationRegistry.create("linear"))
+_OPERATION = cast(LinearOperation, OperationRegistry.create("linear"))
 
 # The smallest float32 weight, in elements, whatever the table of `linear` says: other libraries round differently from
 # MKL, and MiniLM's layers would differ by 1.3e-5 from transformers', where less than 1e-5 is promised.
@@ -104,3 +104,10 @@ def watched(layer: nn.Module) -> bool:
         or nn.Linear.forward is not _FORWARD
         or nn.Module.__call__ is not _CALL  # torch.fx replaces it to trace
     )
+
+
+def __getattr__(name: str) -> Any:
+    """The parallel layers, which `easydel.layers.linear` has under these names."""
+    from easytorch import layers
+
+    return getattr(layers, name)
