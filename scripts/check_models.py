@@ -142,7 +142,8 @@ def adapters(family: str) -> None:
     model = made(family)
     plain = logits(model)
     generates = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    task = generates if model.can_generate() else None
+    # PEFT passes what a text model is given
+    task = generates if model.can_generate() and family not in TOWERS else None
     refused = ["out_proj"] if family in MAMBA else None  # by PEFT, for Mamba's kernels would pass over the adapter
     config = peft.LoraConfig(
         target_modules="all-linear", exclude_modules=refused, task_type=task, init_lora_weights=False, r=2
@@ -158,12 +159,12 @@ def adapters(family: str) -> None:
 
 
 def new_tokens(family: str) -> None:
-    """The logits of the old tokens stay; what was tied is tied still. Towers have none."""
-    if family in TOWERS:
+    """The logits of the old tokens stay; what was tied is tied still. Only models of text have logits of tokens."""
+    if made(family).get_output_embeddings() is None:
         return
     for tied in (False, True):
         model = made(family, tie_word_embeddings=tied)
-        if not tied and model.config.is_encoder_decoder:
+        if not tied and model.config.is_encoder_decoder and family not in TOWERS:
             continue  # here as in transformers both halves then get the one embedding that grows
         before = logits(model)
         model.resize_token_embeddings(101)
@@ -192,7 +193,7 @@ def half(family: str) -> None:
         value = loss(model)
         assert value.isfinite()
         value.backward()
-        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
         unused = ("mask_token",) if family in TOWERS else ()
         assert all(
             grad is not None and grad.dtype == dtype for name, grad in gradients.items() if not name.endswith(unused)

@@ -69,6 +69,27 @@ def decoder_masks(
     return own, cross
 
 
+def as_outputs(encoder_outputs: Any) -> BaseModelOutput:
+    """An encoder's outputs of an earlier call, which may be a tuple."""
+    if isinstance(encoder_outputs, BaseModelOutput):
+        return encoder_outputs
+    return BaseModelOutput(*encoder_outputs[:3])
+
+
+def outputs_of_both(encoder: BaseModelOutput, decoder: Any) -> Seq2SeqModelOutput:
+    """What the model returns of its encoder's and its decoder's outputs."""
+    return Seq2SeqModelOutput(
+        last_hidden_state=decoder.last_hidden_state,
+        past_key_values=decoder.past_key_values,
+        decoder_hidden_states=decoder.hidden_states,
+        decoder_attentions=decoder.attentions,
+        cross_attentions=decoder.cross_attentions,
+        encoder_last_hidden_state=encoder.last_hidden_state,
+        encoder_hidden_states=encoder.hidden_states,
+        encoder_attentions=encoder.attentions,
+    )
+
+
 class EncoderDecoder(_Base):
     """`shared`, `encoder` and `decoder`, as attributes of the model itself, and the forward of both.
 
@@ -121,8 +142,7 @@ class EncoderDecoder(_Base):
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
             )
-        elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        encoder_outputs = as_outputs(encoder_outputs)
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -133,16 +153,7 @@ class EncoderDecoder(_Base):
             use_cache=use_cache,
             **kwargs,
         )
-        return Seq2SeqModelOutput(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
-        )
+        return outputs_of_both(encoder_outputs, outputs)
 
 
 class Seq2SeqModel(EncoderDecoder):

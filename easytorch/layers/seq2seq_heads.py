@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 from transformers.modeling_outputs import (
+    CausalLMOutputWithCrossAttentions,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
     Seq2SeqQuestionAnsweringModelOutput,
@@ -35,13 +36,29 @@ def of_both(outputs: Seq2SeqModelOutput) -> dict[str, Any]:
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 
 
+def decoder_output(
+    outputs: Any, logits: torch.Tensor, labels: torch.Tensor | None
+) -> CausalLMOutputWithCrossAttentions:
+    """What a decoder alone returns. logits (B, T, vocabulary), labels (B, T): the next token of each, not shifted."""
+    loss = None
+    if labels is not None:
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device))
+    return CausalLMOutputWithCrossAttentions(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+        cross_attentions=outputs.cross_attentions,
+    )
+
+
 class Seq2SeqLMHead(_Base):
     """Logits of the next token of the decoder. `GenerationMixin` comes after it among the bases."""
 
     caches_labels: ClassVar[bool] = False  # whether a call with labels fills a cache too
     encode_decode: Any
     shifted: Any
-    lm_head: nn.Linear
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         read: torch.Tensor = self.shifted(labels)
@@ -57,12 +74,12 @@ class Seq2SeqLMHead(_Base):
 
     def logits_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, vocabulary)"""
-        logits, bias = linear(self.lm_head, hidden_states), self.logits_bias()
+        logits, bias = linear(self.get_output_embeddings(), hidden_states), self.logits_bias()
         return logits if bias is None else logits + bias.to(logits.device)
 
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """The loss without the logits, which takes less memory; None where it takes them."""
-        weight, bias = plain_parameters(self.lm_head)
+        weight, bias = plain_parameters(self.get_output_embeddings())
         if not self.training or weight is None or bias is not None:
             return None
         if hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):

@@ -30,6 +30,7 @@ from easytorch.layers.seq2seq_heads import (
     Seq2SeqLMHead,
     Seq2SeqQuestionAnswering,
     Seq2SeqSequenceClassification,
+    decoder_output,
 )
 from easytorch.layers.seq2seq_layers import DecoderLayer, EncoderLayer, dropped
 from easytorch.models.opt import OPTLearnedPositionalEmbedding
@@ -345,14 +346,4 @@ class BartForCausalLM(BartPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = linear(self.lm_head, keep_logits(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device))
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
+        return decoder_output(outputs, logits, labels)

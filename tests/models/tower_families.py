@@ -135,13 +135,55 @@ TOWER_FAMILIES = {
         variants=({"num_labels": 0},),
     ),
 }
+# An encoder of sound, whose decoder's caches and tokens test_whisper.py has.
+TOWER_FAMILIES["whisper"] = _tower(
+    "Whisper",
+    "WhisperModel",
+    "WhisperForConditionalGeneration",
+    "WhisperForCausalLM",
+    "WhisperForAudioClassification",
+    sizes={
+        "vocab_size": 97,
+        "num_mel_bins": 6,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 37,
+        "decoder_ffn_dim": 48,
+        "max_source_positions": 9,
+        "max_target_positions": 40,
+        "classifier_proj_size": 12,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "begin_suppress_tokens": None,
+    },
+    dropouts=("dropout", "activation_dropout", "attention_dropout"),
+    variants=(
+        {"activation_function": "relu", "decoder_layers": 3, "tie_word_embeddings": False},
+        {"decoder_attention_heads": 8, "encoder_layers": 3, "use_cache": False},
+    ),
+)
 TWO_TOWERS = ("clip", "siglip", "siglip2")
 # The head that stands for a family where one is enough.
 TOWER_HEADS = {family: row.heads[0] for family, row in TOWER_FAMILIES.items()} | {
     "vit": "ViTForImageClassification",
     "dinov2": "Dinov2ForImageClassification",
+    "whisper": "WhisperForConditionalGeneration",
 }
 _HEADS = {head: family for family, row in TOWER_FAMILIES.items() for head in row.heads}
+
+
+SAID = torch.tensor([[7, 41, 9, 22, 63, 80, 15], [50, 3, 77, 14, 29, 61, 8]])
+
+
+def sound(mels: int = 6, frames: int = 18, seed: int = 1) -> torch.Tensor:
+    """Two spectrograms (2, mels, frames); with mels=32, states of an encoder (2, frames, mels)."""
+    drawn = torch.randn(2, mels, frames, generator=torch.Generator().manual_seed(seed))
+    return drawn.transpose(1, 2) if mels == 32 else drawn
 
 
 def image(height: int = 12, width: int = 12, seed: int = 1) -> torch.Tensor:
@@ -153,6 +195,11 @@ def tower_inputs(head: str) -> dict[str, torch.Tensor] | None:
     """What a forward of the class `head` is given; None for a class that is no tower."""
     if head not in _HEADS:
         return None
+    if head.startswith("Whisper"):
+        said = {"input_ids" if head == "WhisperForCausalLM" else "decoder_input_ids": SAID}
+        if head == "WhisperForCausalLM":
+            return said | {"encoder_outputs": sound(32, 9)}
+        return {"input_features": sound()} | ({} if "Classification" in head else said)
     text: dict[str, torch.Tensor] = {}
     if "Text" in head or head in ("CLIPModel", "SiglipModel", "Siglip2Model"):
         ids = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 7], [4, 4, 90, 12, 7, 60, 0, 0, 0, 0]])
@@ -169,7 +216,9 @@ def tower_inputs(head: str) -> dict[str, torch.Tensor] | None:
 
 def tower_labels(head: str) -> dict[str, Any]:
     """What makes a forward of the class `head` compute a loss; empty where it has none."""
-    if "ForImageClassification" in head:
+    if head in ("WhisperForConditionalGeneration", "WhisperForCausalLM"):
+        return {"labels": SAID.masked_fill(SAID == 77, -100)}
+    if head.endswith(("ForImageClassification", "ForAudioClassification")):
         return {"labels": torch.tensor([1, 0])}
     if "ForMaskedImageModeling" in head:
         return {"bool_masked_pos": torch.tensor([[True, False, False] * 3, [False, True, True] * 3])}

@@ -1,0 +1,212 @@
+"""Whisper's two halves: an encoder of spectrograms with fixed sinusoidal positions, and a decoder with learned ones."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, EncoderDecoderCache, WhisperConfig
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
+from transformers.models.whisper.modeling_whisper import sinusoids
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from easytorch.layers.basics import check_one_input
+from easytorch.layers.config_checks import padding_of
+from easytorch.layers.encoder import CrossAttention, SelfAttention
+from easytorch.layers.norm import LayerNorm
+from easytorch.layers.seq2seq import decoder_masks, new_cache
+from easytorch.layers.seq2seq_layers import (
+    DecoderCrossAttention,
+    DecoderLayer,
+    DecoderSelfAttention,
+    EncoderLayer,
+    EncoderSelfAttention,
+    dropped,
+)
+from easytorch.protocol.native import NativeModel
+
+
+class WhisperEncoderSelfAttention(EncoderSelfAttention):
+    key_bias = False
+
+
+class WhisperDecoderSelfAttention(DecoderSelfAttention):
+    key_bias = False
+
+
+class WhisperCrossAttention(DecoderCrossAttention):
+    key_bias = False
+
+
+class WhisperEncoderLayer(EncoderLayer):
+    pre_norm = True
+    attention_class = WhisperEncoderSelfAttention
+
+
+class WhisperDecoderLayer(DecoderLayer):
+    pre_norm = True
+    self_class, cross_class = WhisperDecoderSelfAttention, WhisperCrossAttention
+
+
+class WhisperPreTrainedModel(NativeModel):
+    config: WhisperConfig
+    config_class = WhisperConfig
+    base_model_prefix = "model"
+    main_input_name = "input_features"
+    input_modalities: Any = ("audio", "text")
+    least_counts: ClassVar = {
+        "encoder_layers": 0,
+        "decoder_layers": 0,
+        "encoder_attention_heads": 1,
+        "decoder_attention_heads": 1,
+        "encoder_ffn_dim": 1,
+        "decoder_ffn_dim": 1,
+        "num_mel_bins": 1,
+        "max_source_positions": 1,
+        "max_target_positions": 1,
+    }
+    head_weights: ClassVar[tuple[str, ...]] = (r"^(proj_out|projector|classifier|layer_weights)(\.|$)",)
+    _no_split_modules = ["WhisperEncoderLayer", "WhisperDecoderLayer"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, WhisperEncoder):
+            init.copy_(module.embed_positions.weight, sinusoids(*module.embed_positions.weight.shape))
+
+    def _get_feat_extract_output_lengths(self, input_lengths: torch.Tensor) -> torch.Tensor:
+        """Frames of the spectrogram -> states of the encoder."""
+        return (input_lengths - 1) // 2 + 1
+
+
+class WhisperEncoder(WhisperPreTrainedModel):
+    input_modalities: Any = ("audio",)
+    _input_embed_layer = "conv1"
+    _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": SelfAttention}  # noqa: RUF012
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__(config)
+        width = config.d_model
+        if width % 2 or width < 4:
+            raise ValueError(
+                f"whisper: config.d_model={width} must be an even number of 4 or more: half of it are the sines of a "
+                f"position, half the cosines"
+            )
+        self.conv1 = nn.Conv1d(config.num_mel_bins, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
+        self.embed_positions = nn.Embedding(config.max_source_positions, width)
+        self.embed_positions.requires_grad_(False)
+        self.layers = nn.ModuleList(WhisperEncoderLayer(config, index) for index in range(config.encoder_layers))
+        self.layer_norm = LayerNorm(width)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _freeze_parameters(self) -> None:
+        self.requires_grad_(False)
+        self._requires_grad = False
+
+    def frames(self) -> int:
+        """How many frames of a spectrogram the encoder reads: all that it has positions for."""
+        return self.config.max_source_positions * self.conv1.stride[0] * self.conv2.stride[0]
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(self, input_features: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> BaseModelOutput:
+        """input_features (B, mels, frames) -> last_hidden_state (B, frames / 2, D).
+
+        attention_mask is ignored, as in transformers: Whisper reads the silence that fills a recording up.
+        """
+        channels, frames = self.conv1.in_channels, self.frames()
+        if input_features.dim() != 3 or input_features.shape[1] != channels:
+            raise ValueError(
+                f"input_features {tuple(input_features.shape)} must be (batch, {channels}, {frames}): the config has "
+                f"num_mel_bins={channels}"
+            )
+        if input_features.shape[-1] != frames:
+            raise ValueError(
+                f"Whisper expects the mel input features to be of length {frames}, but found "
+                f"{input_features.shape[-1]}. Make sure to pad the input mel features to {frames}."
+            )
+        embedded = F.gelu(self.conv1(input_features.to(self.conv1.weight.dtype)))
+        embedded = F.gelu(self.conv2(embedded)).transpose(1, 2)
+        positions = torch.arange(embedded.shape[1], device=embedded.device)
+        hidden_states = embedded + self.embed_positions(positions)
+        hidden_states = F.dropout(hidden_states, self.config.dropout, self.training)
+        for layer in self.layers:
+            if not dropped(self.config.encoder_layerdrop, self.training):
+                hidden_states = layer(hidden_states, None, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
+
+
+class WhisperDecoder(WhisperPreTrainedModel):
+    main_input_name = "input_ids"
+    input_modalities: Any = ("text",)
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": DecoderLayer,
+        "attentions": SelfAttention,
+        "cross_attentions": CrossAttention,
+    }
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model, padding_of(config))
+        self.embed_positions = nn.Embedding(config.max_target_positions, config.d_model)
+        self.layers = nn.ModuleList(WhisperDecoderLayer(config, index) for index in range(config.decoder_layers))
+        self.layer_norm = LayerNorm(config.d_model)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def cache_for(self, cache: Cache | None, encoder_hidden_states: torch.Tensor | None) -> Cache:
+        """`cache`, or a new one where there is none, or an empty one without a place for the encoder's states."""
+        attends = encoder_hidden_states is not None
+        unfit = attends and isinstance(cache, DynamicCache) and not isinstance(cache, EncoderDecoderCache)
+        if cache is not None and not (unfit and cache.get_seq_length() == 0):
+            return cache
+        return new_cache(self.config, attends_to_encoder=attends or bool(self.config.is_encoder_decoder))
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """input_ids (B, T) or inputs_embeds (B, T, D) -> last_hidden_state (B, T, D); encoder_hidden_states (B, S, D).
+
+        attention_mask (B, past + T): 1 for tokens and 0 for padding. position_ids (B, T): those that follow the cache
+        unless given.
+        """
+        check_one_input(input_ids, inputs_embeds)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache:
+            past_key_values = self.cache_for(past_key_values, encoder_hidden_states)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past
+        hidden_states = inputs_embeds + self.embed_positions(position_ids)
+        hidden_states = F.dropout(hidden_states, self.config.dropout, self.training)
+        mask, _ = decoder_masks(self.config, inputs_embeds, attention_mask, None, None, past_key_values)
+        for layer in self.layers:
+            if not dropped(self.config.decoder_layerdrop, self.training):
+                hidden_states = layer(
+                    hidden_states,
+                    mask,
+                    encoder_hidden_states,
+                    None,
+                    past_key_values=past_key_values if use_cache else None,
+                    **kwargs,
+                )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.layer_norm(hidden_states), past_key_values=past_key_values
+        )
