@@ -7,6 +7,7 @@ namespace easytorch {
 void register_decode(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
+void register_ragged_page(Library& library);
 
 namespace {
 
@@ -15,6 +16,7 @@ struct Registration {
     register_decode(library);
     register_linear(library);
     register_quantized_matmul(library);
+    register_ragged_page(library);
   }
   Library library;
 };

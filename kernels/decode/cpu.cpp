@@ -97,8 +97,8 @@ void decode(uint64_t* stack, uint64_t, uint64_t) {
     const int64_t from = range[2 * b] + chunk * CHUNK, end = range[2 * b + 1];
     if (from >= end) return;
     const DecodePart part{b, from, end - from < CHUNK ? end : from + CHUNK, splits == 1 ? 0 : kv,
-                          splits == 1 ? kv_heads : kv + 1, queries.get() + b * heads * padded * packed_size,
-                          sums.get() + chunk * stride + b * heads * row};
+                          splits == 1 ? kv_heads : kv + 1, group, queries.get() + b * heads * padded * packed_size,
+                          sums.get() + chunk * stride + b * heads * row, nullptr, nullptr};
     functions.attend(&call, &part);
   };
   const int64_t numbers = longest * kv_heads * (dim + value_dim);

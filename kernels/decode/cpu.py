@@ -11,13 +11,11 @@ from torch.autograd import forward_ad
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import matrix_of
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import inference, library
 from easytorch.kernels.decode.contract import resolve, without_dropout
-from easytorch.kernels.interop.torch_func import eager, recording
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FLOATS, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
+_FLOATS = frozenset(DTYPES)
 # Passed for an absent argument: the operator takes tensors only.
 _NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (torch.bool, torch.float32, torch.int64))
 
@@ -25,21 +23,11 @@ _NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None when `decode` carries this call, else the reason. Asking may build the library."""
     # `resolve` refuses what is no tensor or has another dtype
-    given = [x for x in (query, key, value, features.get("bias"), features.get("sinks")) if isinstance(x, Tensor)]
     if query.dtype == torch.float64:
         return f"it computes in float32, bfloat16 and float16, got {query.dtype}"
     if (reason := without_dropout(features)) is not None:
         return reason
-    if not eager() or torch._C._get_tracing_state() is not None:
-        return "graphs and torch.func's transforms are ATen's"
-    if recording(*given) or forward_ad._current_level >= 0:
-        return "it has no gradient"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast wants another dtype"
-    for tensor in given:
-        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
-            return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
-    return library.missing()
+    return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")))
 
 
 def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
@@ -78,7 +66,7 @@ def run(
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True where `one_token` may be called right away, for a `contract.plain_token`. It may build the library."""
-    # the checks of `supports`, inlined: this runs at each layer of each token
+    # the checks of `inference.refusal`, inlined: this runs at each layer of each token
     return (
         query.dtype in _FLOATS
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))

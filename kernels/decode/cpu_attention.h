@@ -1,9 +1,11 @@
-// Attention of one query token: what is computed, and the functions that each instruction set has of it.
+// Attention of few query tokens over a cache, dense or in pages: what is computed, and the functions that each instruction
+// set has of it.
 #pragma once
 
 #include "../cpu/skinny.h"
 
-// A tensor (B, heads, S, D) whose last dimension lies side by side; strides in numbers.
+// A tensor (B, heads, S, D) whose last dimension lies side by side; strides in numbers. B counts pages and S their slots
+// where a sequence lies in pages.
 struct DecodeCache {
   const void* data;
   int64_t of_batch, of_head, of_key;
@@ -28,13 +30,21 @@ struct DecodeCall {
   void* output;          // (B, H, Dv), contiguous
 };
 
-// Keys [from, to) of sequence b for the heads of [kv_begin, kv_end). queries: those of sequence b, packed; sums: where the
-// heads of sequence b begin, `sums_row` numbers each: the largest score, the sum of exp(score - largest), and so weighted
-// the sum of the values.
+// Key j of a sequence lies in slot j % size of page table[j / size - first].
+struct DecodePages {
+  const int64_t* table;
+  int64_t first, size;
+};
+
+// Keys [from, to) of sequence b for the heads of [kv_begin, kv_end), each with `group` queries. queries: those of sequence
+// b, packed by key/value head; sums: where they begin, `sums_row` numbers each: the largest score, the sum of exp(score -
+// largest), and so weighted the sum of the values.
 struct DecodePart {
-  int64_t b, from, to, kv_begin, kv_end;
+  int64_t b, from, to, kv_begin, kv_end, group;
   const void* queries;
   float* sums;
+  const DecodePages* pages;  // or null: the cache is dense
+  const int64_t* seen;       // the first key of each query of a group and that after its last; null where all see all
 };
 
 struct DecodeFunctions {

@@ -1,4 +1,4 @@
-// Attention of one query token: a key and a value are read once for all the heads that share them, softmax as they come
+// Attention of few query tokens: a key and a value are read once for all the queries that share them, softmax as they come
 // (arXiv:2205.14135); ranges of keys are combined by their largest scores and sums.
 #include "cpu_attention.h"
 
@@ -72,14 +72,35 @@ inline const Number* row_of(const DecodeCache& cache, int64_t b, int64_t head, i
   return static_cast<const Number*>(cache.data) + b * cache.of_batch + head * cache.of_head + key * cache.of_key;
 }
 
+// Where the rows of a block of keys lie: the same step apart.
+template <class Of>
+struct EvenRows {
+  typedef Of Number;
+  const Number* first;
+  int64_t step;
+  inline const Number* operator[](int64_t j) const { return first + j * step; }
+  inline EvenRows from(int64_t j) const { return {first + j * step, step}; }
+};
+
+// Each at a place of its own.
+template <class Of>
+struct PagedRows {
+  typedef Of Number;
+  const Number* first;
+  const int64_t* places;
+  inline const Number* operator[](int64_t j) const { return first + places[j]; }
+  inline PagedRows from(int64_t j) const { return {first, places + j}; }
+};
+
 // What is read next, asked for in the order of its addresses while the scores before it are computed: rows of keys and of
 // values, into the second cache. Measured on one thread of a Zen 4, (B, S, K, D) in bfloat16, of a plain read: 0.35 with
 // prefetches head by head, 0.58 so; (B, K, S, D) 0.5 of either.
+template <class Rows>
 class Ahead {
  public:
-  void add(const void* first, int64_t step, int64_t bytes, int64_t rows) {
-    streams_[count_++] = {static_cast<const char*>(first), step, bytes, 0, rows};
-    const int64_t lines = (bytes + 63) / 64 * rows;
+  void add(Rows rows, int64_t bytes, int64_t count) {
+    streams_[count_++] = {rows, bytes, 0, 0, count};
+    const int64_t lines = (bytes + 63) / 64 * count;
     share_ = lines > share_ ? lines : share_;
   }
   // A share of it: of `parts` that there are.
@@ -87,18 +108,18 @@ class Ahead {
     for (int64_t n = (share_ + parts - 1) / parts; n > 0; --n) {
       for (int i = 0; i < count_; ++i) {
         Stream& s = streams_[i];
-        if (s.rows == 0) continue;
-        __builtin_prefetch(s.row + s.at, 0, 2);
+        if (s.row == s.count) continue;
+        __builtin_prefetch(reinterpret_cast<const char*>(s.rows[s.row]) + s.at, 0, 2);
         s.at += 64;
-        if (s.at >= s.bytes) s.at = 0, s.row += s.step, --s.rows;
+        if (s.at >= s.bytes) s.at = 0, ++s.row;
       }
     }
   }
 
  private:
   struct Stream {
-    const char* row;
-    int64_t step, bytes, at, rows;
+    Rows rows;
+    int64_t bytes, at, row, count;
   };
   Stream streams_[2];
   int count_ = 0;
@@ -106,14 +127,14 @@ class Ahead {
 };
 
 // scores[i * BLOCK + j] = query i . key j of MR queries.
-template <class Kind, int MR>
-inline void score(const typename Kind::Input* queries, int64_t group, const typename Kind::Weight* keys, int64_t of_key,
-                  int count, int64_t dim, Ahead* ahead, float* scores) {
+template <class Kind, int MR, class Rows>
+inline void score(const typename Kind::Input* queries, int64_t group, Rows keys, int count, int64_t dim,
+                  Ahead<Rows>* ahead, float* scores) {
   constexpr int NR = columns_of(MR);
   for (int j = 0; j < count; j += NR) {
     const int some = count - j < NR ? count - j : NR;
     const typename Kind::Weight* rows[NR];
-    for (int i = 0; i < NR; ++i) rows[i] = keys + (j + (i < some ? i : some - 1)) * of_key;
+    for (int i = 0; i < NR; ++i) rows[i] = keys[j + (i < some ? i : some - 1)];
     if (ahead != nullptr) ahead->fetch(BLOCK / NR);
     float sums[MR * 4];
     tile<Kind, MR, NR>(queries, group * Kind::STEP, rows, dim, 0, sums);
@@ -122,8 +143,10 @@ inline void score(const typename Kind::Input* queries, int64_t group, const type
   }
 }
 
-// Scores of head h become weights exp(score - largest); what the sums so far are to be multiplied by is returned.
-inline float weigh(const DecodeCall& c, int64_t b, int64_t h, int64_t from, int count, float* scores, float* sums) {
+// Scores of head h become weights exp(score - largest), 0 of keys outside of [seen[0], seen[1]) unless that is null; what
+// the sums so far are to be multiplied by is returned.
+inline float weigh(const DecodeCall& c, int64_t b, int64_t h, int64_t from, int count, const int64_t* seen,
+                   float* scores, float* sums) {
   const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
   for (int j = count; j < padded; ++j) scores[j] = 0.0f;
   const Floats scale = broadcast(c.scale), cap = broadcast(c.softcap);
@@ -140,6 +163,9 @@ inline float weigh(const DecodeCall& c, int64_t b, int64_t h, int64_t from, int 
     const uint8_t* mask = static_cast<const uint8_t*>(c.mask.data) + b * c.mask.of_batch + h * c.mask.of_head +
                           from * c.mask.of_key;
     for (int j = 0; j < count; ++j) scores[j] = mask[j * c.mask.of_key] != 0 ? scores[j] : HIDDEN;
+  }
+  if (seen != nullptr) {
+    for (int j = 0; j < count; ++j) scores[j] = seen[0] <= from + j && from + j < seen[1] ? scores[j] : HIDDEN;
   }
   for (int j = count; j < padded; ++j) scores[j] = HIDDEN;
   Floats most = broadcast(sums[0]);
@@ -159,10 +185,10 @@ inline float weigh(const DecodeCall& c, int64_t b, int64_t h, int64_t from, int 
 }
 
 // sums[i] = sums[i] * factors[i] + weights[i] @ values.
-template <class Values, int MR>
-inline void add_values(const float* weights, const typename Values::Number* values, int64_t of_key, int count,
-                       int64_t dim, const float* factors, float* sums, int64_t sums_row) {
-  for (int64_t d = 0; d < dim; d += PAIR, sums += PAIR, values += PAIR) {
+template <class Values, int MR, class Rows>
+inline void add_values(const float* weights, Rows values, int count, int64_t dim, const float* factors, float* sums,
+                       int64_t sums_row) {
+  for (int64_t d = 0; d < dim; d += PAIR, sums += PAIR, values.first += PAIR) {
     Floats low[MR], high[MR];
 #pragma GCC unroll 8
     for (int i = 0; i < MR; ++i) {
@@ -174,9 +200,9 @@ inline void add_values(const float* weights, const typename Values::Number* valu
     for (int s = 0; s < count; ++s) {
       Floats a, b;
       if (rest >= PAIR) {
-        Values::load_pair(values + s * of_key, a, b);
+        Values::load_pair(values[s], a, b);
       } else {
-        load_rest<Values>(values + s * of_key, rest, a, b);
+        load_rest<Values>(values[s], rest, a, b);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < MR; ++i) {
@@ -195,22 +221,29 @@ inline void add_values(const float* weights, const typename Values::Number* valu
 
 int64_t sums_row(int64_t value_dim) { return 2 + (value_dim + PAIR - 1) / PAIR * PAIR; }
 
-// MR heads of one key/value head and one block of keys.
-template <class Kind, class Values, int MR>
-void some_heads(const DecodeCall& c, const DecodePart& part, int64_t kv, int64_t first, int64_t from, int count,
-                Ahead* ahead) {
+// MR queries of one key/value head and one block of keys.
+template <class Kind, class Values, int MR, class Rows>
+void some_queries(const DecodeCall& c, const DecodePart& part, int64_t kv, int64_t first, Rows keys, Rows values,
+                  int64_t from, int count, Ahead<Rows>* ahead) {
   typedef typename Kind::Input Input;
-  const int64_t group = c.heads / c.kv_heads, row = sums_row(c.value_dim);
+  const int64_t group = part.group, row = sums_row(c.value_dim);
+  const int64_t* const seen = part.seen == nullptr ? nullptr : part.seen + 2 * first;
+  if (seen != nullptr) {
+    bool any = false;
+    for (int i = 0; i < MR; ++i) any = any || (seen[2 * i] < from + count && from < seen[2 * i + 1]);
+    if (!any) return;
+  }
   const int64_t padded = (c.dim + Kind::STEP - 1) / Kind::STEP * Kind::STEP;
   const Input* queries = static_cast<const Input*>(part.queries) + kv * group * padded + first * Kind::STEP;
-  const typename Values::Number* values = row_of<typename Values::Number>(c.value, part.b, kv, from);
   float scores[MR * BLOCK], factors[MR];
-  score<Kind, MR>(queries, group, row_of<typename Kind::Weight>(c.key, part.b, kv, from), c.key.of_key, count, c.dim,
-                  ahead, scores);
+  score<Kind, MR>(queries, group, keys, count, c.dim, ahead, scores);
   const int64_t h = kv * group + first;
   float* sums = part.sums + h * row;
-  for (int i = 0; i < MR; ++i) factors[i] = weigh(c, part.b, h + i, from, count, scores + i * BLOCK, sums + i * row);
-  add_values<Values, MR>(scores, values, c.value.of_key, count, c.value_dim, factors, sums + 2, row);
+  for (int i = 0; i < MR; ++i) {
+    const int64_t* const its = seen == nullptr ? nullptr : seen + 2 * i;
+    factors[i] = weigh(c, part.b, h + i, from, count, its, scores + i * BLOCK, sums + i * row);
+  }
+  add_values<Values, MR>(scores, values, count, c.value_dim, factors, sums + 2, row);
 }
 
 bool hides_all(const DecodeCall& c, int64_t b, int64_t kv, int64_t from, int count) {
@@ -224,71 +257,118 @@ bool hides_all(const DecodeCall& c, int64_t b, int64_t kv, int64_t from, int cou
   return true;
 }
 
-// Keys and values to be read after block `from` of head kv: where heads lie within a key, a part of the next block of all
-// heads for each of them, else that of this head.
-template <class Values>
-Ahead next_of(const DecodeCall& c, const DecodePart& part, int64_t kv, int64_t from, bool heads_inside) {
-  typedef typename Values::Number Number;
-  const int64_t heads = part.kv_end - part.kv_begin, size = sizeof(Number), rest = part.to - (from + BLOCK);
-  const int64_t keys = rest < 0 ? 0 : rest < BLOCK ? rest : BLOCK, nth = kv - part.kv_begin;
-  const int64_t begin = heads_inside ? keys * nth / heads : 0, end = heads_inside ? keys * (nth + 1) / heads : keys;
-  const int64_t first = heads_inside ? part.kv_begin : kv, width = heads_inside ? heads : 1;
-  Ahead ahead;
-  ahead.add(row_of<Number>(c.key, part.b, first, from + BLOCK + begin), c.key.of_key * size, width * c.dim * size,
-            end - begin);
-  ahead.add(row_of<Number>(c.value, part.b, first, from + BLOCK + begin), c.value.of_key * size,
-            width * c.value_dim * size, end - begin);
+// A share of the keys and values of a block that is read next, `count` rows of `heads` heads: the nth of `shares`.
+template <class Rows>
+Ahead<Rows> share_of(const DecodeCall& c, Rows keys, Rows values, int64_t count, int64_t heads, int64_t nth,
+                     int64_t shares) {
+  constexpr int64_t size = sizeof(typename Rows::Number);
+  const int64_t begin = count * nth / shares, end = count * (nth + 1) / shares;
+  Ahead<Rows> ahead;
+  ahead.add(keys.from(begin), heads * c.dim * size, end - begin);
+  ahead.add(values.from(begin), heads * c.value_dim * size, end - begin);
   return ahead;
 }
 
-template <class Kind, class Values>
-void one_block(const DecodeCall& c, const DecodePart& part, int64_t kv, int64_t from, bool heads_inside) {
-  const int count = part.to - from < BLOCK ? static_cast<int>(part.to - from) : BLOCK;
-  if (hides_all(c, part.b, kv, from, count)) return;
-  const int64_t group = c.heads / c.kv_heads;
-  Ahead next = next_of<Values>(c, part, kv, from, heads_inside);
-  for (int64_t first = 0; first < group;) {
-    Ahead* const ahead = first == 0 ? &next : nullptr;
-    const int64_t left = group - first;
+template <class Kind, class Values, class Rows>
+void one_block(const DecodeCall& c, const DecodePart& part, int64_t kv, Rows keys, Rows values, int64_t from, int count,
+               Ahead<Rows> next) {
+  for (int64_t first = 0; first < part.group;) {
+    Ahead<Rows>* const ahead = first == 0 ? &next : nullptr;
+    const int64_t left = part.group - first;
 #if defined(__AVX512F__)
     if (left >= 8) {
-      some_heads<Kind, Values, 8>(c, part, kv, first, from, count, ahead);
+      some_queries<Kind, Values, 8>(c, part, kv, first, keys, values, from, count, ahead);
       first += 8;
       continue;
     }
 #endif
 #if defined(__AVX2__)
     if (left >= 4) {
-      some_heads<Kind, Values, 4>(c, part, kv, first, from, count, ahead);
+      some_queries<Kind, Values, 4>(c, part, kv, first, keys, values, from, count, ahead);
       first += 4;
       continue;
     }
 #endif
     if (left >= 2) {
-      some_heads<Kind, Values, 2>(c, part, kv, first, from, count, ahead);
+      some_queries<Kind, Values, 2>(c, part, kv, first, keys, values, from, count, ahead);
       first += 2;
       continue;
     }
-    some_heads<Kind, Values, 1>(c, part, kv, first, from, count, ahead);
+    some_queries<Kind, Values, 1>(c, part, kv, first, keys, values, from, count, ahead);
     first += 1;
+  }
+}
+
+inline int within(int64_t keys) { return static_cast<int>(keys < 0 ? 0 : keys < BLOCK ? keys : BLOCK); }
+
+// A dense cache, in the order in which the keys lie: where heads lie within a key, a block of all heads after another, and
+// with each of them a part of the next is asked for; else head by head.
+template <class Kind, class Values>
+void attend_dense(const DecodeCall& c, const DecodePart& part) {
+  typedef typename Values::Number Number;
+  const bool heads_inside = c.key.of_head < c.key.of_key;
+  const int64_t heads = part.kv_end - part.kv_begin, blocks = (part.to - part.from + BLOCK - 1) / BLOCK;
+  const auto rows = [&](const DecodeCache& cache, int64_t kv, int64_t from) {
+    return EvenRows<Number>{row_of<Number>(cache, part.b, kv, from), cache.of_key};
+  };
+  for (int64_t i = 0; i < heads * blocks; ++i) {
+    const int64_t nth = heads_inside ? i % heads : i / blocks, block = heads_inside ? i / heads : i % blocks;
+    const int64_t kv = part.kv_begin + nth, from = part.from + block * BLOCK, next = from + BLOCK;
+    const int count = within(part.to - from);
+    if (hides_all(c, part.b, kv, from, count)) continue;
+    const int64_t first = heads_inside ? part.kv_begin : kv, shares = heads_inside ? heads : 1;
+    one_block<Kind, Values>(c, part, kv, rows(c.key, kv, from), rows(c.value, kv, from), from, count,
+                            share_of(c, rows(c.key, first, next), rows(c.value, first, next), within(part.to - next),
+                                     shares, heads_inside ? nth : 0, shares));
+  }
+}
+
+// Where the keys and values of a block lie in their pools, without the head.
+struct Places {
+  int64_t keys[BLOCK], values[BLOCK];
+};
+
+inline void find(const DecodeCall& c, const DecodePages& pages, int64_t from, int count, Places& places) {
+  int64_t page = from / pages.size, slot = from % pages.size;
+  for (int j = 0; j < count; ++j) {
+    const int64_t number = pages.table[page - pages.first];
+    places.keys[j] = number * c.key.of_batch + slot * c.key.of_key;
+    places.values[j] = number * c.value.of_batch + slot * c.value.of_key;
+    if (++slot == pages.size) slot = 0, ++page;
+  }
+}
+
+template <class Kind, class Values>
+void attend_pages(const DecodeCall& c, const DecodePart& part) {
+  typedef typename Values::Number Number;
+  const int64_t heads = part.kv_end - part.kv_begin;
+  const auto rows = [&](const DecodeCache& cache, int64_t kv, const int64_t* places) {
+    return PagedRows<Number>{static_cast<const Number*>(cache.data) + kv * cache.of_head, places};
+  };
+  Places of[2];
+  find(c, *part.pages, part.from, within(part.to - part.from), of[0]);
+  for (int64_t from = part.from, block = 0; from < part.to; from += BLOCK, ++block) {
+    const Places &now = of[block % 2], &next = of[1 - block % 2];
+    const int count = within(part.to - from), following = within(part.to - (from + BLOCK));
+    find(c, *part.pages, from + BLOCK, following, of[1 - block % 2]);
+    for (int64_t nth = 0; nth < heads; ++nth) {
+      const int64_t kv = part.kv_begin + nth;
+      one_block<Kind, Values>(c, part, kv, rows(c.key, kv, now.keys), rows(c.value, kv, now.values), from, count,
+                              share_of(c, rows(c.key, part.kv_begin, next.keys),
+                                       rows(c.value, part.kv_begin, next.values), following, heads, nth, heads));
+    }
   }
 }
 
 template <class Kind, class Values>
 void attend_as(const DecodeCall& c, const DecodePart& part) {
-  const int64_t group = c.heads / c.kv_heads, row = sums_row(c.value_dim);
-  for (int64_t h = part.kv_begin * group; h < part.kv_end * group; ++h) {
+  const int64_t row = sums_row(c.value_dim);
+  for (int64_t h = part.kv_begin * part.group; h < part.kv_end * part.group; ++h) {
     float* sums = part.sums + h * row;
     memset(sums, 0, static_cast<size_t>(row) * sizeof(float));
     sums[0] = HIDDEN;
   }
-  // in the order in which the keys lie
-  const bool heads_inside = c.key.of_head < c.key.of_key;
-  const int64_t heads = part.kv_end - part.kv_begin, blocks = (part.to - part.from + BLOCK - 1) / BLOCK;
-  for (int64_t i = 0; i < heads * blocks; ++i) {
-    const int64_t kv = heads_inside ? i % heads : i / blocks, block = heads_inside ? i / heads : i % blocks;
-    one_block<Kind, Values>(c, part, part.kv_begin + kv, part.from + block * BLOCK, heads_inside);
-  }
+  return part.pages == nullptr ? attend_dense<Kind, Values>(c, part) : attend_pages<Kind, Values>(c, part);
 }
 
 void attend(const DecodeCall* c, const DecodePart* part) {

@@ -73,11 +73,7 @@ def over_pages(
     for s in sequences:
         if s.last - s.first == 1:
             continue
-        pages = block_tables[s.row, s.page : s.page + s.pages]
-        keys, values = (pool.index_select(0, pages).flatten(0, 1)[None, : s.keys] for pool in (key_pages, value_pages))
-        attend = _prefill(query, key_pages, (s.last - s.first) * s.keys, call)
-        output = attend(query[None, s.first : s.last], keys, values, call)
-        outputs.append(output[0])
+        outputs.append(prefill(query, key_pages, value_pages, block_tables, s, call))
         places += range(s.first, s.last)
     if not outputs:
         return query.new_zeros(*query.shape[:2], value_pages.shape[3])
@@ -89,7 +85,23 @@ def over_pages(
     return zeros.index_copy(0, torch.tensor(places, device=query.device), result)
 
 
-def _prefill(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, call: AttentionCall) -> Attend:
+def prefill(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    sequence: Sequence,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """query (N, H, D) -> (rows, H, Dv), those of one sequence."""
+    first, last, keys = sequence.first, sequence.last, sequence.keys
+    pages = block_tables[sequence.row, sequence.page : sequence.page + sequence.pages]
+    key, value = (pool.index_select(0, pages).flatten(0, 1)[None, :keys] for pool in (key_pages, value_pages))
+    attend = _function_for(query, key_pages, (last - first) * keys, call)
+    return attend(query[None, first:last], key, value, call)[0]
+
+
+def _function_for(query: torch.Tensor, key_pages: torch.Tensor, pairs: int, call: AttentionCall) -> Attend:
     """The attention function for a sequence with this many scores."""
     heads, kv_heads = query.shape[1], key_pages.shape[2]
     # in float32 the gain is from folding the heads

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.cpu import library
 from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.write import write_page, write_pages
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -20,6 +21,7 @@ from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.output import AttentionOutput
 
 BACKENDS = ["native", "aten"]
+FORWARD = BACKENDS if library.missing() is not None else [*BACKENDS, "cpu"]  # without gradients too
 
 
 class Batch(NamedTuple):
@@ -114,7 +116,7 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FORWARD)
 def test_equals_dense_attention(backend: str, name: str) -> None:
     build, features = CASES[name]
     batch = build()
@@ -134,7 +136,7 @@ def test_dtypes(backend: str, dtype: torch.dtype) -> None:
         assert relative_rms_error(output, dense(batch, **features)) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FORWARD)
 def test_num_seqs(backend: str) -> None:
     """What the tensors hold of the sequences past num_seqs is not read."""
     batch = make(*MIXED, extra=3)
@@ -149,7 +151,7 @@ def test_num_seqs(backend: str) -> None:
     assert (operation(backend)(*batch, num_seqs=0).attention_outputs == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FORWARD)
 def test_pages_behind_the_window_are_not_read(backend: str) -> None:
     batch = make([1, 2], [40, 30])
     batch.block_tables[:, :2] = -1  # freed
@@ -202,7 +204,7 @@ def _set(batch: Batch, name: str, place: Any, value: int) -> Batch:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FORWARD)
 def test_what_does_not_fit_is_a_value_error(backend: str, name: str) -> None:
     broken, message = BROKEN[name]
     with pytest.raises(ValueError, match=message):
@@ -330,8 +332,9 @@ def test_opcheck() -> None:
 
 
 def test_differential_mode(compared: list[str]) -> None:
-    operation()(*make(*MIXED, extra=1))
-    assert compared == ["ragged_page_attention:aten"]
+    for backend in FORWARD[1:]:
+        operation(backend)(*make(*MIXED, extra=1))
+    assert compared == [f"ragged_page_attention:{backend}" for backend in FORWARD[1:]]
 
 
 @settings(max_examples=20, deadline=None)
@@ -348,7 +351,7 @@ def test_random_batches(data: st.DataObject) -> None:
     }  # fmt: skip
     batch = make(lengths, contexts, dim=4, value_dim=4, extra=data.draw(st.integers(0, 2)), **sizes)
     expected = dense(batch, **features)
-    for backend in BACKENDS:
+    for backend in FORWARD:
         output = operation(backend)(*batch, **features).attention_outputs
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 

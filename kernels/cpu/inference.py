@@ -1,0 +1,34 @@
+"""What the operators in C++ without a gradient leave to ATen, of any call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.interop.torch_func import eager, recording
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+
+
+def refusal(given: Iterable[Any]) -> str | None:
+    """None when such an operator may be called with these tensors, else the reason; what is no tensor is passed over.
+
+    It may build the library.
+    """
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    if not eager() or torch._C._get_tracing_state() is not None:
+        return "graphs and torch.func's transforms are ATen's"
+    if recording(*tensors) or forward_ad._current_level >= 0:
+        return "it has no gradient"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast wants another dtype"
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
+            return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
+    return library.missing()
