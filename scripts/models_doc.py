@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - a script of the checkout
 
 from easytorch.auto.overview import blocks  # noqa: E402
-from easytorch.auto.plugging import families  # noqa: E402
+from easytorch.bridge.names.native_rules import families  # noqa: E402
 from easytorch.operations.dispatch.record import recorded_operations  # noqa: E402
 from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
 from tests.models.tower_families import tower_inputs, tower_labels  # noqa: E402

@@ -78,4 +78,4 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def without_native_families(monkeypatch: pytest.MonkeyPatch) -> None:
     """The auto classes load transformers' own classes of every family, as they do of those that are not native."""
-    monkeypatch.setattr("easytorch.auto.plugging.families", list)
+    monkeypatch.setattr("easytorch.protocol.native_classes.families", list)

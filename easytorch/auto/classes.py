@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
 from easytorch.auto.bound import Bound
-from easytorch.auto.plugging import AttentionChoice, attention_for, native_class, plug_attention, plug_bridge, settled
+from easytorch.auto.plugging import AttentionChoice, attention_for, plug_attention, plug_bridge, settled
 from easytorch.auto.report import report_on
 from easytorch.auto.switching import set_attention
 from easytorch.bridge.core.json_files import read_json
@@ -23,6 +23,7 @@ from easytorch.protocol.checkpoint_files import check_config, inferred_config
 from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.loading import load_pretrained
 from easytorch.protocol.native import NativeModel
+from easytorch.protocol.native_classes import native_class
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass as _Base

@@ -19,12 +19,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from easytorch.auto import MODELS, classes, offered
 from easytorch.auto.inputs import working_inputs
-from easytorch.auto.plugging import attention_for, built_from, native_class, plug_attention
+from easytorch.auto.plugging import attention_for, built_from, plug_attention
 from easytorch.auto.report import attention_layers, report_on
 from easytorch.auto.trial import small_models, undisturbed
 from easytorch.bridge.errors import nearest
 from easytorch.protocol.checkpoint_files import check_config
 from easytorch.protocol.native import NativeModel
+from easytorch.protocol.native_classes import native_class
 
 # Gives the names of the operations that are called within, which this room does not know.
 Recorder = Callable[[], AbstractContextManager[set[str]]]

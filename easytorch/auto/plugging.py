@@ -1,11 +1,10 @@
-"""Which class is native, and what is attached to an instance of transformers' own class once it is loaded.
+"""What is attached to an instance of transformers' own class once it is loaded.
 
 That is our attention, where trial.py shows that it gives the same results, and the bridge.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from easytorch.auto.bound import bridge_of
 from easytorch.auto.tiny import configs_in
 from easytorch.auto.trial import attention_groups, try_attention
-from easytorch.bridge.names.native_rules import families
 from easytorch.layers.attention import INTERFACES, OF_STOCK, OURS
 from easytorch.protocol.conversion import plain_config
 from easytorch.protocol.native import NativeModel, check_parts
@@ -26,14 +24,6 @@ ModelClass = type[PreTrainedModel]
 
 # Attention names in configs of plugged models -> the names that users give.
 PUBLIC_NAMES = {ours: name for names in OF_STOCK.values() for name, ours in names.items()}
-
-
-def native_class(model_class: ModelClass) -> ModelClass:
-    """Our class for one of transformers' own: that of the same name in the family's file, or the class itself."""
-    family = getattr(model_class.config_class, "model_type", "").replace("-", "_")
-    if not model_class.__module__.startswith("transformers.") or family not in families():
-        return model_class
-    return getattr(importlib.import_module(f"easytorch.models.{family}"), model_class.__name__, model_class)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def layers_of(model: Any) -> ModelLayers:
     from easytorch.layers.recurrent import recurrent_mask
 
     config, backbone = model.config.get_text_config(decoder=True), model.base_model
+    backbone = getattr(backbone, "language_model", backbone)  # of a model of images and text
     if isinstance(backbone, DecoderBackbone):
         config = backbone.config_of_cache()
         known: Mapping[str, Any] = backbone.masks_of

@@ -37,7 +37,13 @@ logger = logging.getLogger(__name__)
 
 def width_of(config: PreTrainedConfig) -> int:
     """The width of a backbone's output: hidden_size, or word_embed_proj_dim (OPT)."""
+    config = text_config_of(config)
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+
+
+def text_config_of(config: PreTrainedConfig) -> Any:
+    """The config of the decoder: that inside the config of a model of images and text, else `config` itself."""
+    return getattr(config, "text_config", None) or config
 
 
 def labels_of(config: PreTrainedConfig) -> int:
@@ -56,6 +62,7 @@ class CausalLMHead(_Base):
 
     backbone_class: ClassVar[type[nn.Module]]
     lm_head_bias: ClassVar[bool] = False
+    backbone_arguments: ClassVar[tuple[str, ...]] = ()  # those of the backbone alone, which no loss is given
     output_class: ClassVar[type[ModelOutput]] = CausalLMOutputWithPast
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -65,8 +72,8 @@ class CausalLMHead(_Base):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(width_of(config), config.vocab_size, bias=self.lm_head_bias)
+        self.vocab_size = text_config_of(config).vocab_size
+        self.lm_head = nn.Linear(width_of(config), self.vocab_size, bias=self.lm_head_bias)
         self.post_init()
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -98,7 +105,8 @@ class CausalLMHead(_Base):
     ) -> Any:
         """The model's output, from the backbone's `outputs`, the loss and the logits."""
         output_class = deferring(self.output_class) if isinstance(logits, DeferredLogits) else self.output_class
-        more = {name: outputs[name] for name in ("cross_attentions", "router_logits") if name in outputs}
+        names = ("cross_attentions", "router_logits", "image_hidden_states")
+        more = {name: outputs[name] for name in names if name in outputs}
         return output_class(
             loss=loss,
             logits=logits,
@@ -126,6 +134,7 @@ class CausalLMHead(_Base):
         labels (B, T): the input tokens, -100 where ignored; shifted by one here. In training the loss of a large
         vocabulary is computed without the logits, which are computed if they are read.
         """
+        of_backbone = {name: kwargs.pop(name) for name in self.backbone_arguments if name in kwargs}
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -133,6 +142,7 @@ class CausalLMHead(_Base):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **of_backbone,
             **kwargs,
         )
         kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
@@ -144,7 +154,7 @@ class CausalLMHead(_Base):
         logits = self.finish_logits(linear(self.lm_head, kept))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         return self.make_output(outputs, loss, logits, attention_mask)
 
 
@@ -208,7 +218,7 @@ class SequenceClassificationHead(_Base):
         )
 
     def _last_token(self, input_ids: torch.Tensor | None, batch: int, device: torch.device) -> torch.Tensor | int:
-        padding = self.config.pad_token_id
+        padding = text_config_of(self.config).pad_token_id
         if padding is None and batch > 1:
             raise ValueError("Cannot handle batch sizes > 1 if no padding token is defined: set config.pad_token_id.")
         if padding is None or input_ids is None:

@@ -22,6 +22,7 @@ from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
 from easytorch.protocol.loading import load_pretrained
 from easytorch.protocol.module import ModuleMixin
+from easytorch.protocol.native_classes import new_part
 
 
 def check_parts(config: PreTrainedConfig, attn_implementation: Any) -> None:
@@ -153,6 +154,13 @@ class NativeDecoder(NativeModel):
     base_model_prefix = "model"
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 - transformers copies it into a set
     head_weights = (r"^(lm_head|score|qa_outputs)\.",)
+
+
+class NativeImageText(NativeDecoder):
+    """The same for a family made of a vision tower and a decoder, which are models of their own families."""
+
+    input_modalities = ("image", "text")
+    new_part = staticmethod(new_part)
 
 
 class NativeMoeDecoder(NativeDecoder):

@@ -170,6 +170,7 @@ def test_the_bridge_of_an_instance_is_copied_pickled_and_let_go() -> None:
     assert set(transform(state)) == names
 
 
+@pytest.mark.usefixtures("without_native_families")
 def test_a_dict_of_attentions_names_the_parts() -> None:
     vision = t.CLIPVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4

@@ -10,6 +10,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from tests.models.encoder_families import ENCODER_FAMILIES
 from tests.models.family import Family
+from tests.models.image_text_families import IMAGE_TEXT_FAMILIES
 from tests.models.seq2seq_families import SEQ2SEQ_FAMILIES
 from tests.models.tower_families import TOWER_FAMILIES, TOWER_HEADS
 
@@ -657,4 +658,8 @@ CAUSAL_ENCODERS = {family: head for family in ENCODERS for head in FAMILIES[fami
 TOWERS = tuple(TOWER_FAMILIES)
 FAMILIES |= TOWER_FAMILIES
 LANGUAGE |= TOWER_HEADS
+# A tower and a decoder each, whose inputs image_text_families.py has.
+IMAGE_TEXT = tuple(IMAGE_TEXT_FAMILIES)
+FAMILIES |= IMAGE_TEXT_FAMILIES
+LANGUAGE |= {family: row.heads[1] for family, row in IMAGE_TEXT_FAMILIES.items()}
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from tests.models.family import Family
+from tests.models.image_text_families import image_text_inputs, image_text_labels
 
 _TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 _IMAGE = {"image_size": 12, "patch_size": 4, "num_channels": 3}
@@ -192,7 +193,9 @@ def image(height: int = 12, width: int = 12, seed: int = 1) -> torch.Tensor:
 
 
 def tower_inputs(head: str) -> dict[str, torch.Tensor] | None:
-    """What a forward of the class `head` is given; None for a class that is no tower."""
+    """What a forward of the class `head` is given; None for a class that takes no images and is no tower."""
+    if (given := image_text_inputs(head)) is not None:
+        return given
     if head not in _HEADS:
         return None
     if head.startswith("Whisper"):
@@ -216,6 +219,8 @@ def tower_inputs(head: str) -> dict[str, torch.Tensor] | None:
 
 def tower_labels(head: str) -> dict[str, Any]:
     """What makes a forward of the class `head` compute a loss; empty where it has none."""
+    if image_text_inputs(head) is not None:
+        return image_text_labels(head)
     if head in ("WhisperForConditionalGeneration", "WhisperForCausalLM"):
         return {"labels": SAID.masked_fill(SAID == 77, -100)}
     if head.endswith(("ForImageClassification", "ForAudioClassification")):

@@ -1,0 +1,170 @@
+"""Models of images and text: a vision tower, a projector, and a decoder that reads the features of an image as tokens.
+
+Legend: B batch, T tokens, I images, N features of an image, D hidden size of the decoder.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.utils import torch_compilable_check
+from transformers.utils.generic import can_return_tuple
+
+from easytorch.layers.basics import check_one_input
+from easytorch.layers.encoder_heads import in_order
+from easytorch.layers.heads import CausalLMHead, text_config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Base
+else:
+    _Base = object  # the family's `PreTrainedModel` comes after it among the bases
+
+
+class ArgumentsInOrder(_Base):
+    """A mixin: `forward` takes `arguments`, which a family names, in the order of transformers."""
+
+    arguments: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        family: Any = cls
+        if "arguments" in vars(cls):
+            family.forward = in_order(cls.forward, cls.arguments)
+
+
+class ImageTextModel(ArgumentsInOrder):
+    """The decoder over embeddings in which the features of the images stand in place of the image tokens.
+
+    The family's `PreTrainedModel` says how the tower and the decoder are made, `new_part`. image_arguments,
+    mask_arguments: those that go to `get_image_features` and to `make_masks`.
+    """
+
+    projector_class: ClassVar[type[nn.Module]]
+    output_class: ClassVar[type[Any]]
+    image_arguments: ClassVar[tuple[str, ...]] = ()
+    mask_arguments: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.vision_tower = self.new_part(config.vision_config)
+        self.multi_modal_projector = self.projector_class(config)
+        self.language_model = self.new_part(config.text_config)
+        self.post_init()
+
+    def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        """The tower's output; its pooler_output is what the image tokens become, (I, N, D), or (N, D) of each image."""
+        raise NotImplementedError
+
+    def make_masks(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: Any,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+    ) -> Any:
+        """The attention_mask for the decoder."""
+        return attention_mask
+
+    def embed_text(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids (B, T) -> (B, T, D); the token of an image need not be in the vocabulary."""
+        image_token = self.config.image_token_id
+        if image_token >= text_config_of(self.config).vocab_size:
+            input_ids = input_ids.masked_fill(input_ids == image_token, 0)
+        return self.get_input_embeddings()(input_ids)
+
+    def get_placeholder_mask(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor
+    ) -> torch.Tensor:
+        """(B, T, 1): True for the tokens of images. `ValueError` unless there are as many as image_features (..., D).
+
+        Without input_ids they are those with the embedding of the image token.
+        """
+        image_token = self.config.image_token_id
+        if input_ids is None:
+            token = torch.tensor(image_token, device=inputs_embeds.device)
+            is_image = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
+        else:
+            is_image = input_ids == image_token
+        count, features = is_image.sum(), image_features.shape[:-1].numel()
+        torch_compilable_check(
+            count == features,
+            lambda: (
+                f"Image features and image tokens do not match, tokens: {count}, features: {features}; input_ids must "
+                f"have the image token {image_token} once for each feature of each image"
+            ),
+        )
+        return is_image[..., None].to(inputs_embeds.device)
+
+    def put_images(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor, image_features: torch.Tensor
+    ) -> torch.Tensor:
+        """inputs_embeds (B, T, D) with image_features (..., D) in place of the image tokens, in their order."""
+        is_image = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)
+        return inputs_embeds.masked_scatter(is_image, image_features)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        mm_encoder_outputs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the decoder's, and pixel_values (I, C, height, width) of the images whose tokens are in input_ids (B, T).
+
+        mm_encoder_outputs: {"image": what `get_image_features` gave} in place of pixel_values.
+        """
+        check_one_input(input_ids, inputs_embeds)
+        if pixel_values is not None and mm_encoder_outputs is not None:
+            raise ValueError("You cannot specify both pixel_values and mm_encoder_outputs at the same time")
+        kwargs.pop("labels", None)  # those of the head, which some of transformers' classes pass on
+        of_images, of_masks = (
+            {name: kwargs.pop(name) for name in names if name in kwargs}
+            for names in (self.image_arguments, self.mask_arguments)
+        )
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_text(input_ids)
+        images = (mm_encoder_outputs or {}).get("image")
+        if pixel_values is not None:
+            images = self.get_image_features(pixel_values, return_dict=True, **of_images)
+        features = None
+        if images is not None:
+            features = images.pooler_output
+            features = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
+            features = features.to(inputs_embeds.device, inputs_embeds.dtype)
+            inputs_embeds = self.put_images(input_ids, inputs_embeds, features)
+        outputs = self.language_model(
+            attention_mask=self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **of_masks),
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
+        return self.output_class(
+            last_hidden_state=outputs.last_hidden_state,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            image_hidden_states=features,
+        )
+
+
+class ImageTextHead(ArgumentsInOrder, CausalLMHead):
+    """`CausalLMHead` of an `ImageTextModel`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
+    _pp_plan = None
+    _fsdp_plan = None
+
+    def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        """As the backbone's."""
+        return self.base_model.get_image_features(pixel_values, **kwargs)
