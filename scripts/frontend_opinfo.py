@@ -49,6 +49,8 @@ PAGE = ROOT / "docs" / "frontend-coverage.md"
 # Values that no two programs agree on.
 UNDEFINED = ("empty", "new_empty", "rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "exponential")
 UNDEFINED += ("cauchy", "geometric", "log_normal", "rrelu", "gumbel")
+# Of a product with random vectors: the signs of singular vectors, and what more than q of them leave out.
+UNDEFINED += ("lowrank",)
 
 
 def core_overloads() -> set[torch._ops.OpOverload]:

@@ -34,6 +34,10 @@ def take(ctx: Context, x: Op, axis: int, indices: Op | np.ndarray) -> Op:
     """The slices of x at in-bounds `indices` along `axis`, which is replaced by the axes of `indices`."""
     where = ctx.constant(indices.astype(np.int32)) if isinstance(indices, np.ndarray) else indices
     count = where.shape.rank
+    if not where.shape.size:
+        # Of an axis without elements too, of which no slice could be taken.
+        dimensions = (*x.shape.dimensions[:axis], *where.shape.dimensions, *x.shape.dimensions[axis + 1 :])
+        return ctx.full(dimensions, 0, x.shape.dtype)
     kept = [number for number in range(x.shape.rank) if number != axis]
     return ctx.builder.gather(
         x,

@@ -69,6 +69,47 @@ def test_edges_are_those_of_aten() -> None:
         torch.testing.assert_close(got, wanted, equal_nan=True, rtol=2e-6, atol=1e-7)
 
 
+class Emptied(torch.nn.Module):
+    """Rows that see nothing, arrays without elements, and fills that are no float."""
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor, n: torch.Tensor) -> Any:
+        hidden = torch.where(x > 0.5, x, -INF).index_fill(0, torch.tensor([1]), -INF)
+        nothing = x[:0].reshape(-1)
+        return (
+            torch.ops.aten._safe_softmax(hidden, -1),
+            torch.ops.aten._safe_softmax(hidden, 0, dtype=torch.float64),
+            torch.ops.aten._safe_softmax(hidden.index_fill(1, torch.tensor([0]), NAN), -1),
+            F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=hidden @ hidden.mT < INF),
+            nothing.take(torch.zeros(0, dtype=torch.int64)),
+            x[:0].index_select(0, torch.zeros(0, dtype=torch.int64)),
+            *torch.linalg.svd(x.reshape(2, 2, 3)[:0], full_matrices=False),
+            *torch.linalg.svd(x[:, :0], full_matrices=False),
+            torch.linalg.svdvals(x.reshape(2, 2, 3)[:0]),
+            F.pad(z, (1, 2)),
+            torch.constant_pad_nd(z, (1, 2), 2 - 3j),
+            torch.fft.fft2(z, s=(7, 9)),
+            torch.constant_pad_nd(n, (1, 0), 2**53 + 1),
+        )
+
+
+@pytest.mark.jax_cpu
+def test_of_nothing() -> None:
+    generator = torch.Generator().manual_seed(7)
+    x, z = (
+        torch.randn(*size, generator=generator, dtype=kind)
+        for size, kind in (((4, 3), None), ((2, 3), torch.complex64))
+    )
+    inputs = x, z, torch.tensor([3, 2**60 + 1])
+    module = Emptied()
+    program = frontend.capture(module, inputs)
+    wanted = module(*inputs)
+    assert (wanted[0][1] == 0).all()
+    for name in ("numpy", "torch", "xla"):
+        got = CompiledModule(module, program, backend_of(name))(*inputs)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True, rtol=2e-6, atol=1e-6)
+
+
 def test_istft_of_several_signals() -> None:
     """Its windows are those of one signal, for all of them."""
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(4))

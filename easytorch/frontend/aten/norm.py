@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,9 +23,23 @@ def softmax(ctx: Context, x: Op, dim: int, dtype: torch.dtype | None = None) -> 
     return ctx.builder.softmax(x, ctx.axis(dim, x.shape.rank))
 
 
-@lowering(aten._softmax.default, aten._safe_softmax.default)
-def softmax_internal(ctx: Context, x: Op, dim: int, half_to_float: bool = False) -> Op:
+@lowering(aten._softmax.default)
+def softmax_internal(ctx: Context, x: Op, dim: int, half_to_float: bool) -> Op:
     return softmax(ctx, ctx.wide(x) if half_to_float else x, dim)
+
+
+@lowering(aten._safe_softmax.default)
+def safe_softmax(ctx: Context, x: Op, dim: int, dtype: torch.dtype | None = None) -> Op:
+    """Zeros where all of a row is -inf."""
+    b = ctx.builder
+    x = x if dtype is None else ctx.cast(x, dtype)
+    if not x.shape.size:
+        return x
+    hidden = b.equal(x, ctx.scalar(-math.inf, x.shape.dtype))
+    empty = ctx.reduce(b.reduce_logical_and, hidden, dim, True)
+    return b.where(
+        ctx.expand(empty, x.shape.dimensions), ctx.full(x.shape.dimensions, 0, x.shape.dtype), softmax(ctx, x, dim)
+    )
 
 
 @lowering(aten.log_softmax.int)

@@ -182,10 +182,11 @@ def svd(
         found = _svd_of_any(ctx, stack, full_matrices)
     else:
         # Of nothing the vectors are those of the identity.
+        count = min(height, width)
         u, vh = (identity(ctx, batch, size if full_matrices else 0, kind) for size in (height, width))
         if not full_matrices:
-            u, vh = ctx.full((batch, height, 0), 0, kind), ctx.full((batch, 0, width), 0, kind)
-        found = u, ctx.full((batch, min(height, width)), 0, kind.real), vh
+            u, vh = ctx.full((batch, height, count), 0, kind), ctx.full((batch, count, width), 0, kind)
+        found = u, ctx.full((batch, count), 0, kind.real), vh
     u, values, vh = (unstack(ctx, x, a) for x in found)
     nothing = ctx.full((0,), 0, kind)
     return (u, values, vh) if compute_uv else (nothing, values, nothing)

@@ -102,7 +102,8 @@ def padder(
     if all(not pad.interior for pad in config) and fill is not None:
         amounts = [amount for pad in reversed(config) for amount in (pad.start, pad.end)]
         if all(one.stop - one.start == size for one, size in zip(crop, dimensions, strict=True)):
-            return lambda x, _: torch.nn.functional.pad(x, amounts, value=fill)  # type: ignore[arg-type]
+            # Not functional.pad, which makes a float of the scalar.
+            return lambda x, _: torch.constant_pad_nd(x, amounts, fill)
 
     def filled(x: Tensor, value: Tensor) -> Tensor:
         result = value.expand(sizes).clone(memory_format=torch.contiguous_format)
