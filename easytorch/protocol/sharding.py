@@ -1,4 +1,4 @@
-"""Sharding by EasyDeL's names, on one device: several are the distributed work's."""
+"""Sharding by EasyDeL's names: by rules on one device, and by the plan that a model declares over several."""
 
 from __future__ import annotations
 
@@ -11,39 +11,55 @@ from transformers import PreTrainedModel
 
 
 def shard_model(model: PreTrainedModel, partition_rules: Any = None, mesh: Any = None) -> Any:
-    """`model`, whose parameters lie on one device, which a mesh of one device is too.
+    """`model`, its weights sharded over the axis "tp" of `mesh` by its tensor parallel plan; each rank calls this.
 
-    partition_rules: pattern -> placement, as pairs or a mapping; every parameter must match one of the patterns, as in
-    EasyDeL. `NotImplementedError` for a mesh of several devices; the model is unchanged.
+    Without a mesh, or with one of a single device, it is unchanged. partition_rules: pattern -> placement, as pairs or
+    a mapping; every parameter must match one of the patterns, as in EasyDeL. They are checked, and refused over several
+    devices, where the plan decides.
     """
-    _check_mesh(mesh)
+    devices = _devices_of(mesh)
     _check_rules(model, partition_rules)
+    if devices == 1:
+        return model
+    if partition_rules is not None:
+        raise NotImplementedError(
+            f"the mesh has {devices} devices, over which the model's own plan is carried out: leave partition_rules out"
+        )
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"a mesh of {devices} devices must be a torch DeviceMesh, not {type(mesh).__name__}")
+    from easytorch.protocol.tensor_parallel import parallelize
+
+    parallelize(model, mesh)
     return model
 
 
 def gather_model(model: PreTrainedModel, partition_rules: Any = None, mesh: Any = None) -> Any:
-    """`model` with every parameter full on its device; those that are sharded already are gathered."""
-    _check_mesh(mesh)
+    """`model` with every parameter full on its device; those that are sharded are gathered, and tied ones stay tied."""
+    _devices_of(mesh)
     _check_rules(model, partition_rules)
+    full: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, one in list(module._parameters.items()):
             gather = getattr(one, "full_tensor", None)
             if gather is not None and one is not None:
-                module._parameters[name] = torch.nn.Parameter(gather().detach(), one.requires_grad)
+                if id(one) not in full:
+                    full[id(one)] = torch.nn.Parameter(gather().detach(), one.requires_grad)
+                module._parameters[name] = full[id(one)]
+    from easytorch.protocol.tensor_parallel import undo
+
+    undo(model)
     return model
 
 
-def _check_mesh(mesh: Any) -> None:
+def _devices_of(mesh: Any) -> int:
     if mesh is None:
-        return
+        return 1
     size = mesh.size() if callable(getattr(mesh, "size", None)) else getattr(mesh, "size", None)
     if not isinstance(size, int):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
-    if size != 1:
-        raise NotImplementedError(
-            f"the mesh has {size} devices, and shard_model places parameters on one; shard with torch's "
-            "fully_shard or transformers' tp_plan, whose parameters params_sharding and gather_model read"
-        )
+    return size
 
 
 def _check_rules(model: PreTrainedModel, rules: Any) -> None:

@@ -256,7 +256,8 @@ def test_one_device():
 
     assert model.shard_model(mesh=Mesh(1)) is model
     for call, error, match in (
-        (lambda: model.shard_model(mesh=Mesh(4)), NotImplementedError, "4 devices"),
+        (lambda: model.shard_model(mesh=Mesh(4)), TypeError, "4 devices must be a torch DeviceMesh"),
+        (lambda: model.shard_model(rules, Mesh(4)), NotImplementedError, "leave partition_rules out"),
         (lambda: model.shard_model((("norm", None),)), ValueError, "no partition rule matches"),
         (lambda: model.shard_model((("(", None),)), ValueError, "regular expression"),
         (lambda: model.gather_model(["norm"]), TypeError, "pairs"),
