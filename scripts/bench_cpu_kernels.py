@@ -1,6 +1,7 @@
-"""The C++ kernels against torch's own ways, in one run: products of few rows, attention of one query, whole decoding.
+"""The C++ kernels against torch's own ways, in one run: products of few rows, attention of one query, over pages too,
+whole decoding.
 
-    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products | attention | decode ...]
+    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products | attention | pages | decode ...]
 
 Every figure is a median over rounds in which all ways take turns, so that load and clock meet them alike; a ratio is
 the median of the ratios within a round. Weights are used in turn, more than the caches hold. `read` is a plain
@@ -31,11 +32,19 @@ from easytorch.kernels.linear import cpu, onednn
 from easytorch.kernels.quantized_matmul import aten
 from easytorch.kernels.quantized_matmul import cpu as quantized_cpu
 from easytorch.kernels.quantized_matmul.weight import quantize
+from easytorch.kernels.ragged_page import cpu as pages_cpu
+from easytorch.kernels.ragged_page import grouped as pages_aten
+from easytorch.kernels.ragged_page import native as pages_native
 
 # (M, N, K) of the products, and the rounds of each; bytes of weights that no cache holds.
 SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
 # (B, H, K, S, D) of attention of one query.
 ATTENTIONS = [(1, 16, 8, 64, 64), (1, 16, 8, 1024, 64), (1, 32, 8, 4096, 128), (8, 32, 8, 4096, 128)]
+# (sequences, query rows and keys of each, H, K, D, page size) of attention over pages.
+PAGES = [
+    (8, 1, 4096, 32, 8, 128, 16), (8, 1, 4096, 32, 8, 128, 64), (8, 1, 64, 16, 8, 64, 16), (4, 4, 1024, 32, 8, 128, 16),
+    (1, 16, 1024, 32, 8, 128, 16), (1, 256, 256, 32, 8, 128, 16),
+]  # fmt: skip
 ROUNDS, BYTES = 15, 2**28
 
 
@@ -133,6 +142,34 @@ def attention() -> dict[str, Any]:
     return found
 
 
+def pages() -> dict[str, Any]:
+    """Sequences whose pages lie in any order; `dense` is attention of one query over as many keys side by side, `copy`
+    a plain one of the pools."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for batch, rows, keys, heads, kv_heads, dim, size in PAGES:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            count = batch * keys // size
+            tables = torch.randperm(count, generator=generator).int().reshape(batch, -1)
+            lens, starts = torch.full((batch,), keys), torch.arange(batch + 1) * rows
+            query = torch.randn(batch * rows, heads, dim, generator=generator).to(dtype)
+            pools = [torch.randn(count, size, kv_heads, dim, generator=generator).to(dtype) for _ in "kv"]
+            into, given = torch.empty_like(pools[0]), (query, *pools, lens, tables, starts)
+            ways: dict[str, Callable[[int], Any]] = {
+                "cpu": lambda _, given=given: pages_cpu.ragged_page_attention(*given),
+                "aten": lambda _, given=given: pages_aten.ragged_page_attention(*given),
+                "native": lambda _, given=given: pages_native.ragged_page_attention(*given),
+                "read": lambda _, pools=pools: [pool.view(torch.float32).max() for pool in pools],
+                "copy": lambda _, pools=pools, into=into: [into.copy_(pool) for pool in pools],
+            }
+            if rows == 1:
+                dense = (query[:, None], *(pool.reshape(batch, keys, kv_heads, dim) for pool in pools))
+                ways["dense"] = lambda _, dense=dense: decode_cpu.decode(*dense)
+            measured = medians(ways, max(1, 2**21 // pools[0].numel()), rounds=7)
+            measured["GB/s"] = 2 * pools[0].numel() * dtype.itemsize / measured["us"]["cpu"] / 1e3
+            found[f"B{batch} T{rows} S{keys} H{heads}/{kv_heads} D{dim} page {size} {str(dtype)[6:]}"] = measured
+    return found
+
+
 def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     """Tokens a second through plain `generate`, of the native Llama and transformers'."""
     import transformers
@@ -163,7 +200,7 @@ def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     return found
 
 
-PARTS = {"products": products, "attention": attention, "decode": decode}
+PARTS = {"products": products, "attention": attention, "pages": pages, "decode": decode}
 
 
 @torch.no_grad()
