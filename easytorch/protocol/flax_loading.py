@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,29 @@ def load_flax(
 
     dtype: None and "auto" mean the checkpoint's dtype, as for a torch checkpoint whose config has none.
     """
-    file = flax.path
+
+    def read(made: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+        content = Config(flax.path.parent / "config.json", made.to_dict())
+        state_dict = load_torch_state_dict(flax.path, config=content, found=flax.found)
+        if not state_dict:
+            raise CheckpointError("holds no weights; save it again", file=flax.path)
+        return made, state_dict
+
+    return load_state_dict(load, config_class, flax.path, name_or_path, config, model_args, kwargs, read=read)
+
+
+def load_state_dict(
+    load: Callable[..., Any],
+    config_class: Any,
+    path: Path,
+    name_or_path: Any,
+    config: Any,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    read: Callable[[PreTrainedConfig], tuple[PreTrainedConfig, dict[str, torch.Tensor]]],
+) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    """`load_flax` of any checkpoint at `path`. read: its config -> the config to build a model of, and its weights."""
     where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
     # A config takes whatever it is given, and "auto" is no dtype it could have.
     dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
@@ -37,15 +60,11 @@ def load_flax(
         config, kwargs = config_class.from_pretrained(
             name_or_path if config is None else config, return_unused_kwargs=True, **where, **kwargs
         )
-    state_dict = load_torch_state_dict(
-        file, config=Config(file.parent / "config.json", config.to_dict()), found=flax.found
-    )
-    if not state_dict:
-        raise CheckpointError("holds no weights; save it again", file=file)
+    config, state_dict = read(config)
     model, info = load(None, *model_args, config=config, state_dict=state_dict, **dtype, **kwargs)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     if model.can_generate():
-        for folder in (file, *file.parents[:2]):  # a checkpoint that is a folder may stand in the model's
+        for folder in (path, *path.parents[:2]):  # a checkpoint that is a folder may stand in the model's
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
                 break

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
 from easytorch.protocol.flax_loading import load_flax
+from easytorch.protocol.packed_loading import load_packed, packed_checkpoint
 from easytorch.protocol.tied_weights import fill_repeats, weights_of
 
 # `check_loaded` or `check_loaded_foreign`: what must have been in the checkpoint.
@@ -38,10 +39,16 @@ def load_pretrained(
     flax = flax_file(path, kwargs.pop("from_flax", False), kwargs)
     # transformers collects mismatches; `check` decides on them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    if flax is None:
+    packed = packed_checkpoint(path, kwargs) if flax is None else None
+    if packed is not None:
+        source = check_torch_files(path, kwargs)
+        config = kwargs.pop("config", None)
+        model, info, weights = load_packed(from_state_dict, model_class, packed, path, config, model_args, kwargs)
+        opened: AbstractContextManager[Callable[[str], Tensor]] = nullcontext(weights.__getitem__)
+    elif flax is None:
         source = check_torch_files(path, kwargs)
         model, info = from_torch(path, *model_args, **kwargs)
-        opened: AbstractContextManager[Callable[[str], Tensor]] = weights_of(path, kwargs)
+        opened = weights_of(path, kwargs)
     else:
         source, config = str(flax.path), kwargs.pop("config", None)
         model, info, weights = load_flax(

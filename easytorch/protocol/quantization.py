@@ -151,6 +151,11 @@ def _simulated(model: nn.Module) -> list[nn.Module]:
     return [one for one in model.modules() if is_simulated(one)]
 
 
+def linear_layers(model: PreTrainedModel) -> set[str]:
+    """The names of the linear layers that `quantize` can take: all but heads that generate, and tied ones."""
+    return set(_chosen(model, QuantizationConfig(pattern=""), experts=False)[0])
+
+
 def _chosen(
     model: PreTrainedModel, config: QuantizationConfig, *, experts: bool
 ) -> tuple[list[str], dict[str, list[str]]]:

@@ -1,0 +1,161 @@
+"""`from_pretrained` of GPTQ and AWQ checkpoints: their layers become `QuantizedLinear`, of the same codes and scales.
+
+A layer whose columns are quantized in another order (GPTQ's act-order), experts, heads and eight bits with a zero point
+are decoded to plain weights, since no quantized layer here says the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from easytorch.bridge.core.json_files import read_json
+from easytorch.bridge.dtypes import to_torch
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.registry import find
+from easytorch.layers.packed_weights import PackedWeight, from_awq, from_gptq
+from easytorch.protocol.flax_loading import load_state_dict
+from easytorch.protocol.lazy import lazy_init
+from easytorch.protocol.quantization import linear_layers
+from easytorch.protocol.quantization_config import QuantizationConfig
+
+_LOG = logging.getLogger(__name__)
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+_CONFIG_LIMIT = 16 << 20
+
+
+class PackedCheckpoint(NamedTuple):
+    """A folder whose config says that its weights are GPTQ's or AWQ's."""
+
+    path: Path
+    method: str
+    bits: int
+    group_size: int | None
+    less_one: bool
+
+
+def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedCheckpoint | None:
+    """The local GPTQ or AWQ checkpoint at `name_or_path`; None for another, or where a config of another is given."""
+    if name_or_path is None or kwargs.get("quantization_config") is not None:
+        return None
+    folder = Path(name_or_path) / (kwargs.get("subfolder") or "")
+    file, config = folder / "config.json", kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        given = getattr(config, "quantization_config", None)
+    else:
+        given = read_json(file, limit=_CONFIG_LIMIT).get("quantization_config") if file.is_file() else None
+    settings = given if isinstance(given, Mapping) or given is None else given.to_dict()
+    if not folder.is_dir() or settings is None or settings.get("quant_method") not in _BITS:
+        return None
+    method, bits, size = settings["quant_method"], settings.get("bits"), settings.get("group_size")
+    if type(bits) is not int or bits not in _BITS[method]:
+        known = ", ".join(map(str, _BITS[method]))
+        raise CheckpointError(f"is {method} of bits={bits!r}; {known} are read", file=file)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(f"is {method} of group_size={size!r}, which must be -1 or at least 1", file=file)
+    layout = str(settings.get("checkpoint_format") or settings.get("version") or settings.get("format") or "").lower()
+    known_layouts = ("", "gptq", "gptq_v2") if method == "gptq" else ("", "gemm")
+    if layout not in known_layouts:
+        raise CheckpointError(
+            f"is {method} in the layout {layout!r}; {', '.join(filter(None, known_layouts))} are read", file=file
+        )
+    return PackedCheckpoint(folder, method, bits, None if size == -1 else size, layout != "gptq_v2")
+
+
+def load_packed(
+    load: Callable[..., Any],
+    model_class: Any,
+    packed: PackedCheckpoint,
+    name_or_path: Any,
+    config: Any,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    """(model, loading info, weights) of `load`, a `from_pretrained`, given the weights as a state dict."""
+    return load_state_dict(
+        load, model_class.config_class, packed.path, name_or_path, config, model_args, kwargs,
+        read=lambda made: _read(packed, model_class, made),
+    )  # fmt: skip
+
+
+def _read(
+    packed: PackedCheckpoint, model_class: Any, config: PreTrainedConfig
+) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    config = copy.deepcopy(config)
+    config.__dict__.pop("quantization_config", None)
+    model = lazy_init(model_class, copy.deepcopy(config))
+    layers, prefix = linear_layers(model), f"{model.base_model_prefix}."
+    format_, file = find(packed.path, prefer="torch")
+    with format_.open(file) as reader:
+        names = list(reader.tensors)
+        state = {name: to_torch(reader.read(name)) for name in names if name.rpartition(".")[2] not in _PARTS}
+        taken, decoded = [], []
+        for name in (one.removesuffix(".qweight") for one in names if one.endswith(".qweight")):
+            parts = {part: to_torch(reader.read(f"{name}.{part}")) for part in _PARTS if f"{name}.{part}" in names}
+            weight = _weight(packed, name, parts, file)
+            layer = next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in layers), None)
+            own = None if layer is None else weight.parts(packed.group_size or len(weight.groups))
+            if own is None:
+                decoded.append(name)
+                state[f"{name}.weight"] = weight.dequantized()
+                continue
+            assert layer is not None
+            taken.append(layer)
+            state |= {f"{name}.weight_{part}": tensor for part, tensor in own.items()}
+    if decoded:
+        _LOG.warning("%d %s layers are decoded to plain weights, %s, ...", len(decoded), packed.method, decoded[0])
+    if not taken and not decoded:
+        raise CheckpointError(f"its config says {packed.method}, and it holds no qweight", file=file)
+    if taken:
+        size = -1 if packed.group_size is None else packed.group_size
+        pattern = pattern_of(taken, layers)
+        settings = QuantizationConfig("affine", size, packed.bits, pattern=pattern, quantize_tensors=False)
+        config.quantization_config = settings.to_dict()
+    return config, state
+
+
+def _weight(packed: PackedCheckpoint, name: str, parts: dict[str, torch.Tensor], file: Path) -> PackedWeight:
+    if missing := [part for part in _PARTS[:3] if part not in parts]:
+        raise CheckpointError(f"is missing beside {name}.qweight", file=file, tensor=f"{name}.{missing[0]}")
+    qweight, qzeros, scales = (parts[part] for part in _PARTS[:3])
+    a_number = 32 // packed.bits if packed.bits != 3 else 32 / 3
+    if packed.method == "gptq":
+        columns, rows = round(qweight.shape[0] * a_number), qweight.shape[1]
+    else:
+        columns, rows = qweight.shape[0], qweight.shape[1] * 8
+    size = packed.group_size or columns
+    groups = -(-columns // size)
+    g_idx = parts.get("g_idx")
+    expected = {"scales": (groups, rows), "qzeros": (groups, -(-rows * packed.bits // 32)), "g_idx": (columns,)}
+    for part, shape in expected.items():
+        if part in parts and tuple(parts[part].shape) != shape:
+            raise CheckpointError(
+                f"has the shape {tuple(parts[part].shape)}, and {shape} beside a qweight {tuple(qweight.shape)} of "
+                f"{packed.bits} bits in groups of {size}",
+                file=file,
+                tensor=f"{name}.{part}",
+            )
+    if any(one.dtype != torch.int32 for one in (qweight, qzeros)):
+        raise CheckpointError(f"is {qweight.dtype}, and int32 is read", file=file, tensor=f"{name}.qweight")
+    if g_idx is not None and not bool(((g_idx >= 0) & (g_idx < groups)).all()):
+        raise CheckpointError(f"names groups beyond the {groups} there are", file=file, tensor=f"{name}.g_idx")
+    if packed.method == "awq":
+        return from_awq(qweight, qzeros, scales, size)
+    return from_gptq(qweight, qzeros, scales, g_idx, packed.bits, size, less_one=packed.less_one)
+
+
+def pattern_of(names: Collection[str], known: Collection[str]) -> str:
+    """A regular expression that finds `names` and no other of `known`: short where all layers of a kind are in it."""
+    exact = {re.escape(name) for name in names}
+    any_layer = {re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", name) for name in exact}
+    short = f"^({'|'.join(sorted(any_layer))})$"
+    found = {name for name in known if re.search(short, name)}
+    return short if found == set(names) else f"^({'|'.join(sorted(exact))})$"
