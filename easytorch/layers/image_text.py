@@ -49,9 +49,10 @@ class ImageTextModel(ArgumentsInOrder):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.vision_tower = self.new_part(config.vision_config)
+        family: Any = self
+        self.vision_tower = family.new_part(config.vision_config)
         self.multi_modal_projector = self.projector_class(config)
-        self.language_model = self.new_part(config.text_config)
+        self.language_model = family.new_part(config.text_config)
         self.post_init()
 
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
@@ -167,4 +168,5 @@ class ImageTextHead(ArgumentsInOrder, CausalLMHead):
 
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
         """As the backbone's."""
-        return self.base_model.get_image_features(pixel_values, **kwargs)
+        backbone: Any = self.base_model
+        return backbone.get_image_features(pixel_values, **kwargs)

@@ -121,11 +121,12 @@ class Gemma3ForConditionalGeneration(ImageTextHead, Gemma3PreTrainedModel, Gener
     backbone_arguments = ("pixel_values", "token_type_ids", "mm_encoder_outputs")
     arguments = (*_INPUTS, "use_cache", "logits_to_keep", "mm_encoder_outputs")
 
-    def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Any, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
         """token_type_ids are of the prompt, which without a cache every step reads again."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        inputs: dict[str, Any] = prepare(
             input_ids, use_cache=use_cache, is_first_iteration=is_first_iteration, **kwargs
         )
         inputs["token_type_ids"] = kwargs.get("token_type_ids") if is_first_iteration or not use_cache else None

@@ -60,7 +60,7 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
     @merge_with_config_defaults
     @can_return_tuple
     @select_hidden_states("vision_feature_layer")
-    def get_image_features(  # type: ignore[override]
+    def get_image_features(
         self,
         pixel_values: torch.Tensor,
         vision_feature_layer: int | list[int] | None = None,

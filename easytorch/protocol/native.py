@@ -159,7 +159,7 @@ class NativeDecoder(NativeModel):
 class NativeImageText(NativeDecoder):
     """The same for a family made of a vision tower and a decoder, which are models of their own families."""
 
-    input_modalities = ("image", "text")
+    input_modalities: Any = ("image", "text")
     new_part = staticmethod(new_part)
 
 
