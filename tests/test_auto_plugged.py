@@ -39,7 +39,7 @@ ENCODERS = {
 BY_THEMSELVES = {
     "bloom": t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
     "mpt": t.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
-    "deberta-v2": t.DebertaV2Config(**SIZES, relative_attention=True, max_position_embeddings=40, type_vocab_size=0),
+    "deberta": t.DebertaConfig(**SIZES, relative_attention=True, max_position_embeddings=40, type_vocab_size=0),
     "falcon": t.FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1, eos_token_id=2
     ),
@@ -131,7 +131,7 @@ def test_the_position_bias_of_umt5_and_whisper(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", BY_THEMSELVES)
 def test_what_was_not_replaced_is_reported(name, tmp_path, caplog) -> None:
-    auto = "AutoModel" if name == "deberta-v2" else "AutoModelForCausalLM"
+    auto = "AutoModel" if name == "deberta" else "AutoModelForCausalLM"
     with caplog.at_level(logging.INFO, logger="easytorch"):
         ours, theirs = ours_and_theirs(BY_THEMSELVES[name], tmp_path, auto)
         with torch.no_grad():

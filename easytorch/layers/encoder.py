@@ -97,12 +97,16 @@ class MultiHeadAttention(FusedProjections):
         query, key, value = self.query_key_value(hidden_states, encoder_hidden_states, past_key_values)
         if positions is not None:
             kwargs["position_bias"] = self.position_bias(query, key, positions)
+        output, weights = self.attend(query, key, value, attention_mask, **kwargs)
+        return self.project_output(output.flatten(2)), weights
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """-> (B, T, H, head_dim), and the weights (B, H, T, S) or None."""
         attend = interface_of(attn_implementation(self.config))
         dropout = self.dropout.p if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
-        )
-        return self.project_output(output.flatten(2)), weights
+        return attend(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs)
 
 
 class SelfAttention(MultiHeadAttention):

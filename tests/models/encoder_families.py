@@ -86,4 +86,17 @@ ENCODER_FAMILIES = {
         ),
     ),
     "mpnet": _encoder("MPNet", variants=({"hidden_act": "relu"},), reference="eager"),
+    "deberta_v2": _encoder(
+        "DebertaV2",
+        sizes={"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 2}
+        | {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3},
+        variants=(
+            {"position_buckets": -1, "max_relative_positions": 6, "pos_att_type": "c2p", "conv_kernel_size": 0},
+            {"position_buckets": 24, "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0},
+            {"relative_attention": False, "norm_rel_ebd": "none", "embedding_size": 24, "hidden_act": "relu"},
+            {"legacy": False, "pos_att_type": ["p2c"], "attention_head_size": 8, "conv_act": "gelu"},
+            {"pos_att_type": None, "max_relative_positions": 12, "conv_groups": 2},
+        ),
+        reference="eager",
+    ),
 }

@@ -101,6 +101,12 @@ def test_masks_of_every_kind(family, make_pair) -> None:
         for mask in (sides, sides.bool(), sides.float()):
             expected = theirs(IDS, attention_mask=sides)[0]
             torch.testing.assert_close(ours(IDS, attention_mask=mask)[0], expected, **TOLERANCE)
+        if family == "deberta_v2":  # whose mask is one of tokens, in transformers too
+            given = ours(IDS, attention_mask=sides[:, None, None])[0]
+            torch.testing.assert_close(given, theirs(IDS, attention_mask=sides)[0], **TOLERANCE)
+            with pytest.raises(ValueError, match=r"\(2, 1, 10, 10\) must be \(batch, tokens\), \(2, 10\) here"):
+                ours(IDS, attention_mask=pattern)
+            return
         expected = theirs(IDS, attention_mask=added)[0]
         for mask in (pattern, added):
             torch.testing.assert_close(ours(IDS, attention_mask=mask)[0], expected, **TOLERANCE)
@@ -244,6 +250,9 @@ def test_a_config_that_cannot_be_carried_is_refused_by_name(family) -> None:
     ("roberta", "RobertaModel", {"pad_token_id": None}, "roberta: config.pad_token_id is None"),
     ("electra", "ElectraForMultipleChoice", {"summary_type": "attn"}, "summary_type='attn' is not carried"),
     ("mpnet", "MPNetModel", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets=16"),
+    ("deberta_v2", "DebertaV2Model", {"position_buckets": 78}, "config.position_buckets=78 needs to be 2 or more"),
+    ("deberta_v2", "DebertaV2Model", {"attention_head_size": 6}, "config.attention_head_size=6 must be"),
+    ("deberta_v2", "DebertaV2ForMaskedLM", {"legacy": False, "embedding_size": 8}, "config.embedding_size=8 is not"),
     ("distilbert", "DistilBertForQuestionAnswering", {"num_labels": 3}, "num_labels should be 2, but it is 3"),
 ])  # fmt: skip
 def test_what_a_family_does_not_carry(family, head, changes, words) -> None:
