@@ -15,6 +15,7 @@ from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import all_full, window_of
 from easytorch.layers.rotary import rotary
+from easytorch.operations.dispatch.environment import untouched
 
 
 class GroupedAttention(FusedProjections):
@@ -95,7 +96,12 @@ class GroupedAttention(FusedProjections):
         """
         if position_embeddings is None or not self.use_rope:
             return query, key
-        return rotary(query, key, *position_embeddings, interleaved=self.interleaved)
+        cos, sin = position_embeddings
+        if not self.interleaved and untouched():
+            turned = rotary.in_cpp(query, key, cos, sin)
+            if turned is not None:
+                return turned
+        return rotary(query, key, cos, sin, interleaved=self.interleaved)
 
     def features(self) -> Mapping[str, Any]:
         """Keywords of the attention function besides the tensors, the scale and the dropout."""

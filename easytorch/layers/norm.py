@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from easytorch.operations import OperationRegistry
+from easytorch.operations.dispatch.environment import untouched
+from easytorch.operations.rms_norm import RMSNorm as RMSNormOperation
 
-rms_norm = OperationRegistry.create("rms_norm")
+rms_norm = cast(RMSNormOperation, OperationRegistry.create("rms_norm"))
 layer_norm = OperationRegistry.create("layer_norm")
 
 
@@ -20,7 +24,10 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        weight = self.weight
+        if untouched() and (rows := rms_norm.in_cpp(hidden_states, weight, self.variance_epsilon)) is not None:
+            return rows
+        return rms_norm(hidden_states, weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

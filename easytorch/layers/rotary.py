@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig, initialization
 from easytorch.kernels.rotary.frequencies import Frequencies as Frequencies
 from easytorch.kernels.rotary.frequencies import cos_sin, inverse_frequencies
 from easytorch.operations import OperationRegistry
+from easytorch.operations.rotary import Rotary
 
-rotary = OperationRegistry.create("rotary")
+rotary = cast(Rotary, OperationRegistry.create("rotary"))
 
 # Rope types whose frequencies depend on the largest position of a call.
 _BY_LENGTH = ("dynamic", "longrope")

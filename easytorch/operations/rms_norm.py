@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 
-from easytorch.kernels.rms_norm import native
-from easytorch.operations.dispatch.impl import OperationImpl
+from easytorch.kernels.cpu import library
+from easytorch.kernels.rms_norm import cpu, native
+from easytorch.operations.dispatch.impl import Choice, OperationImpl
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
@@ -16,11 +18,15 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 class RMSNorm(OperationImpl):
     """`rms_norm(x, weight=None, eps=1e-6)`: (..., N) normalized over its last dimension.
 
-    ATen on the CPU is within 15% of the definition at every size and dtype measured, and bit-equal; Triton on GPU
-    reads and writes each row once.
+    ATen on the CPU is within 15% of the definition at every size and dtype measured, and bit-equal; for inference the
+    operator in C++ takes 0.13 to 0.6 of its time. Triton on GPU reads and writes each row once.
     """
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "inference: one call, and rows are read once")
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -33,11 +39,28 @@ class RMSNorm(OperationImpl):
     def supports(
         self, backend: str, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
     ) -> str | None:
+        if backend == "cpu":
+            return cpu.supports(self.cast(x), None if weight is None else self.cast(weight))
         if backend != "triton":
             return None
         from easytorch.kernels.layer_norm import triton_limits
 
         return triton_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
+
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        own = super().candidates(platform, args, kwargs)
+        ahead = platform == "cpu" and self.metadata.runtime_dtype is None and cpu.prefers(*_named(*args, **kwargs))
+        return (self._cpp, *own) if ahead else own
+
+    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        return None if choice is self._cpp else super().refusal_of(choice, args, kwargs)  # `prefers` asked already
+
+    def in_cpp(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.
+
+        For a model's layers, which ask at each token: the dispatch takes longer than the operator.
+        """
+        return cpu.run(x, weight, eps, library.BEST) if cpu.prefers(x, weight, eps) else None
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
         return self.run(native.rms_norm, x, weight, eps)
@@ -52,3 +75,9 @@ class RMSNorm(OperationImpl):
         if self.metadata.runtime_dtype is not None:  # of both: a wider weight would widen the result
             x, weight = self.cast(x), None if weight is None else self.cast(weight)
         return kernel(x, weight, eps)
+
+
+def _named(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    return x, weight, eps

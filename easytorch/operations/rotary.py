@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.rotary import aten, native, torch_xla_op
-from easytorch.operations.dispatch.impl import OperationImpl
+from easytorch.kernels.cpu import library
+from easytorch.kernels.rotary import aten, cpu, native, torch_xla_op
+from easytorch.operations.dispatch.impl import Choice, OperationImpl
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
@@ -27,7 +29,11 @@ class Rotary(OperationImpl):
     and (B, T, K, D), tables (B or 1, T, R), or (L, R) of which position_ids or offset choose the rows.
     """
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "xla"}
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "inference: one call for query and key")
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -41,6 +47,8 @@ class Rotary(OperationImpl):
     def supports(
         self, backend: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
     ) -> str | None:
+        if backend == "cpu":
+            return cpu.supports(self.cast(query), self.cast(key), cos, sin, bool(options.get("interleaved")))
         if backend == "aten":
             return aten.supports(cos, sin)
         if backend == "triton":
@@ -50,6 +58,24 @@ class Rotary(OperationImpl):
         if backend == "xla":
             return torch_xla_op.supports(self.cast(query), self.cast(key), cos, sin)
         return None
+
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        own = super().candidates(platform, args, kwargs)
+        plain = platform == "cpu" and len(args) == 4 and self.metadata.runtime_dtype is None
+        # of larger tables the rows are chosen first, by ATen
+        halves = kwargs.keys() <= {"interleaved"} and not kwargs.get("interleaved")
+        ahead = plain and halves and cpu.prefers(*args)
+        return (self._cpp, *own) if ahead else own
+
+    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        return None if choice is self._cpp else super().refusal_of(choice, args, kwargs)  # `prefers` asked already
+
+    def in_cpp(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.
+
+        For a model's layers, which ask at each token: the dispatch takes longer than the operator.
+        """
+        return cpu.run(query, key, cos, sin, library.BEST) if cpu.prefers(query, key, cos, sin) else None
 
     def forward_native(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from easytorch.kernels.cpu import library
 from easytorch.kernels.interop.torch_func import eager, recording
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 
@@ -32,3 +33,21 @@ def refusal(given: Iterable[Any]) -> str | None:
         if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED:
             return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
     return library.missing()
+
+
+def refusal_of_one_dtype(*tensors: Tensor) -> str | None:
+    """`refusal` of an operator whose tensors have one dtype."""
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        return f"it computes in float32, bfloat16 and float16, got {dtype}"
+    for tensor in tensors:
+        if tensor.dtype is not dtype:
+            return f"it takes one dtype, got {dtype} and {tensor.dtype}"
+    return refusal(tensors)
+
+
+def side_by_side(tensor: Tensor) -> Tensor:
+    """The tensor, with the numbers of its last dimension one after another."""
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)  # to `contiguous` one without numbers is as it should be

@@ -8,6 +8,8 @@ void register_decode(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
 void register_ragged_page(Library& library);
+void register_rms_norm(Library& library);
+void register_rotary(Library& library);
 
 namespace {
 
@@ -17,6 +19,8 @@ struct Registration {
     register_linear(library);
     register_quantized_matmul(library);
     register_ragged_page(library);
+    register_rms_norm(library);
+    register_rotary(library);
   }
   Library library;
 };

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import matrix_of
 from easytorch.kernels.cpu import inference, library
+from easytorch.kernels.cpu.inference import side_by_side
 from easytorch.kernels.decode.contract import resolve, without_dropout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,8 +52,8 @@ def run(
     scores = (batch, heads, 1, keys)
     return torch.ops.easytorch_cpu.decode.default(
         query,
-        _side_by_side(key),
-        _side_by_side(value),
+        side_by_side(key),
+        side_by_side(value),
         _NO_MASK if mask is None else _matrix(mask, scores),
         _NO_NUMBERS if call.bias is None else _matrix(_number(call.bias), scores),
         _NO_NUMBERS if call.sinks is None else _number(call.sinks).contiguous(),
@@ -85,12 +86,6 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor
         query, key, value, _NO_MASK, _NO_NUMBERS, _NO_NUMBERS, _NO_LENGTHS, scale, 0.0, -1, library.BEST
     )
     return output
-
-
-def _side_by_side(cache: Tensor) -> Tensor:
-    if cache.stride(3) == 1 or cache.shape[3] == 1:
-        return cache
-    return cache.clone(memory_format=torch.contiguous_format)  # to `contiguous` one without numbers is as it should be
 
 
 def _matrix(tensor: Tensor, scores: tuple[int, ...]) -> Tensor:

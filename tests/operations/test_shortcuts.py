@@ -67,3 +67,43 @@ def test_each_candidate_of_attention_exists() -> None:
     for choices in attention._orders.values():
         for choice in choices:
             assert getattr(choice.operation, choice.method).backend == choice.backend
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("leaf", [None, "x", "weight"])
+def test_norms_in_cpp_are_those_that_rms_norm_gives_its_operator(dot_products, dtype, leaf) -> None:
+    rms_norm: Any = OperationRegistry.create("rms_norm")
+    taken = 0
+    for width in (64, 128, 130):
+        for weighted in (True, False):
+            given = {"x": torch.randn(3, width).to(dtype), "weight": torch.randn(width).to(dtype) if weighted else None}
+            if leaf is not None and given[leaf] is not None:
+                given[leaf].requires_grad_()
+            got, choice = rms_norm.in_cpp(*given.values(), 1e-5), rms_norm.choose(**given, eps=1e-5)
+            assert (got is not None) == (choice.backend == "cpu"), (width, weighted, choice)
+            if got is not None:
+                taken += 1
+                assert rms_norm.supports("cpu", *given.values()) is None
+                assert torch.equal(got, rms_norm(*given.values(), 1e-5))
+    built = dot_products and leaf != "x" and dtype != torch.float64 and library.missing() is None
+    assert bool(taken) == built
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("leaf", [None, 0, 2])
+def test_rotations_in_cpp_are_those_that_rotary_gives_its_operator(dot_products, dtype, leaf) -> None:
+    rotary: Any = OperationRegistry.create("rotary")
+    for tokens, tables in ((1, 1), (5, 1), (5, 2)):
+        given = [torch.randn(2, tokens, heads, 16).to(dtype) for heads in (4, 2)]
+        given += [torch.randn(tables, tokens, 16).to(dtype) for _ in "cs"]
+        if leaf is not None:
+            given[leaf].requires_grad_()
+        got, choice = rotary.in_cpp(*given), rotary.choose(*given, interleaved=False)
+        assert (got is not None) == (choice.backend == "cpu")
+        assert (got is not None) == (
+            dot_products and leaf is None and dtype != torch.float64 and library.missing() is None
+        )
+        if got is not None:
+            assert rotary.supports("cpu", *given) is None
+            for a, b in zip(got, rotary(*given), strict=True):
+                assert torch.equal(a, b)

@@ -1,0 +1,53 @@
+"""RMS norm by the operator in C++ (cpu*.cpp here): one call, where ATen's takes eight in 16 bits. Inference only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import DTYPES, refusal_of_one_dtype, side_by_side
+from easytorch.kernels.linear import preference
+from easytorch.kernels.rms_norm.native import check_tensors
+
+# The shortest rows that it is chosen for: it adds squares in another order, and a small model keeps transformers' bits.
+SMALLEST_ROW = 128
+# Passed for an absent weight: the operator takes tensors only.
+_NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
+
+
+def supports(x: Tensor, weight: Tensor | None = None) -> str | None:
+    """None when `rms_norm` takes this call, else the reason. The first call may build the library."""
+    return refusal_of_one_dtype(x) if weight is None else refusal_of_one_dtype(x, weight)
+
+
+def prefers(x: Tensor, weight: Tensor | None, eps: float) -> bool:
+    """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
+    shape = x.shape
+    return (
+        preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and len(shape) > 0
+        and shape[-1] >= SMALLEST_ROW
+        and x.is_cpu
+        and (weight is None or (weight.shape == shape[-1:] and weight.is_cpu))
+        and type(eps) is float
+        and eps >= 0.0
+        and supports(x, weight) is None
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """(..., N), weight (N,) -> (..., N) in one dtype.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one.
+    """
+    check_tensors(x, weight, eps)
+    if (reason := supports(x, weight)) is not None:
+        raise NotImplementedError(reason)
+    return run(x, weight, eps, library.BEST)
+
+
+def run(x: Tensor, weight: Tensor | None, eps: float, level: int) -> Tensor:
+    """`rms_norm` without its checks."""
+    weight = _NONE[x.dtype] if weight is None else side_by_side(weight)
+    return torch.ops.easytorch_cpu.rms_norm.default(side_by_side(x), weight, eps, level)

@@ -1,0 +1,60 @@
+"""Rotary embedding by the operator in C++ (cpu*.cpp here): one call for query and key. Inference only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side
+from easytorch.kernels.linear import preference
+from easytorch.kernels.rotary import native
+
+
+def supports(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> str | None:
+    """None when `rotary` takes this call, else the reason. The first call may build the library."""
+    return "it turns halves, not pairs side by side" if interleaved else refusal_of_one_dtype(query, key, cos, sin)
+
+
+def prefers(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True where `run` is faster than ATen and may be called right away: halves, the tables of the call's positions
+    (B or 1, T, R), and all of it fits. It may build the library."""
+    q, k, c = query.shape, key.shape, cos.shape
+    return (
+        preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and len(q) == len(k) == 4
+        and len(c) == 3
+        and q[:2] == k[:2]
+        and q[3] == k[3]
+        and sin.shape == c
+        and (c[0] == 1 or c[0] == q[0])
+        and c[1] == q[1]
+        and c[2] <= q[3]
+        and c[2] % 2 == 0
+        and query.is_cpu
+        and key.is_cpu
+        and cos.is_cpu
+        and sin.is_cpu
+        and refusal_of_one_dtype(query, key, cos, sin) is None
+    )
+
+
+def rotary(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
+    position_ids: Tensor | None = None, offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition's result, every step rounded as there.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one.
+    """
+    cos, sin = (table.squeeze(2) for table in native.tables(query, key, cos, sin, position_ids, offset))
+    if (reason := supports(query, key, cos, sin, interleaved)) is not None:
+        raise NotImplementedError(reason)
+    return run(query, key, cos, sin, library.BEST)
+
+
+def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, level: int) -> tuple[Tensor, Tensor]:
+    """query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R): `rotary` without its checks."""
+    return torch.ops.easytorch_cpu.rotary.default(
+        side_by_side(query), side_by_side(key), side_by_side(cos), side_by_side(sin), level
+    )
