@@ -3,6 +3,9 @@
 The backward of its CPU kernel takes a row's logsumexp as one number (logsumexp.py). Where that loses the logarithm,
 beside scores or a bias beyond 1024, products and a softmax with gradients of their own compute the call. In a graph,
 which has no numbers to look at, the fused kernel stays.
+
+Its maximum of fewer scores than a vector holds skips NaN, so a query of NaN would attend to nothing and give zeros: a
+mask that hides nothing takes the kernel's other path, which keeps it.
 """
 
 from __future__ import annotations
@@ -13,12 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from easytorch.kernels.attention.contract import kept_scores
 from easytorch.kernels.attention.logsumexp import LARGEST, fits_one_number
 from easytorch.kernels.interop.torch_func import eager
+
+# Scores in a vector of the widest instructions, AVX-512.
+_LANES = 16
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     """`F.scaled_dot_product_attention`."""
+    if (
+        settings.get("attn_mask") is None and query.is_cpu and eager() and not torch.jit.is_tracing()
+        and 0 < (keys := key.shape[2]) < _LANES
+    ):  # fmt: skip
+        # ATen's causal aligns the first query and key, as its callers have as many of both.
+        causal = settings.pop("is_causal", False)
+        rows, right = (query.shape[2], 0) if causal else (1, None)
+        settings["attn_mask"] = kept_scores(rows, keys, None, right, query.dtype)
     output = F.scaled_dot_product_attention(query, key, value, **settings)
     if (
         output.requires_grad and eager() and type(output) is Tensor and output.is_cpu and not torch.jit.is_tracing()

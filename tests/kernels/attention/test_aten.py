@@ -26,6 +26,19 @@ def test_a_row_that_sees_nothing_gives_zeros_and_finite_gradients(dtype: torch.d
     assert all(g.isfinite().all() for g in torch.autograd.grad(output.sum(), leaves))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [1, 2, 6, 15, 16, 17])
+def test_a_query_of_nan_stays_nan(keys: int, causal: bool, dtype: torch.dtype) -> None:
+    """Beside few keys ATen's maximum skips it, and its row would be zeros."""
+    for length in {1, keys, 1 if causal else 20}:
+        q, k, v = (torch.randn(1, rows, 2, 16, dtype=dtype) for rows in (length, keys, keys))
+        q[0, -1, 0] = torch.nan
+        wanted = torch.zeros(1, length, 2, 16, dtype=torch.bool)
+        wanted[0, -1, 0] = True
+        assert torch.equal(aten.attention(q, k, v, causal=causal).isnan(), wanted)
+
+
 def test_a_float32_bias_is_not_rounded_to_the_inputs() -> None:
     q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
     bias = torch.full((8, 8), 256.0) + torch.rand(8, 8)  # bfloat16 has steps of 2 here
