@@ -22,7 +22,7 @@ CALLS, ROUNDS = 200, 101
 
 def cases() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Label -> operation, arguments, keyword arguments; small tensors, where the overhead shows."""
-    heads, table = torch.randn(1, 4, 4, 16), torch.randn(1, 4, 16)
+    heads, table, cache = torch.randn(1, 4, 4, 16), torch.randn(1, 4, 16), torch.randn(1, 40, 2, 16)
     everything: dict[str, Any] = {
         "mask": None, "bias": None, "causal": True, "query_segment_ids": None, "key_segment_ids": None,
         "sliding_window": None, "softcap": None, "sinks": None, "softmax_scale": 0.25, "dropout_prob": 0.0,
@@ -33,6 +33,7 @@ def cases() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "rotary": ("rotary", (heads, heads, table, table), {}),
         "attention": ("attention", (heads, heads, heads), {"causal": True}),
         "attention, every keyword given": ("attention", (heads, heads, heads), everything),
+        "one query, every keyword given": ("attention", (heads[:, :1], cache, cache), everything),
     }
 
 

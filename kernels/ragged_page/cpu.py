@@ -85,8 +85,8 @@ def over_pages(
     tables = cut_to(count, context_lens, block_tables, query_start_loc)[:3]
     output: Tensor = torch.ops.easytorch_cpu.ragged_page.default(
         query,
-        _side_by_side(key_pages),
-        _side_by_side(value_pages),
+        inference.side_by_side(key_pages),
+        inference.side_by_side(value_pages),
         *tables,
         _NO_NUMBERS if call.sinks is None else _number(call.sinks).contiguous(),
         call.scale,
@@ -104,12 +104,6 @@ def over_pages(
 
 def _reach(side: int | None) -> int:
     return _FAR if side is None else max(-_FAR, min(side, _FAR))
-
-
-def _side_by_side(pages: Tensor) -> Tensor:
-    if pages.stride(3) == 1 or pages.shape[3] == 1:
-        return pages
-    return pages.clone(memory_format=torch.contiguous_format)
 
 
 def _number(tensor: Tensor) -> Tensor:
