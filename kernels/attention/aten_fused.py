@@ -20,15 +20,15 @@ from easytorch.kernels.attention.contract import kept_scores
 from easytorch.kernels.attention.logsumexp import LARGEST, fits_one_number
 from easytorch.kernels.interop.torch_func import eager
 
-# Scores in a vector of the widest instructions, AVX-512.
-_LANES = 16
+# Keys below which ATen's kernel loses NaN without a mask: scores in a vector of the widest instructions, AVX-512.
+LANES = 16
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     """`F.scaled_dot_product_attention`."""
     if (
         settings.get("attn_mask") is None and query.is_cpu and eager() and not torch.jit.is_tracing()
-        and 0 < (keys := key.shape[2]) < _LANES
+        and 0 < (keys := key.shape[2]) < LANES
     ):  # fmt: skip
         # ATen's causal aligns the first query and key, as its callers have as many of both.
         causal = settings.pop("is_causal", False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.aten import addend
+from easytorch.kernels.attention.aten_fused import LANES
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.logsumexp import fits_one_number, from_one_number, one_number
 from easytorch.kernels.blocksparse import torch_tile
@@ -25,6 +26,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(b, H, R, D), (b, K, C, D) twice -> output (b, H, R, D), logsumexp (b, H, 2, R)."""
     added = _added(query, key, seen, bias)
+    if added is None and key.shape[2] < LANES:  # the kernel loses a query of NaN there
+        return torch_tile.forward(query, key, value, seen, bias, call, keep)
     output, logsumexp = _forward(query, key, value, attn_mask=added, scale=call.scale)
     if added is not None:
         empty = (added == -torch.inf).all(-1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.aten_fused import LANES
 from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.logsumexp import fits_one_number, from_one_number, one_number
 from easytorch.kernels.ring import blocks
@@ -57,8 +58,8 @@ def backward(
 def _carries(block: Block) -> bool:
     if block.upper is not None and block.call.scale <= 0.0:
         return False  # ATen's kernel applies the causal mask before the scale
-    # an empty tensor makes it divide by zero
-    return block.lower is None and block.upper in (None, 0) and min(block.query.numel(), block.key.numel()) > 0
+    # an empty tensor makes it divide by zero, and of few keys it loses a query of NaN
+    return block.lower is None and block.upper in (None, 0) and block.query.numel() > 0 and block.key.shape[1] >= LANES
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

@@ -108,3 +108,21 @@ def test_no_query_still_gives_gradients(name: str) -> None:
     run(name, *inputs).sum().backward()
     for tensor in inputs:
         assert tensor.grad is not None and not tensor.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["attention", "sdpa", "flash", "blocksparse", "ring", "vanilla", "decode"])
+def test_a_query_of_nan_gives_nan_in_its_row_alone(name: str, causal: bool, dtype: torch.dtype) -> None:
+    """Beside few keys the maximum of ATen's kernel skips it, and its row would be zeros."""
+    generator = torch.Generator().manual_seed(0)
+    for keys in (1, 6, 15, 16, 17, 40):
+        length = 1 if name == "decode" else keys
+        query, key, value = (
+            torch.randn(1, rows, 2, 16, generator=generator).to(dtype) for rows in (length, keys, keys)
+        )
+        query[0, -1, 0] = torch.nan
+        got = OperationRegistry.create(name)(query, key, value, causal=causal).attention_outputs
+        wanted = torch.zeros_like(query, dtype=torch.bool)
+        wanted[0, -1, 0] = True
+        assert torch.equal(got.isnan(), wanted), keys
