@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -130,3 +131,5 @@ def joined(device: torch.device) -> Iterator[Processes]:
     finally:
         if world > 1:
             dist.destroy_process_group()
+            # DistributedDataParallel and its model refer to each other, and it holds the group
+            gc.collect()
