@@ -44,15 +44,18 @@ class Gemma3MultiModalProjector(nn.Module):
         self.mm_input_projection_weight = nn.Parameter(torch.zeros(vision.hidden_size, config.text_config.hidden_size))
         self.mm_soft_emb_norm = ZeroCenteredRMSNorm(vision.hidden_size, eps=vision.layer_norm_eps)
         self.patches_per_image = vision.image_size // vision.patch_size
+        self.tokens_per_image = tokens
         size = self.patches_per_image // max(int(tokens**0.5), 1)
-        if size < 1 or (self.patches_per_image // size) ** 2 != tokens:
-            raise ValueError(
-                f"gemma3: config.mm_tokens_per_image={tokens} is no square of tokens that the "
-                f"{self.patches_per_image} x {self.patches_per_image} patches of an image can be pooled to"
-            )
         self.avg_pool = nn.AvgPool2d(kernel_size=size, stride=size)
 
     def forward(self, vision_outputs: torch.Tensor) -> torch.Tensor:
+        size = self.avg_pool.kernel_size
+        if size < 1 or (self.patches_per_image // size) ** 2 != self.tokens_per_image:
+            # here, as in transformers such a config still carries text
+            raise ValueError(
+                f"gemma3: config.mm_tokens_per_image={self.tokens_per_image} is no square of tokens that the "
+                f"{self.patches_per_image} x {self.patches_per_image} patches of an image can be pooled to"
+            )
         patches = vision_outputs.transpose(1, 2).unflatten(2, (self.patches_per_image, self.patches_per_image))
         pooled = self.avg_pool(patches.contiguous()).flatten(2).transpose(1, 2)
         return torch.matmul(self.mm_soft_emb_norm(pooled), self.mm_input_projection_weight).type_as(vision_outputs)

@@ -268,12 +268,20 @@ def test_what_does_not_fit(family, make_pair) -> None:
         ours(**inputs, mm_encoder_outputs={"image": None})
 
 
-@pytest.mark.parametrize("family, changes, words", [
-    ("llava", {"projector_hidden_act": "nosuch"}, "no activation is called 'nosuch'"),
-    ("gemma3", {"mm_tokens_per_image": 5}, "mm_tokens_per_image=5 is no square of tokens that the 3 x 3 patches"),
-    ("gemma3", {"mm_tokens_per_image": 16}, "mm_tokens_per_image=16 is no square"),
-])  # fmt: skip
-def test_what_a_family_does_not_carry(family, changes, words) -> None:
+def _made(family: str, **changes):
     native = importlib.import_module(f"easytorch.models.{family}")
-    with pytest.raises(ValueError, match=words):
-        getattr(native, FAMILIES[family].heads[0])(copy.deepcopy(FAMILIES[family].config(**changes)))
+    return getattr(native, FAMILIES[family].heads[0])(copy.deepcopy(FAMILIES[family].config(**changes)))
+
+
+def test_what_a_family_does_not_carry() -> None:
+    with pytest.raises(ValueError, match="no activation is called 'nosuch'"):
+        _made("llava", projector_hidden_act="nosuch")
+
+
+@pytest.mark.parametrize("tokens", [5, 16])
+def test_images_that_cannot_be_pooled(tokens: int) -> None:
+    """As in transformers, such a model still carries text."""
+    model, inputs = _made("gemma3", mm_tokens_per_image=tokens), inputs_of("gemma3")
+    with pytest.raises(ValueError, match=f"mm_tokens_per_image={tokens} is no square of tokens that the 3 x 3 patches"):
+        model(**inputs)
+    model(input_ids=torch.arange(8)[None])
