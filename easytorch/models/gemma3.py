@@ -45,12 +45,11 @@ class Gemma3MultiModalProjector(nn.Module):
         self.mm_soft_emb_norm = ZeroCenteredRMSNorm(vision.hidden_size, eps=vision.layer_norm_eps)
         self.patches_per_image = vision.image_size // vision.patch_size
         self.tokens_per_image = tokens
-        size = self.patches_per_image // max(int(tokens**0.5), 1)
-        self.avg_pool = nn.AvgPool2d(kernel_size=size, stride=size)
+        self.pooled = self.patches_per_image // max(int(tokens**0.5), 1)  # patches of a token's side
+        self.avg_pool = nn.AvgPool2d(kernel_size=self.pooled, stride=self.pooled)
 
     def forward(self, vision_outputs: torch.Tensor) -> torch.Tensor:
-        size = self.avg_pool.kernel_size
-        if size < 1 or (self.patches_per_image // size) ** 2 != self.tokens_per_image:
+        if self.pooled < 1 or (self.patches_per_image // self.pooled) ** 2 != self.tokens_per_image:
             # here, as in transformers such a config still carries text
             raise ValueError(
                 f"gemma3: config.mm_tokens_per_image={self.tokens_per_image} is no square of tokens that the "
