@@ -12,10 +12,9 @@ from torch.autograd import forward_ad
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import matrix_of
 from easytorch.kernels.cpu import inference, library
-from easytorch.kernels.cpu.inference import side_by_side
+from easytorch.kernels.cpu.inference import DTYPES, side_by_side
 from easytorch.kernels.decode.contract import resolve, without_dropout
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = frozenset(DTYPES)
 # Passed for an absent argument: the operator takes tensors only.
 _NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (torch.bool, torch.float32, torch.int64))

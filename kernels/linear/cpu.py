@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import DTYPES
 from easytorch.kernels.interop.torch_func import eager, recording, transforming
 from easytorch.kernels.linear.native import check_tensors
 from easytorch.kernels.linear.operator import define
 from easytorch.kernels.linear.preference import prefers_cpu
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 # Passed for an absent bias: the operator takes tensors only.

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import inference, library
+from easytorch.kernels.cpu.inference import DTYPES
 from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.contract import cut_to, read_sequences, resolve
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Passed for absent sinks: the operator takes tensors only.
 _NO_NUMBERS = torch.empty(0)
 # Query rows up to which a sequence is the operator's; the others of a call are ATen's.
