@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError, nearest
+from easytorch.bridge.names.computed_buffers import is_computed
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.rules.table import TIED_ALWAYS, RuleTable
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 # What transformers and torch raise for values of the wrong kind or size.
@@ -30,13 +30,6 @@ _LAYERS = re.compile(r"num_hidden_layers|((n|num)_)?((encoder|decoder)_)?layers?
 _STAGES = ("depths", "attention_types")
 # transformers builds two dicts with an entry for each label; ImageNet-21k has 21 843.
 _MOST_LABELS = 1_000_000
-
-
-# Floating point buffers that classes of transformers 5.23 save and compute from their config alone.
-_COMPUTED = re.compile(
-    r"(inv_freq|inv_timescales|slope_rate|(query|key|diagonal)_decay|pos_idx_to_embed|n(um)?_points_scale|"
-    r"attn_mask_probs|empty_weight|norm_mean|norm_std|act_fn\.(beta|eps))$"
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
     optional = {
         name
         for name, tensor in names.state.items()
-        if made.search(name) or (name not in parameters and not _is_needed(name, tensor))
+        if made.search(name) or (name not in parameters and is_computed(name, tensor))
     }
     return Architecture(
         name=type(model).__name__,
@@ -115,11 +108,6 @@ def architecture_like(model: PreTrainedModel, given: Collection[str] = ()) -> Ar
         names=names,
         given=given,
     )
-
-
-def _is_needed(name: str, buffer: torch.Tensor) -> bool:
-    """Whether nothing can make a buffer anew: statistics of norms, a router's biases, codebooks; not index tables."""
-    return buffer.dtype.is_floating_point and _COMPUTED.search(name) is None
 
 
 def refuse_counts(content: dict[str, Any], config: Config, tensors: int) -> None:

@@ -6,7 +6,8 @@ of its own family.
 
 Mixture of experts: leaves follow the hub names, one per expert (`experts/0/w1/kernel`), not the stacks in memory.
 Tied weights: Flax holds them once, under the name of the one they repeat; one that differs is held too.
-Buffers: floating point ones are leaves like parameters, integer ones (index tables, counters) are kept beside.
+Buffers: those with data are leaves like parameters; integers that a class computes (index tables, counters) are kept
+beside.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.names.architecture import UNBUILDABLE, Architecture
+from easytorch.bridge.names.computed_buffers import is_computed
 from easytorch.bridge.names.flax_leaves import is_statistic, leaf_of
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.names.native_rules import native_rules
@@ -237,7 +239,7 @@ def model_rows(names: HubNames) -> Iterator[Row]:
 def _by_convention(
     name: str, tensor: torch.Tensor, names: HubNames, modules: Mapping[str, torch.nn.Module], submodels: list[Submodel]
 ) -> Row:
-    if not tensor.dtype.is_floating_point:
+    if not tensor.dtype.is_floating_point and is_computed(name, tensor):
         return (name,), None, BUFFER
     place = names.places[name]
     owner = modules.get(place.name.rpartition(".")[0]) if place.name in names.state else None

@@ -20,6 +20,7 @@ from easytorch.bridge.core.config import Config
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.names.architecture import Architecture
+from easytorch.bridge.names.computed_buffers import is_computed
 from easytorch.bridge.names.flax_convention import Row, convention_rules, outlined_rules
 from easytorch.bridge.names.hub_names import HubNames
 from easytorch.bridge.names.outline import OutlinedNames
@@ -91,7 +92,7 @@ def _rows(names: HubNames, leaves: frozenset[str], unread: bool) -> Iterator[Row
             members[int(found["number"])] = name
         elif (fused := _fused(name, names)) is not None:
             yield fused
-        elif not tensor.dtype.is_floating_point:
+        elif not tensor.dtype.is_floating_point and is_computed(name, tensor):
             yield (name,), None, BUFFER
         else:
             place = names.places[name]

@@ -57,7 +57,8 @@ def to_flax(
     """The weights of `model` as a nested dict of arrays, named as HF Flax does: `{"params": tree}` for a linen module.
 
     A model with batch statistics gives `{"params": ..., "batch_stats": ...}`. bf16 is `ml_dtypes.bfloat16`, which jax
-    accepts. Experts are separate leaves, as in checkpoints; integer buffers (index tables, counters) are left out.
+    accepts. Experts are separate leaves, as in checkpoints; integers that a class computes (index tables, counters) are
+    left out.
     framework, shardings, copy: see `bridge.memory.tree`. scheme: the names of another program, as in `bridge.convert`.
     """
     transform = transform_fn(model, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
