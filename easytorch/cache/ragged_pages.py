@@ -132,6 +132,11 @@ class RaggedPagesCache(Cache):
         """(rows,) int32: how many tokens each row has."""
         return torch.full((len(self.table.rows),), self._of(layer_idx).length, dtype=torch.int32, device=self.device)
 
+    def pools(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """The pages of a layer's keys (pages, page_size, K, D) and values (pages, page_size, K, Dv)."""
+        layer = self._of(layer_idx)
+        return layer.key_pages, layer.value_pages
+
     @property
     def batch_size(self) -> int:
         return len(self.table.rows)

@@ -55,19 +55,27 @@ def keep_top_p(logits: torch.Tensor, top_p: float | torch.Tensor) -> torch.Tenso
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped & ~last), float("-inf"))
 
 
+def keep_min_p(logits: torch.Tensor, min_p: float | torch.Tensor) -> torch.Tensor:
+    """(B, V) -> (B, V): -inf for tokens less than min_p times as likely as the likeliest one of the row."""
+    probabilities = logits.softmax(dim=-1)
+    return logits.masked_fill(probabilities < min_p * probabilities.amax(dim=-1, keepdim=True), float("-inf"))
+
+
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float | torch.Tensor) -> torch.Tensor:
     """(B, V), seen (B, V) boolean -> (B, V)."""
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def gumbel_noise(seed: torch.Tensor, step: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def gumbel_noise(
+    seed: torch.Tensor, step: torch.Tensor, shape: tuple[int, int], rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Standard Gumbel noise (B, V) in float32: argmax(logits + noise) is distributed as softmax(logits).
 
-    seed, step: int64, of one element, on the device of the result. Of the hash 23 bits are used,
-    so that every value lies strictly between 0 and 1 in float32.
+    seed, step: int64, of one element or (B, 1), on the device of the result. rows (B,): what stands for the number of
+    each row. Of the hash 23 bits are used, so that every value lies strictly between 0 and 1 in float32.
     """
-    rows, columns = (torch.arange(n, device=seed.device) for n in shape)
-    state = counter_hash(seed, step, rows[:, None], columns)
+    every, columns = (torch.arange(n, device=seed.device) for n in shape)
+    state = counter_hash(seed, step, (every if rows is None else rows)[:, None], columns)
     uniform = ((state >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 

@@ -33,26 +33,45 @@ def stream_tokens(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any)
 
 
 def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """The pieces of text that tokens add, one by one; a piece is held back while its last character is incomplete.
+    """The pieces of text that tokens add, one by one; special tokens are left out."""
+    decoder = TextDecoder(tokenizer)
+    for token in tokens:
+        if piece := decoder.push(token):
+            yield piece
+    if rest := decoder.finish():
+        yield rest
+
+
+class TextDecoder:
+    """Text of tokens that come one by one; a piece is held back while its last character is incomplete.
 
     Each token is decoded after those of the previous piece, since a tokenizer treats the first token of a text
     differently (a leading space); a step decodes a few tokens and not the whole text.
     """
-    ids: list[int] = []
-    start = read = 0  # ids[start:read] were emitted and stand as context, ids[read:] were not
 
-    def decode(part: list[int]) -> str:
-        text: str = tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids: list[int] = []
+        # ids[start:read] were emitted and stand as context, ids[read:] were not
+        self._start = self._read = 0
 
-    for token in tokens:
-        ids.append(token)
-        context, text = decode(ids[start:read]), decode(ids[start:])
+    def push(self, token: int) -> str:
+        """The text that `token` adds, with what was held back; "" while it is incomplete."""
+        self._ids.append(token)
+        context, text = self._decode(self._ids[self._start : self._read]), self._decode(self._ids[self._start :])
         # a character has at most 4 bytes, and a token at least one: what is still broken after 4 will not be mended
-        incomplete = text.endswith(_BROKEN) and len(ids) - read < 4
-        if len(text) > len(context) and not incomplete:
-            yield text[len(context) :]
-            start, read = read, len(ids)
-    rest = decode(ids[start:])[len(decode(ids[start:read])) :]
-    if rest:
-        yield rest
+        incomplete = text.endswith(_BROKEN) and len(self._ids) - self._read < 4
+        if len(text) <= len(context) or incomplete:
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return text[len(context) :]
+
+    def finish(self) -> str:
+        """What is held back, complete or not."""
+        rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
+        self._start = self._read = len(self._ids)
+        return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        return text

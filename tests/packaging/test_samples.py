@@ -25,6 +25,7 @@ PAGES = ("README.md", "docs/training.md", "docs/backends.md")
 RUN_BY = {
     "docs/add-an-operation.md": "tests/operations/test_page.py",
     "docs/bridge.md": "tests/bridge/test_page.py",
+    "docs/engine.md": "tests/generation/engine/test_engine.py",
     "docs/frontend.md": "tests/frontend/test_docs.py",
     "docs/protocol.md": "tests/protocol/test_page.py",
 }

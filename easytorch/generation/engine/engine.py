@@ -1,0 +1,304 @@
+"""`Engine`: many requests through one model, a step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep
+from easytorch.generation.engine.carried import backbone_of, longest_row, refusal
+from easytorch.generation.engine.memory import pages_for
+from easytorch.generation.engine.pages import PagePool
+from easytorch.generation.engine.params import SamplingParams
+from easytorch.generation.engine.request import Logprob, Request, RequestOutput
+from easytorch.generation.engine.sampler import logprobs_of, sample
+from easytorch.generation.engine.scheduler import Scheduler, Work
+from easytorch.generation.engine.stop import StoppedText
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Sampled = tuple[Request, int, dict[int, Logprob] | None]
+# Of a model whose config bounds no row.
+_MOST_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine was made; waiting, running and pages are now's."""
+
+    waiting: int
+    running: int
+    num_pages: int
+    free_pages: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    steps: int
+
+
+class Engine:
+    """Continuous batching over pages: prompts and single tokens of all requests run in one call of the model.
+
+    model: a native causal language model (docs/models.md) whose layers keep keys and values; another one is a
+    `ValueError` that says what it lacks. tokenizer: for prompts and outputs as text.
+    max_memory: for keys and values; bytes as an int, or a share of the free memory as a float. By default half of it
+    on a CPU, 0.9 elsewhere, and no more than all requests can fill.
+    max_batch_tokens: of one step. max_requests: that run at once; further ones wait. max_model_length: tokens of a
+    request, prompt and output; by default what model and memory allow.
+    prefix_reuse: pages of prompts that begin alike are computed once.
+
+    Not thread-safe: one thread calls it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_memory: int | float | None = None,
+        max_batch_tokens: int = 2048,
+        max_requests: int = 256,
+        max_model_length: int | None = None,
+        page_size: int = 16,
+        prefix_reuse: bool = True,
+    ) -> None:
+        if (reason := refusal(model)) is not None:
+            raise ValueError(f"the engine does not carry this model: {reason}")
+        for name, value in (
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_requests", max_requests),
+            ("page_size", page_size),
+            ("max_model_length", max_model_length),
+        ):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r} must be an int of at least 1")
+        self.model, self.tokenizer = model, tokenizer
+        longest, why = longest_row(model)
+        if max_model_length is not None and longest is not None and max_model_length > longest:
+            raise ValueError(f"max_model_length={max_model_length} is above the {longest} positions: {why}")
+        metadata = pages_for(model, max_memory, page_size, max_model_length or longest or _MOST_TOKENS, max_requests)
+        if max_model_length is not None and metadata.max_model_length < max_model_length:
+            raise ValueError(
+                f"a request of max_model_length={max_model_length} tokens takes {-(-max_model_length // page_size)} "
+                f"pages of {metadata.page_bytes} bytes, and max_memory={max_memory!r} has {metadata.num_pages}"
+            )
+        self.max_model_length = metadata.max_model_length
+        self._cache = RaggedPagesCache(metadata, model.device)
+        self._pool = PagePool(metadata.num_pages)
+        self._scheduler = Scheduler(
+            self._pool, page_size, max_batch_tokens=max_batch_tokens, max_requests=max_requests,
+            prefix_reuse=prefix_reuse,
+        )  # fmt: skip
+        backbone = backbone_of(model)
+        assert backbone is not None
+        self._masks = dict.fromkeys(backbone.layer_types)  # the pages say who attends to what
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._end_tokens = _end_tokens(model, tokenizer)
+        self._requests: dict[str, Request] = {}
+        self._numbers = itertools.count()
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, *, index: int = 0
+    ) -> str:
+        """Puts a request into the queue, and returns its id: the given one, or a new one.
+
+        prompt: text, or tokens. index: the number of this continuation among the `params.n` of a prompt, each of which
+        is a request of its own. `ValueError` for what cannot be generated; nothing is queued then.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if request_id is None:
+            request_id = str(next(self._numbers))
+            while request_id in self._requests:
+                request_id = str(next(self._numbers))
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is there already; give each an id of its own")
+        tokens = self.tokens_of(prompt)
+        most_tokens = self._most_tokens(len(tokens), params)
+        for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if given and (wrong := [token for token in given if token >= self._vocabulary]):
+                raise ValueError(f"{name} has token {wrong[0]}; the vocabulary has {self._vocabulary}")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give the engine one, or stop_token_ids")
+        seed = int(torch.randint(0, 2**31 - 1, ()).item()) if params.seed is None else params.seed + index
+        text = None
+        if self.tokenizer is not None:
+            text = StoppedText(
+                self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )  # fmt: skip
+        request = Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_length=len(tokens),
+            tokens=tokens,
+            params=params,
+            seed=seed,
+            most_tokens=most_tokens,
+            end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
+            stop_tokens=frozenset(params.stop_token_ids or ()),
+            text=text,
+            index=index,
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        self._prompt_tokens += len(tokens)
+        return request_id
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """A prompt's tokens; `ValueError` for an empty one, and for tokens outside the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the engine has no tokenizer: give it one, or prompts as tokens")
+            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise ValueError("the prompt has no tokens; generation needs at least one to begin from")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self._vocabulary:
+                raise ValueError(f"the prompt has token {token!r}; tokens are ints from 0 to {self._vocabulary - 1}")
+        return tokens
+
+    def step(self) -> list[RequestOutput]:
+        """Runs the model once, and gives the requests that got a token; [] where there is nothing to do.
+
+        A step that raises, or is interrupted, changes no request: all of them begin anew at the next one.
+        """
+        try:
+            works = self._scheduler.schedule()
+            requests = [work.request for work in works if work.samples]
+            sampled = self._run(works, requests)
+        except BaseException:
+            self._scheduler.restart()  # the pages may be half written
+            raise
+        self._steps += bool(works)
+        outputs = []
+        for request, token, given in sampled:
+            if request.generated == 0:
+                self._cached_tokens += request.cached or 0
+            request.append(token, given)
+            self._generated_tokens += 1
+            if request.finish_reason is not None:
+                self._drop(request)
+            outputs.append(request.output())
+        return outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The outputs of one request, one a token; whatever else is queued runs beside it.
+
+        A caller that stops before the end aborts it.
+        """
+        if params is not None and params.n != 1:
+            raise ValueError(f"a stream is of one continuation, and n={params.n} are asked for")
+        request_id = self.add_request(prompt, params)
+        return self._outputs(request_id)
+
+    def _outputs(self, request_id: str) -> Iterator[RequestOutput]:
+        try:
+            while request_id in self._requests:
+                yield from (output for output in self.step() if output.request_id == request_id)
+        finally:
+            self.abort(request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and gives its pages back; False where there is none of this id."""
+        if (request := self._requests.get(request_id)) is None:
+            return False
+        request.finish_reason = "abort"
+        self._drop(request)
+        return True
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the pages of earlier prompts: to be called when the model's weights have changed."""
+        if self._requests:
+            raise ValueError(f"{len(self._requests)} requests are under way; end them first")
+        self._pool.forget()
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of all layers."""
+        return self._cache.metadata.page_bytes
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            waiting=len(self._scheduler.waiting),
+            running=len(self._scheduler.running),
+            num_pages=len(self._pool),
+            free_pages=self._pool.free,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._scheduler.preemptions,
+            steps=self._steps,
+        )
+
+    @torch.inference_mode()
+    def _run(self, works: Sequence[Work], requests: Sequence[Request]) -> list[Sampled]:
+        """The next tokens of `requests`, those of the works that sample."""
+        if not works:
+            return []
+        step = RaggedStep(self._cache, [Chunk(work.request.pages, work.start, work.end) for work in works])
+        tokens = [token for work in works for token in work.request.tokens[work.start : work.end]]
+        ends = itertools.accumulate(work.end - work.start for work in works)
+        wanted = [end - 1 for work, end in zip(works, ends, strict=True) if work.samples]
+        device = self._cache.device
+        output = self.model(
+            input_ids=torch.tensor([tokens], device=device),
+            position_ids=step.positions,
+            attention_mask=self._masks,
+            past_key_values=step,
+            use_cache=True,
+            logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=device),
+        )
+        logits = output.logits[0]
+        tokens = sample(logits, requests) if requests else []
+        return list(zip(requests, tokens, logprobs_of(logits, tokens, requests, self.tokenizer), strict=True))
+
+    def _drop(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        del self._requests[request.request_id]
+
+    def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        room = self.max_model_length - prompt_length
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {prompt_length} tokens, and a request at most {self.max_model_length}, one of which "
+                "must be new; shorten the prompt"
+            )
+        if params.max_tokens is None:
+            return self.max_model_length
+        if params.max_tokens > room:
+            raise ValueError(
+                f"the prompt has {prompt_length} tokens and max_tokens={params.max_tokens} follow, which is more than "
+                f"the {self.max_model_length} of a request; shorten the prompt or lower max_tokens"
+            )
+        return prompt_length + params.max_tokens
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Those of the model's generation config, else the tokenizer's."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    if given is None and tokenizer is not None:
+        given = tokenizer.eos_token_id
+    if given is None:
+        return frozenset()
+    return frozenset([given] if isinstance(given, int) else given)

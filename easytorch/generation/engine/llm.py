@@ -1,0 +1,91 @@
+"""`LLM`: prompts in, continuations out, in vLLM's words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from easytorch.generation.engine.engine import Engine, Prompt
+from easytorch.generation.engine.params import SamplingParams
+from easytorch.generation.engine.request import CompletionOutput, RequestOutput
+
+
+class LLM:
+    """An `Engine` that runs prompts to their end. model: a loaded one, or the folder or name of one.
+
+    settings: those of `Engine`. The tokenizer of a folder or name is loaded with it unless one is given.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
+        if isinstance(model, str | os.PathLike):
+            from transformers import AutoTokenizer
+
+            from easytorch import AutoModelForCausalLM
+
+            tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
+            model = AutoModelForCausalLM.from_pretrained(model)
+        self.engine = Engine(model, tokenizer, **settings)
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """The finished outputs, in the order of the prompts.
+
+        prompts: one or several, each text or tokens. sampling_params: of all, or one for each.
+        """
+        several = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(several)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(several):
+            raise ValueError(f"{len(several)} prompts, and sampling_params for {len(params)}")
+        ids: list[list[str]] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for prompt, one in zip(several, params, strict=True):
+                ids.append([])
+                for index in range(one.n):
+                    ids[-1].append(self.engine.add_request(prompt, one, index=index))
+            unfinished = {request_id for own in ids for request_id in own}
+            while unfinished:
+                for output in self.engine.step():
+                    if output.finished and output.request_id in unfinished:
+                        done[output.request_id] = output
+                        unfinished.remove(output.request_id)
+        finally:  # a prompt that is refused takes the others with it, and so does an interruption
+            for request_id in (request_id for own in ids for request_id in own):
+                self.engine.abort(request_id)
+        return [_together([done[request_id] for request_id in own]) for own in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` of one or several conversations, put into the tokenizer's chat template."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ValueError("chat needs a tokenizer with a chat template; use generate with prompts")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+            for one in conversations
+        ]
+        return self.generate(prompts, sampling_params)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _together(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The continuations of one prompt as one output."""
+    completions: list[CompletionOutput] = [completion for output in outputs for completion in output.outputs]
+    return replace(outputs[0], outputs=completions)

@@ -1,0 +1,106 @@
+"""`SamplingParams`: what a request asks for, in vLLM's words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_LOGPROBS = 20  # OpenAI's bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends. The defaults are vLLM's.
+
+    n: how many continuations. The i-th has the seed `seed + i`; they share the prompt's pages.
+    temperature: divides the logits; 0 takes the likeliest token (greedy).
+    top_k: keep the k likeliest tokens; 0 or -1 keep all. top_p: keep the fewest that hold this much probability.
+    min_p: keep tokens at least min_p times as likely as the likeliest.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once and for each time.
+    repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the output.
+    logit_bias: added to the logits of these tokens.
+    seed: equal seeds give equal tokens, whatever else runs; None draws one.
+    max_tokens: generate at most this many; None: as many as the engine's max_model_length leaves.
+    min_tokens: no end token or stop token before this many.
+    stop: strings that end the text, which are left out of it unless include_stop_str_in_output.
+    stop_token_ids: further end tokens. ignore_eos: the model's end tokens are tokens like others.
+    logprobs: give the log probability of each token, and of this many likeliest ones, of the model's own distribution:
+    before penalties, biases and temperature.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("temperature", 0.0, math.inf),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            value = _number(name, getattr(self, name))
+            if not least <= value <= most or value == math.inf:
+                bounds = f"between {least:g} and {most:g}" if most < math.inf else f"finite and at least {least:g}"
+                raise ValueError(f"{name}={value!r} must be {bounds}")
+        for name, most in (("top_p", 1.0), ("repetition_penalty", math.inf)):
+            value = _number(name, getattr(self, name))
+            if not 0.0 < value <= most or value == math.inf:
+                raise ValueError(f"{name}={value!r} must be above 0 and {'finite' if most > 1 else 'at most 1'}")
+        _integer("n", self.n, 1)
+        _integer("top_k", self.top_k, -1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0)
+            if self.logprobs > MOST_LOGPROBS:
+                raise ValueError(f"logprobs={self.logprobs} must be at most {MOST_LOGPROBS}")
+        if self.seed is not None:
+            _integer("seed", self.seed, None)
+        for token in self.stop_token_ids or ():
+            _integer("stop_token_ids", token, 0)
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token, 0)
+            if not -100 <= _number("logit_bias", bias) <= 100:
+                raise ValueError(f"logit_bias of token {token} is {bias!r}; it must be between -100 and 100")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for one in stop:
+            if not isinstance(one, str) or not one:
+                raise ValueError(f"stop={self.stop!r} must be strings, none of them empty")
+        object.__setattr__(self, "stop_strings", stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ValueError(f"{name}={value!r} must be a number")
+    return value
+
+
+def _integer(name: str, value: Any, least: int | None) -> None:
+    if type(value) is not int or (least is not None and value < least):
+        raise ValueError(f"{name}={value!r} must be an int{'' if least is None else f' of at least {least}'}")

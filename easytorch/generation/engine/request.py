@@ -1,0 +1,126 @@
+"""`Request`: one continuation of a prompt on its way through the engine, and `RequestOutput`, what is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from easytorch.generation.engine.params import SamplingParams
+from easytorch.generation.engine.stop import StoppedText
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of one token at one place. rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """What was generated so far. text: "" without a tokenizer. logprobs: by token id, one dict for each token.
+
+    stop_reason: the stop string or stop token that ended it; None for the model's end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One request after a step. num_cached_tokens: tokens of the prompt that were found in pages."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+
+
+@dataclass(eq=False)
+class Request:
+    """tokens: prompt and output. computed: of how many of them keys and values lie in `pages`, once the step that is
+    scheduled has run. hashes: of the full pages of tokens. most_tokens: it ends at this many tokens."""
+
+    request_id: str
+    prompt: str | None
+    prompt_length: int
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    most_tokens: int
+    end_tokens: frozenset[int]
+    stop_tokens: frozenset[int]
+    text: StoppedText | None
+    index: int = 0
+    computed: int = 0
+    cached: int | None = None
+    pages: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def append(self, token: int, logprobs: dict[int, Logprob] | None) -> None:
+        """Adds a token, and notes the reason where the request ends with it."""
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        early = self.generated < self.params.min_tokens
+        ends = token in self.end_tokens or token in self.stop_tokens
+        # the text of an end token that skip_special_tokens does not know is no part of the answer
+        matched = self.text.push(token, search=not early) if self.text is not None and not ends else None
+        if ends:
+            self.finish_reason = "stop"
+            self.stop_reason = None if token in self.end_tokens else token
+        elif matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        elif len(self.tokens) >= self.most_tokens:
+            self.finish_reason = "length"
+        if self.text is not None and self.finish_reason is not None:
+            matched = self.text.finish(search=not early and self.stop_reason is None)
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
+
+    def output(self) -> RequestOutput:
+        completion = CompletionOutput(
+            index=self.index,
+            text="" if self.text is None else self.text.visible,
+            token_ids=self.output_tokens,
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.tokens[: self.prompt_length],
+            outputs=[completion],
+            finished=self.finish_reason is not None,
+            num_cached_tokens=self.cached or 0,
+        )
+
+
+def decode_token(tokenizer: Any, token: int) -> str | None:
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode([token])
+    return text

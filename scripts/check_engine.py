@@ -1,0 +1,85 @@
+"""The engine against each request by itself, for every native family that it carries, and its pages at random.
+
+    python scripts/check_engine.py                      200 requests for each family, 10,000 operations on pages
+    python scripts/check_engine.py llama gpt_oss --requests 50
+
+Requests arrive at random, with lengths and prefixes at random, some are aborted, and memory for a third of them makes
+others begin anew. Greedy tokens must be those of `generate_tokens` in float32, except where rounding decides; sampled
+ones those of the request alone in an engine. CI runs a sample (tests/generation/engine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hypothesis import HealthCheck, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from easytorch.generation.engine import Engine
+from easytorch.generation.engine.carried import refusal
+from tests.generation.engine.page_machine import PageMachine
+from tests.generation.engine.traffic import (
+    PAGE_SIZE,
+    arrivals,
+    difference,
+    families,
+    memory_for_a_third,
+    model_of,
+    run,
+)
+
+_STEPS = 50
+
+
+def check_family(family: str, count: int, number: int) -> list[str]:
+    """What is wrong with a family's tokens; prints a line on what was run."""
+    model = model_of(family)
+    if (reason := refusal(model)) is not None:
+        print(f"{family:20} refused: {reason}")
+        return []
+    requests = arrivals(count, number)
+    memory = memory_for_a_third(model, requests, at_once=16)
+    how = {"page_size": PAGE_SIZE, "max_batch_tokens": 64, "max_requests": 16}
+    engine = Engine(model, max_memory=memory, **how)
+    run(engine, requests)
+    wrong = [found for one in requests if (found := difference(model, one)) is not None]
+    sampled = arrivals(max(1, count // 8), number + 1, aborts=False, temperature=1.0, top_p=0.95, seed=number)
+    alone = copy.deepcopy(sampled)
+    run(Engine(model, max_memory=memory, **how), sampled)
+    for one, same in zip(sampled, alone, strict=True):
+        run(Engine(model, max_memory=memory, **how), [same])
+        if one.found != same.found:
+            wrong.append(f"sampled {one.found}, and alone {same.found}, after {one.prompt}")
+    stats = engine.stats()
+    print(
+        f"{family:20} {len(requests)} requests, {stats.steps} steps, {stats.preemptions} preemptions, "
+        f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from pages: {len(wrong)} wrong"
+    )
+    return [f"{family}: {one}" for one in wrong]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=families(), metavar="FAMILY")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--operations", type=int, default=10_000, help="on pages")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    wrong = [one for family in given.families for one in check_family(family, given.requests, given.seed)]
+    how = settings(
+        max_examples=max(1, given.operations // _STEPS), stateful_step_count=_STEPS, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    run_state_machine_as_test(seed(given.seed)(PageMachine), settings=how)
+    print(f"{given.operations} operations on pages")
+    print("\n".join(wrong))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
