@@ -27,15 +27,17 @@ def refusal(model: Any) -> str | None:
     if others := sorted(set(backbone.layer_types) - {FULL, SLIDING}):
         return f"{name} has layers of {', '.join(others)}, whose states lie in no pages; use model.generate"
     layers = [one for one in backbone.modules() if getattr(one, "layer_idx", None) is not None]
+    attentions = []
     for layer in layers:
         if not isinstance(layer, GroupedAttention) or type(layer).forward is not GroupedAttention.forward:
             return f"{name} has layers of {type(layer).__name__}, which attend to no pages; use model.generate"
+        attentions.append(layer)
     if len(layers) != len(backbone.layer_types):
         return f"{name} has {len(layers)} attentions in {len(backbone.layer_types)} layers; use model.generate"
     if model.training:
         return f"{name} is in training mode, where dropout applies: call model.eval()"
     implementation = attn_implementation(model.config)
-    if any(layer.features_of_pages(implementation, {}) is None for layer in layers):
+    if any(attention.features_of_pages(implementation, {}) is None for attention in attentions):
         return (
             f"{name} was loaded with attn_implementation={implementation!r}, which attends to no pages, or returns "
             'attention weights; load it with attn_implementation="easytorch"'
