@@ -1,7 +1,7 @@
 """The C++ kernels against torch's own ways, in one run: products of few rows, attention of one query, over pages too,
-whole decoding.
+norms, rotations and gated units, whole decoding.
 
-    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products | attention | pages | decode ...]
+    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products|attention|pages|rows|decode ...]
 
 Every figure is a median over rounds in which all ways take turns, so that load and clock meet them alike; a ratio is
 the median of the ratios within a round. Weights are used in turn, more than the caches hold. `read` is a plain
@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decode import aten as decode_aten
 from easytorch.kernels.decode import cpu as decode_cpu
+from easytorch.kernels.glu import aten as glu_aten
+from easytorch.kernels.glu import cpu as glu_cpu
 from easytorch.kernels.linear import cpu, onednn
 from easytorch.kernels.quantized_matmul import aten
 from easytorch.kernels.quantized_matmul import cpu as quantized_cpu
@@ -35,6 +37,10 @@ from easytorch.kernels.quantized_matmul.weight import quantize
 from easytorch.kernels.ragged_page import cpu as pages_cpu
 from easytorch.kernels.ragged_page import grouped as pages_aten
 from easytorch.kernels.ragged_page import native as pages_native
+from easytorch.kernels.rms_norm import aten as norm_aten
+from easytorch.kernels.rms_norm import cpu as norm_cpu
+from easytorch.kernels.rotary import aten as rotary_aten
+from easytorch.kernels.rotary import cpu as rotary_cpu
 
 # (M, N, K) of the products, and the rounds of each; bytes of weights that no cache holds.
 SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
@@ -45,6 +51,8 @@ PAGES = [
     (8, 1, 4096, 32, 8, 128, 16), (8, 1, 4096, 32, 8, 128, 64), (8, 1, 64, 16, 8, 64, 16), (4, 4, 1024, 32, 8, 128, 16),
     (1, 16, 1024, 32, 8, 128, 16), (1, 256, 256, 32, 8, 128, 16),
 ]  # fmt: skip
+# Rows, and their widths, of what is computed row by row: norms, rotations (of that many tokens) and gated units.
+ROWS, NORM_WIDTH, GATE_WIDTH, HEADS = (1, 16, 512), 1024, 4096, (16, 8, 64)
 ROUNDS, BYTES = 15, 2**28
 
 
@@ -170,6 +178,43 @@ def pages() -> dict[str, Any]:
     return found
 
 
+def rows() -> dict[str, Any]:
+    """What a layer computes beside its products and its attention; gate and up are halves of one product, as there."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    heads, kv_heads, dim = HEADS
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for count in ROWS:
+            x, weight = (torch.randn(s, generator=generator).to(dtype) for s in ((count, NORM_WIDTH), (NORM_WIDTH,)))
+            q, k, cos, sin = (
+                torch.randn(1, count, *s, generator=generator).to(dtype)
+                for s in ((heads, dim), (kv_heads, dim), (dim,), (dim,))
+            )
+            gate, up = torch.randn(count, 2 * GATE_WIDTH, generator=generator).to(dtype).chunk(2, -1)
+            cases: dict[str, dict[str, Callable[[int], Any]]] = {
+                f"rms_norm {count}x{NORM_WIDTH}": {
+                    "cpu": lambda _, x=x, w=weight: norm_cpu.run(x, w, 1e-6, library.BEST),
+                    "aten": lambda _, x=x, w=weight: norm_aten.rms_norm(x, w, 1e-6),
+                    "F.rms_norm": lambda _, x=x, w=weight: F.rms_norm(x, w.shape, w, 1e-6),
+                },
+                f"rotary {count} tokens H{heads}/{kv_heads} D{dim}": {
+                    "cpu": lambda _, given=(q, k, cos, sin): rotary_cpu.run(*given, library.BEST),
+                    "aten": lambda _, given=(q, k, cos, sin): rotary_aten.rotary(*given),
+                },
+            }
+            for name, number, aten_unit in (
+                ("swiglu", glu_cpu.SILU, glu_aten.swiglu),
+                ("geglu", glu_cpu.GELU["none"], glu_aten.geglu),
+                ("geglu tanh", glu_cpu.GELU["tanh"], lambda gate, up: glu_aten.geglu(gate, up, "tanh")),
+            ):
+                cases[f"{name} {count}x{GATE_WIDTH}"] = {
+                    "cpu": lambda _, given=(gate, up, number): glu_cpu.run(*given, library.BEST),
+                    "aten": lambda _, unit=aten_unit, given=(gate, up): unit(*given),
+                }
+            for name, ways in cases.items():
+                found[f"{name} {str(dtype)[6:]}"] = medians(ways, max(2, 512 // count), rounds=9)
+    return found
+
+
 def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     """Tokens a second through plain `generate`, of the native Llama and transformers'."""
     import transformers
@@ -200,7 +245,7 @@ def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     return found
 
 
-PARTS = {"products": products, "attention": attention, "pages": pages, "decode": decode}
+PARTS = {"products": products, "attention": attention, "pages": pages, "rows": rows, "decode": decode}
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,9 +11,11 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
 from easytorch.layers.linear import watched
 from easytorch.operations import OperationRegistry
+from easytorch.operations.dispatch.environment import untouched
+from easytorch.operations.glu import GeGLU, SwiGLU
 
-swiglu = OperationRegistry.create("swiglu")
-geglu = OperationRegistry.create("geglu")
+swiglu = cast(SwiGLU, OperationRegistry.create("swiglu"))
+geglu = cast(GeGLU, OperationRegistry.create("geglu"))
 
 _SILU = (nn.SiLU, SiLUActivation)
 
@@ -22,9 +26,11 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return act(gate) * up
     kind = type(act)
     if kind in _SILU:
-        return swiglu(gate, up)
+        product = swiglu.in_cpp(gate, up) if untouched() else None
+        return swiglu(gate, up) if product is None else product
     if approximate := _approximation(act):
-        return geglu(gate, up, approximate)
+        product = geglu.in_cpp(gate, up, approximate) if untouched() else None
+        return geglu(gate, up, approximate) if product is None else product
     return act(gate) * up
 
 

@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from easytorch.layers import mamba2_mixer
 from easytorch.layers.basics import activation
 from easytorch.layers.decoder import DecoderLayer
+from easytorch.layers.gate import gated
 from easytorch.layers.hybrid import HybridBackbone
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import LINEAR, types_of_config
@@ -56,7 +57,7 @@ class GraniteMoeHybridMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = linear(self.input_linear, hidden_states).chunk(2, dim=-1)
-        return linear(self.output_linear, self.activation(gate) * up)
+        return linear(self.output_linear, gated(self.activation, gate, up))
 
 
 class GraniteMoeHybridDecoderLayer(DecoderLayer):

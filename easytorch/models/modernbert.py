@@ -28,6 +28,7 @@ from easytorch.layers.encoder_heads import (
     EncoderSequenceClassification,
     EncoderTokenClassification,
 )
+from easytorch.layers.gate import gated
 from easytorch.layers.heads import labels_of
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import FULL, SLIDING, Masks, check_layer_types, types_of_config
@@ -65,7 +66,7 @@ class ModernBertMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         up, gate = linear(self.Wi, hidden_states).chunk(2, dim=-1)
-        return linear(self.Wo, self.drop(self.act(up) * gate))
+        return linear(self.Wo, self.drop(gated(self.act, up, gate)))
 
 
 class ModernBertAttention(nn.Module):

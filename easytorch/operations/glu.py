@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from easytorch.kernels.glu import native
-from easytorch.operations.dispatch.impl import OperationImpl
+from easytorch.kernels.cpu import library
+from easytorch.kernels.glu import cpu, native
+from easytorch.operations.dispatch.impl import Choice, OperationImpl
+from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 class _GatedLinearUnit(OperationImpl):
-    """What the two share: their kernels' folder, their typical call, and what Triton supports of them."""
+    """What the two share: their kernels' folder, their typical call, and what the backends support of them."""
 
     folder = "glu"
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "inference: the activation and the product in one pass")
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -24,11 +30,21 @@ class _GatedLinearUnit(OperationImpl):
         return (x, x), {}
 
     def supports(self, backend: str, gate: Tensor, up: Tensor, *options: Any, **named: Any) -> str | None:
+        if backend == "cpu":
+            return cpu.supports(self.cast(gate), self.cast(up))
         if backend != "triton":
             return None
         from easytorch.kernels.glu import triton_op
 
         return triton_op.supports(gate, self.metadata.runtime_dtype)
+
+    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
+        own = super().candidates(platform, args, kwargs)
+        ahead = platform == "cpu" and self.metadata.runtime_dtype is None and _prefers(*args, **kwargs)
+        return (self._cpp, *own) if ahead else own
+
+    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        return None if choice is self._cpp else super().refusal_of(choice, args, kwargs)  # `prefers` asked already
 
     def run(self, kernel: Callable[..., Tensor], gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
         return kernel(self.cast(gate), self.cast(up), *options, **named)
@@ -38,7 +54,7 @@ class _GatedLinearUnit(OperationImpl):
 class SwiGLU(_GatedLinearUnit):
     """`swiglu(gate, up)`: silu(gate) * up, (..., N) and (..., N) -> (..., N)."""
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -47,12 +63,16 @@ class SwiGLU(_GatedLinearUnit):
     def forward_native(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.run(native.swiglu, gate, up)
 
+    def in_cpp(self, gate: Tensor, up: Tensor) -> Tensor | None:
+        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere."""
+        return cpu.run(gate, up, cpu.SILU, library.BEST) if cpu.prefers(gate, up) else None
+
 
 @OperationRegistry.register
 class GeGLU(_GatedLinearUnit):
     """`geglu(gate, up, approximate="none")`: gelu(gate) * up; approximate is "none" (exact) or "tanh"."""
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -60,3 +80,11 @@ class GeGLU(_GatedLinearUnit):
 
     def forward_native(self, gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
         return self.run(native.geglu, gate, up, approximate)
+
+    def in_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
+        """As that of `swiglu`."""
+        return cpu.run(gate, up, cpu.GELU[approximate], library.BEST) if cpu.prefers(gate, up) else None
+
+
+def _prefers(gate: Tensor, up: Tensor, *options: Any, **named: Any) -> bool:
+    return cpu.prefers(gate, up)

@@ -5,6 +5,7 @@
 namespace easytorch {
 
 void register_decode(Library& library);
+void register_glu(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
 void register_ragged_page(Library& library);
@@ -16,6 +17,7 @@ namespace {
 struct Registration {
   Registration() {
     register_decode(library);
+    register_glu(library);
     register_linear(library);
     register_quantized_matmul(library);
     register_ragged_page(library);

@@ -27,7 +27,9 @@ _spec.loader.exec_module(everywhere)
 SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
 # refuse graphs and gradients
-EAGER_INFERENCE = [(name, "cpu") for name in ("decode", "ragged_page_attention", "rms_norm", "rotary")]
+EAGER_INFERENCE = [
+    (name, "cpu") for name in ("decode", "geglu", "ragged_page_attention", "rms_norm", "rotary", "swiglu")
+]
 FORCED = [
     pytest.param(name, backend, id=f"{name}:{backend}", marks=pytest.mark.jax_cpu if backend == "xla" else ())
     for name, sample in SAMPLES.items()

@@ -107,3 +107,26 @@ def test_rotations_in_cpp_are_those_that_rotary_gives_its_operator(dot_products,
             assert rotary.supports("cpu", *given) is None
             for a, b in zip(got, rotary(*given), strict=True):
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("leaf", [None, 0, 1])
+def test_gates_in_cpp_are_those_that_the_units_give_their_operator(dot_products, dtype, leaf) -> None:
+    units: list[tuple[Any, tuple[str, ...]]] = [
+        (OperationRegistry.create("swiglu"), ()),
+        *((OperationRegistry.create("geglu"), (approximate,)) for approximate in ("none", "tanh")),
+    ]
+    for operation, options in units:
+        taken = 0
+        for width in (64, 255, 256, 300):
+            given = [torch.randn(3, width).to(dtype) for _ in "gu"]
+            if leaf is not None:
+                given[leaf].requires_grad_()
+            got, choice = operation.in_cpp(*given, *options), operation.choose(*given, *options)
+            assert (got is not None) == (choice.backend == "cpu"), (width, choice)
+            if got is not None:
+                taken += 1
+                assert operation.supports("cpu", *given, *options) is None
+                assert torch.equal(got, operation(*given, *options))
+        built = dot_products and leaf is None and dtype != torch.float64 and library.missing() is None
+        assert bool(taken) == built
