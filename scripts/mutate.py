@@ -116,6 +116,8 @@ class Checkout:
         """passed, failed or timeout, and what pytest printed."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
         environment = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", **os.environ}
+        # libraries of mutated C++ would take the places of the user's own
+        environment["XDG_CACHE_HOME"] = str(self.folder.parent / "cache")
         with tempfile.TemporaryFile("w+") as output:
             # A session of its own: a mutation that hangs may hang in a process the test has started.
             process = subprocess.Popen(

@@ -148,7 +148,5 @@ class ConvolutionBranch(nn.Module):
     def forward(self, inputs: torch.Tensor, outputs: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """inputs and outputs of the layer (B, T, D), real (B, T), True for tokens -> (B, T, D)"""
         convolved = self.conv(inputs.transpose(1, 2)).transpose(1, 2)
-        if real is not None:
-            convolved = convolved.masked_fill(~real[..., None], 0)
         added = self.LayerNorm(outputs + self.activation(self.dropout(convolved)))
         return added if real is None else added * real[..., None]

@@ -103,7 +103,7 @@ def over_pages(
 
 
 def _reach(side: int | None) -> int:
-    return _FAR if side is None else max(-_FAR, min(side, _FAR))
+    return _FAR if side is None else min(side, _FAR)
 
 
 def _number(tensor: Tensor) -> Tensor:

@@ -125,13 +125,42 @@ def test_pages_are_shared_until_they_are_written_to():
         torch.testing.assert_close(again, model(torch.cat([IDS[:1].expand(3, -1), step.flip(0)], 1)).logits[:, -1:])
 
 
-def test_a_page_table_never_loses_a_page():
+def test_a_row_may_have_the_longest_length():
+    model = model_of("llama")
+    metadata = dataclasses.replace(protocol.create_paged_metadata(model, 1.0, 4, 6), num_pages=4)
+    pages = protocol.init_ragged_pages(model, metadata)
+    with torch.no_grad():
+        model(IDS, past_key_values=pages)
+        with pytest.raises(ValueError, match="max_model_length=6, and a row would have 7 tokens"):
+            model(IDS[:, :1], past_key_values=pages)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_rows_of_a_quantized_cache_are_chosen(kind):
+    """Beams first, then copies and rows: each step applies to what the one before left."""
+    model = model_of("llama")
+    ids = torch.randint(4, 97, (3, 12), generator=torch.Generator().manual_seed(1))
+    order, rows = torch.tensor([2, 2, 0]), torch.tensor([0, 3, 5])
+    cache, right = (protocol.init_cache(model, 3, 40, kind=kind, residual_length=4, group_size=8) for _ in range(2))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[order].repeat_interleave(2, 0)[rows], past_key_values=right)
+        cache.reorder_cache(order)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(rows)
+        step = torch.tensor([[7], [8], [9]])
+        found, expected = (model(step, past_key_values=one).logits for one in (cache, right))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pages", [6, 9, 23])
+def test_a_page_table_never_loses_a_page(pages):
     generator = torch.Generator().manual_seed(0)
 
     def draw(high: int) -> int:
         return int(torch.randint(high, (), generator=generator))
 
-    table, length = PageTable(23, 3), 0
+    table, length = PageTable(pages, 3), 0
     table.rows = [[] for _ in range(2)]
     for _ in range(600):
         match draw(4):
@@ -154,8 +183,9 @@ def test_a_page_table_never_loses_a_page():
                 length = draw(length + 1)
                 table.truncate(length)
         held = [page for row in table.rows for page in row]
-        assert [held.count(page) for page in range(23)] == table.holders
-        assert sorted(table.free) == sorted(set(range(23)) - set(held))
+        assert [held.count(page) for page in range(pages)] == table.holders
+        assert all(3 * len(row) >= length for row in table.rows), "every token has its page"
+        assert sorted(table.free) == sorted(set(range(pages)) - set(held))
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
@@ -207,6 +237,8 @@ def test_the_memory_of_a_container(tmp_path, monkeypatch):
     assert memory.free_and_total(torch.device("cpu")) == (800 * 1024, 1000 * 1024)
     monkeypatch.setattr(memory, "_CGROUPS", ((tmp_path / "max", tmp_path / "current"),))
     assert memory.free_and_total(torch.device("cpu")) == (500_000, 512_000)
+    (tmp_path / "max").write_text("1000000\n", encoding="ascii")  # of which the rest of the machine has taken some
+    assert memory.free_and_total(torch.device("cpu")) == (800 * 1024, 1_000_000)
     (tmp_path / "max").write_text("max\n", encoding="ascii")
     assert memory.free_and_total(torch.device("cpu")) == (800 * 1024, 1000 * 1024)
     with pytest.raises(ValueError, match="num_pages"):

@@ -46,6 +46,21 @@ def test_top_p_equals_transformers(logits, top_p):
 def test_top_p_keeps_the_smallest_sufficient_set():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     assert keep_top_p(logits, 0.6).isfinite().tolist() == [[True, True, False, False]]
+    for top_p in (1e-9, 1e-30):  # less than what a float32 sum of probabilities resolves
+        assert keep_top_p(logits, top_p).isfinite().tolist() == [[True, False, False, False]]
+        uniform = keep_top_p(torch.zeros(3, 1000), top_p)
+        assert uniform.isfinite().sum(-1).tolist() == [1, 1, 1]
+
+
+def test_padding_has_not_occurred():
+    """A token that stands in the prompt as padding alone is not penalized."""
+    prompt, mask = torch.tensor([[3, 3, 5], [7, 8, 3]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    config = SamplingConfig(repetition_penalty=10.0)
+    logits = torch.full((2, 9), -1.0)
+    logits[:, 3], logits[:, 4], logits[:, 5] = 2.0, 1.0, 3.0
+    made = Sampler(config, prompt, mask, [], 0, torch.device("cpu"))
+    assert made(logits).tolist() == [3, 5]
+    assert made(logits).tolist() == [4, 4], "3 and 5 have occurred now"
 
 
 def test_repetition_penalty_equals_transformers(logits):

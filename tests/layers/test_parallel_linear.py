@@ -22,6 +22,7 @@ from easytorch.layers import (
     get_matmul_output_sharding,
     get_output_partition_spec,
     get_sharding,
+    partition_specs,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,22 @@ def test_specs_of_products() -> None:
     assert get_matmul_output_sharding(None, ("tp",)) == get_matmul_output_sharding(("tp",), None) == ()
     assert get_sharding(torch.ones(2)) is None
     assert get_output_partition_spec(torch.ones(2, 2), torch.ones(2, 2), "all_gather", "tp") is None
+
+
+def test_specs_of_products_by_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any other axes that the two are sharded over, which a mesh of one axis does not show."""
+    monkeypatch.setattr(partition_specs, "get_sharding", lambda spec: spec)
+    for method, lhs, rhs, expected in (
+        ("all_gather", ("dp", "tp", None), (None, "tp"), ("dp", None, "tp")),
+        ("all_gather", ("dp", ("sp", "tp"), None), ("fsdp", "tp"), ("dp", "sp", "tp")),
+        ("all_gather", (None, None), (None, ("fsdp", "tp")), (None, ("fsdp", "tp"))),
+        ("reduce_scatter", ("dp", None, "tp"), ("tp", None), ("dp", "tp", None)),
+        ("reduce_scatter", ("dp", "sp", "tp"), ("tp", "fsdp"), ("dp", ("sp", "tp"), "fsdp")),
+        ("reduce_scatter", (("dp", "sp"), "tp"), ("tp", None), (("dp", "sp", "tp"), None)),
+    ):
+        assert get_output_partition_spec(lhs, rhs, method, "tp") == expected, (method, lhs, rhs)
+    with pytest.raises(ValueError, match="needs tokens to scatter"):
+        get_output_partition_spec(("tp",), ("tp", None), "reduce_scatter", "tp")
 
 
 def test_the_names_of_the_interface() -> None:

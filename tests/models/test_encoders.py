@@ -199,6 +199,49 @@ def test_each_dropout_acts_and_only_in_training(family, rate, make_pair) -> None
             assert torch.equal(model(IDS).logits, model(IDS).logits) != random
 
 
+def test_deberta_drops_distances_out(make_pair) -> None:
+    """By hidden_dropout_prob, for each layer anew, and in training alone."""
+    model, _ = models(make_pair, "deberta_v2", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.0)
+    encoder = model.base_model.encoder
+    attention, states = encoder.layer[0].attention.self, torch.ones(2, 4, 6, 8)
+    positions = encoder.positions(states)
+    for training in (True, False):
+        attention.train(training)
+        one, other = (attention.position_bias(states, states, positions) for _ in range(2))
+        assert torch.equal(one, other) != training
+
+
+def test_what_labels_say_to_deberta(make_pair) -> None:
+    """Without a problem_type: classes, of which negative ones count for nothing, shares of classes, or numbers."""
+    for labels, count in (
+        (torch.tensor([1, 2]), 3), (torch.tensor([-1, 2]), 3), (torch.tensor([0, -100]), 3),
+        (torch.tensor([-1, -1]), 3), (torch.tensor([0.5, -2]), 1),
+        (torch.tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]]), 3),
+    ):  # fmt: skip
+        ours, theirs = models(make_pair, "deberta_v2", "DebertaV2ForSequenceClassification", num_labels=count)
+        losses = [model(IDS, labels=labels).loss for model in (ours, theirs)]
+        torch.testing.assert_close(*losses, **TOLERANCE, msg=lambda text, labels=labels: f"{labels}: {text}")
+
+
+@pytest.mark.parametrize("head", ["DebertaV2ForSequenceClassification", "DebertaV2ForMultipleChoice"])
+def test_rates_of_debertas_heads(head, make_pair) -> None:
+    for changes in ({}, {"cls_dropout": 0.3}, {"cls_dropout": 0.0, "pooler_dropout": 0.2}):
+        ours, theirs = models(make_pair, "deberta_v2", head, **{"hidden_dropout_prob": 0.1, **changes})
+        rates = [(model.dropout.p, model.pooler.dropout.p) for model in (ours, theirs)]
+        assert rates[0] == rates[1], changes
+
+
+def test_what_padding_attends_to_in_deberta(make_pair) -> None:
+    """All keys alike, as in transformers, whose scores of padding are all the lowest number."""
+    ours, theirs = models(make_pair, "deberta_v2")
+    mask = torch.ones_like(IDS)
+    mask[0, 6:], mask[1, :3] = 0, 0
+    with torch.no_grad():
+        given, expected = (one(IDS, attention_mask=mask, output_attentions=True).attentions for one in (ours, theirs))
+    for found, right in zip(given, expected, strict=True):
+        torch.testing.assert_close(found, right, **TOLERANCE)
+
+
 @pytest.mark.parametrize("family", CAUSAL_ENCODERS)
 def test_an_encoder_generates_as_a_decoder(family, make_pair) -> None:
     ours, theirs = models(make_pair, family, CAUSAL_ENCODERS[family], is_decoder=True, bos_token_id=1, eos_token_id=-1)

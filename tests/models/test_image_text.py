@@ -197,12 +197,37 @@ def test_images_by_their_features_and_by_embeddings(family, make_pair) -> None:
         assert_same(ours(**inputs, inputs_embeds=embeds), theirs(**inputs, inputs_embeds=embeds))
 
 
-def test_an_image_token_beyond_the_vocabulary(make_pair) -> None:
-    ours, theirs = models(make_pair, "gemma3", image_token_index=120)
+@pytest.mark.parametrize("beyond", [0, 1, 23])
+def test_an_image_token_beyond_the_vocabulary(beyond, make_pair) -> None:
+    token = FAMILIES["gemma3"].config().text_config.vocab_size + beyond
+    ours, theirs = models(make_pair, "gemma3", image_token_index=token)
     inputs = inputs_of("gemma3")
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE_TOKEN, 120)
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE_TOKEN, token)
     with torch.no_grad():
         assert_same(ours(**inputs), theirs(**inputs))
+
+
+def test_embeddings_that_are_partly_an_images_are_none(family, make_pair) -> None:
+    """An image token is known by its whole embedding."""
+    ours, theirs = models(make_pair, family)
+    inputs = inputs_of(family)
+    table = theirs.get_input_embeddings()
+    embeds = table(inputs.pop("input_ids")).detach()
+    others = (embeds != table(torch.tensor(IMAGE_TOKEN))).any(-1)
+    embeds[..., :5] = torch.where(others[..., None], table.weight[IMAGE_TOKEN, :5], embeds[..., :5])
+    with torch.no_grad():
+        assert_same(ours(**inputs, inputs_embeds=embeds), theirs(**inputs, inputs_embeds=embeds))
+
+
+def test_a_tower_may_be_of_another_dtype(family, make_pair) -> None:
+    """Kept in float32, as some programs do: its features become those of the decoder's dtype."""
+    outputs = []
+    for model in models(make_pair, family):
+        model.model.language_model.bfloat16()
+        model.lm_head.bfloat16()
+        with torch.no_grad():
+            outputs.append(model(**inputs_of(family)).logits.float())
+    torch.testing.assert_close(*outputs, rtol=0.05, atol=0.05)
 
 
 def test_two_images_in_a_row_and_none(family, make_pair) -> None:

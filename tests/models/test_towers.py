@@ -210,6 +210,15 @@ def test_dino_takes_any_size(family, make_pair) -> None:
                 assert_same(ours(image(*size)), theirs(image(*size)))
 
 
+def test_dino_resizes_its_positions_in_float32(make_pair) -> None:
+    """Of half precision too: they have the bits of transformers'."""
+    ours, theirs = (model.bfloat16().base_model.embeddings for model in models(make_pair, "dinov2"))
+    for height, width in SIZES:
+        tokens = torch.zeros(1, 1 + height // 4 * (width // 4), 32, dtype=torch.bfloat16)
+        found, expected = (one.interpolate_pos_encoding(tokens, height, width) for one in (ours, theirs))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("family", ["vit", "dinov2", "dinov3_vit"])
 def test_masked_patches(family, make_pair) -> None:
     head = "ViTForMaskedImageModeling" if family == "vit" else FAMILIES[family].heads[0]
@@ -324,6 +333,9 @@ def test_inputs_that_do_not_fit(make_pair) -> None:
     for wrong in (torch.randn(2, 1, 12, 12), torch.randn(3, 12, 12)):
         with pytest.raises(ValueError, match=r"must be \(batch, 3, height, width\): the config has num_channels=3"):
             vit(wrong)
+    for size in ((12, 16), (16, 12), (12, 8)):
+        with pytest.raises(ValueError, match=rf"image size \({size[0]}\*{size[1]}\) doesn't match model \(12\*12\)"):
+            vit(image(*size))
     with pytest.raises(ValueError, match="You have to specify pixel_values"):
         vit()
     with pytest.raises(ValueError, match="bool_masked_pos needs a mask token"):

@@ -238,8 +238,52 @@ def test_what_is_refused(make_pair) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             ours(features, decoder_input_ids=SAID)
-    with pytest.raises(ValueError, match="cannot exceed the maximum allowed length of 40"):
-        ours(sound(), labels=SAID.repeat(1, 6))
+    assert ours(sound(), labels=SAID.repeat(1, 6)[:, :40]).logits.shape[1] == 40
+    for length in (41, 42):
+        with pytest.raises(ValueError, match="cannot exceed the maximum allowed length of 40"):
+            ours(sound(), labels=SAID.repeat(1, 6)[:, :length])
+
+
+def test_how_many_states_a_recording_has(make_pair) -> None:
+    """Of any number of frames, as transformers counts them."""
+    frames = torch.arange(1, 30)
+    counts = [model._get_feat_extract_output_lengths(frames) for model in models(make_pair)]
+    assert torch.equal(*counts)
+
+
+@pytest.mark.parametrize("head", FAMILIES["whisper"].heads)
+def test_positions_of_the_encoder_are_sines_that_nobody_trains(head) -> None:
+    """Of new models, and of those whose encoder is frozen."""
+    found = []
+    for module in (importlib.import_module("easytorch.models.whisper"), transformers):
+        model = getattr(module, head)(FAMILIES["whisper"].config())
+        sines = {name: one for name, one in model.named_parameters() if "encoder.embed_positions" in name}
+        flags = [{name: one.requires_grad for name, one in model.named_parameters()}]
+        if hasattr(model, "freeze_encoder"):
+            model.freeze_encoder()
+            flags.append({name: one.requires_grad for name, one in model.named_parameters()})
+        found.append((sines, flags))
+    (ours, given), (theirs, expected) = found
+    assert given == expected
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], one) for name, one in theirs.items())
+
+
+def test_a_cache_of_tokens_is_gone_on_with(make_pair) -> None:
+    """One without a place for the encoder's states, which an empty one makes way for one with."""
+    decoder = models(make_pair, "WhisperForCausalLM")[0].model.decoder
+    states = sound(mels=32, frames=9)
+    cache = DynamicCache(config=decoder.config)
+    with torch.no_grad():
+        decoder(SAID[:, :4], past_key_values=cache, use_cache=True)
+        later = decoder(SAID[:, 4:6], encoder_hidden_states=states, past_key_values=cache, use_cache=True)
+        empty = decoder(
+            SAID[:, :4],
+            encoder_hidden_states=states,
+            past_key_values=DynamicCache(config=decoder.config),
+            use_cache=True,
+        )
+    assert later.past_key_values is cache and cache.get_seq_length() == 6
+    assert isinstance(empty.past_key_values, EncoderDecoderCache) and empty.past_key_values.get_seq_length() == 4
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -97,6 +97,18 @@ def test_to_torch_with_weights_of_its_own(case) -> None:
     assert torch.equal(outputs(model), before)
 
 
+@pytest.mark.parametrize("copy_weights", [False, True])
+def test_tied_weights_stay_tied_in_torch(copy_weights) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = easytorch.AutoModelForCausalLM.from_config(config)
+    plain = model.to_torch(copy_weights=copy_weights)
+    assert plain.lm_head.weight is plain.model.embed_tokens.weight
+    assert (plain.lm_head.weight is model.lm_head.weight) != copy_weights
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trees_both_ways_in_memory_and_through_a_checkpoint(case, dtype, tmp_path) -> None:
     auto, model = case

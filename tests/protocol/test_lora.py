@@ -323,3 +323,24 @@ def test_mamba_without_a_pattern():
     config = transformers.Mamba2Config(vocab_size=97, num_hidden_layers=2, **sizes)
     model = easytorch.AutoModelForCausalLM.from_config(config)
     assert all("in_proj" in name for name in model.apply_lora_to_layers(2).split_lora_params())
+
+
+def test_the_largest_rank_and_dropout():
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    model.apply_lora_to_layers(32, "q_proj", dropout=0.25)
+    layer = model.model.layers[1].self_attn.q_proj
+    assert layer.lora_A["default"].weight.shape == layer.lora_B["default"].weight.shape == (32, 32)
+    assert layer.lora_dropout["default"].p == 0.25
+
+
+def test_what_an_adapter_adds_is_scaled():
+    """alpha / rank times, the rank by default; rslora: alpha / sqrt(rank)."""
+    for settings, scale in (
+        ({}, 1.0),
+        ({"alpha": 8}, 2.0),
+        ({"alpha": 8, "rslora": True}, 4.0),
+        ({"rslora": True}, 2.0),
+    ):
+        model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+        model.apply_lora_to_layers(4, "q_proj", **settings)
+        assert model.model.layers[0].self_attn.q_proj.scaling["default"] == scale, settings

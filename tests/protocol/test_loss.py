@@ -13,6 +13,7 @@ import transformers
 import easytorch
 from easytorch import protocol
 from easytorch.layers import deferred_head
+from easytorch.layers.token_loss import HeadProduct, TokenLossOptions, token_losses
 from easytorch.protocol import LossConfig, MaskInfo, compute_loss
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -122,7 +123,7 @@ def by_hand(logits, labels, config: LossConfig) -> torch.Tensor:
     return total / each.sum() if config.divide_weight_sum else total
 
 
-WEIGHTS = torch.linspace(0, 2, 97)
+WEIGHTS = torch.linspace(2, 0, 97)  # that of class 0 counts, should an ignored label be taken for it
 SETTINGS = [
     {"label_smoothing": 0.1},
     {"z_loss": 0.01},
@@ -167,6 +168,35 @@ def test_settings_against_torch(name, settings, chunked):
         torch.testing.assert_close(metrics.z_loss, part, rtol=1e-3, atol=1e-5)
 
 
+def test_sequences_without_labels_are_no_part_of_the_average():
+    model, labels = model_of("llama"), LABELS.clone()
+    labels[1] = -100
+    settings = {"loss_normalizing_factor": "AVERAGE_PER_SEQUENCE"}
+    found, alone = (
+        compute_loss(model, input_ids=ids, labels=given, loss_config=LossConfig(**settings))[1].loss
+        for ids, given in ((IDS, labels), (IDS[:1], labels[:1]))
+    )
+    assert_same(model, found, alone)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"class_weights": WEIGHTS}, {"class_weights": WEIGHTS, "label_smoothing": 0.1}]
+)
+def test_a_product_is_the_logits_it_would_make(settings):
+    """With a bias, a factor and a cap together, which no family here has."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((7, 32), (97, 32), (97,)))
+    labels = torch.tensor([5, -100, 96, 0, 33, 12, -100])
+    options = TokenLossOptions(**settings, chunk_size=3)
+    for factor in (1.0, 0.3):
+        for cap in (None, 4.0):
+            product = HeadProduct(hidden, weight, bias, factor, cap)
+            logits = factor * (hidden @ weight.T + bias)
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
+            found, expected = (token_losses(one, labels, options) for one in (product, logits))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_labels_of_a_causal_model_are_its_tokens():
     model, mask = model_of("llama"), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
     expected = model(input_ids=IDS, attention_mask=mask, labels=IDS.masked_fill(mask == 0, -100)).loss
@@ -207,6 +237,20 @@ def test_classes():
         model.config.problem_type = problem
         assert_same(model, metrics.loss, model(pixel_values=pixels, labels=labels).loss)
         model.config.problem_type = None
+        logits = model(pixel_values=pixels).logits
+        if problem == "single_label_classification":
+            each = F.cross_entropy(logits, labels, reduction="none")
+        elif problem == "regression":
+            each = F.mse_loss(logits, labels, reduction="none")
+        else:
+            each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        for settings, expected in (
+            ({"reduction": "none"}, each), ({"reduction": "sum"}, each.sum()), ({"reduction": "mean"}, each.mean()),
+            ({"num_items_in_batch": 7}, each.sum() / 7), ({"num_items_in_batch": torch.tensor(5)}, each.sum() / 5),
+        ):  # fmt: skip
+            config = LossConfig(classification_problem_type=problem, **settings)
+            _, metrics = compute_loss(model, pixel_values=pixels, labels=labels, loss_config=config)
+            torch.testing.assert_close(metrics.loss, expected, rtol=1e-5, atol=1e-6)
     weights = torch.tensor([1.0, 2.0, 0.5])
     labels = torch.tensor([0, 2, 1, 0])
     _, metrics = compute_loss(

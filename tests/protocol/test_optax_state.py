@@ -195,3 +195,27 @@ def test_states_that_do_not_fit_leave_both_as_they_were():
             protocol.from_optax(given, model, optimizer)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(int(values["step"]) == 1 for values in optimizer.state.values())
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
+def test_steps_that_optax_does_not_count_are_the_train_states(kind):
+    model = build("llama")
+    optimizer = PAIRS[kind][0](model.parameters())
+    for seed in range(3):
+        step(model, optimizer, seed)
+    given, again = protocol.to_optax(model, optimizer, step=3), build("llama", seed=1)
+    other = PAIRS[kind][0](again.parameters())
+    assert protocol.from_optax(given, again, other) == 3
+    assert {float(slots["step"]) for slots in other.state.values()} == {3.0}
+
+
+def test_parameters_of_unlike_steps_are_refused():
+    model = build("llama")
+    optimizer = PAIRS["adamw"][0](model.parameters())
+    step(model, optimizer, 0)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    for parameter in model.model.parameters():
+        parameter.grad = None
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"have taken \[1, 2\] steps, and optax counts them together"):
+        protocol.to_optax(model, optimizer, step=2)

@@ -71,13 +71,13 @@ def layer_parts(shape, method, bits, size, draw, *, act_order=False, less_one=Tr
     rows, columns = shape
     groups = -(-columns // size)
     codes = draw.integers(0, 2**bits, (columns, rows))
-    zero = np.full((groups, rows), middle) if bits == 8 else draw.integers(1, 2**bits, (groups, rows))
+    zero = np.full((groups, rows), middle) if bits == 8 else draw.integers(0, 2**bits, (groups, rows))
     scales = draw.uniform(0.5, 1.5, (groups, rows)).astype(np.float16) * np.float16(0.1 / 2**bits)
     g_idx = np.arange(columns) // size
     if act_order:
         g_idx = draw.permutation(g_idx)
     weight = ((codes - zero[g_idx]) * scales.astype(np.float32)[g_idx]).T
-    stored = zero - 1 if less_one else zero
+    stored = (zero - 1) % 2**bits if less_one else zero
     if method == "awq":
         parts = {"qweight": packed_awq(codes), "qzeros": packed_awq(zero)}
     else:

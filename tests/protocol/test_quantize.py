@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -66,6 +67,46 @@ def test_formats(format_):
         assert numbers <= {0, 0.5, 1, 1.5, 2, 3, 4, 6} and bool((scale >= 0).all())
 
 
+def by_definition(group: torch.Tensor, format_: str) -> torch.Tensor:
+    """A group (n,) of numbers rounded to the format, by the words of `quantize_weight`."""
+    magnitudes, signs = group.abs(), group.sign()
+    if format_ == "binary":
+        return torch.where(group < 0, -1.0, 1.0) * magnitudes.mean()
+    if format_ == "ternary":
+        kept = magnitudes > 0.7 * magnitudes.mean()
+        return signs * kept * magnitudes[kept].mean()
+    if format_ == "mxfp4":
+        scale = 2.0 ** (math.floor(math.log2(float(magnitudes.max()))) - 2)
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * scale
+        return signs * numbers[(magnitudes[:, None] - numbers).abs().argmin(1)]
+    levels = 2 ** int(format_) - 1
+    low, high = min(0.0, float(group.min())), max(0.0, float(group.max()))
+    scale = (high - low) / levels
+    zero = round(-low / scale)
+    return (((group / scale).round() + zero).clamp(0, levels) - zero) * scale
+
+
+@pytest.mark.parametrize("format_", ["binary", "ternary", "mxfp4", "2", "3"])
+def test_formats_are_their_definitions(format_):
+    """Of groups on both sides of 0 and on one alone, and of a last group that is shorter."""
+    weight = torch.randn(9, 40, generator=torch.Generator().manual_seed(0))
+    weight = torch.cat([weight, weight.abs() + 3.0, -weight.abs() - 3.0])
+    bits = int(format_) if format_.isdecimal() else None
+    decoded = quantize_weight(weight, FormatSettings("affine" if bits else format_, 32, bits)).dequantize()
+    expected = [torch.cat([by_definition(group, format_) for group in row.split(32)]) for row in weight]
+    torch.testing.assert_close(decoded, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_train_as_they_did():
+    """Quantized and decoded again, each in the mode it was in."""
+    model = model_of("mixtral").train()
+    model.model.layers[0].eval()
+    modes = {name: one.training for name, one in model.named_modules()}
+    for change in (lambda: protocol.quantize(model, "int8"), lambda: protocol.dequantize(model)):
+        change()
+        assert {name: one.training for name, one in model.named_modules()} == modes
+
+
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_affine_bits(bits):
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
@@ -104,6 +145,8 @@ def test_models(name, format_, tmp_path):
         assert torch.equal(direct(IDS).logits, logits)
     before = {key: one.clone() for key, one in again.named_buffers() if one.dtype != torch.float32}
     again.to(torch.bfloat16)
+    assert {one.weight.dtype for one in again.modules() if isinstance(one, QuantizedLinear)} <= {torch.bfloat16}
+    assert {one.dtype for one in protocol.dequantize(copy.deepcopy(again)).parameters()} == {torch.bfloat16}
     assert all(torch.equal(one, before[key]) for key, one in again.named_buffers() if key in before)
     assert again(IDS).logits.dtype == torch.bfloat16
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, LlamaConfig, MptConfig, Qwen3MoeConfig, T5Config, ViTConfig
 
@@ -227,6 +228,52 @@ def test_slots_keep_their_dtype_and_follow_names():
     for parameter in model.parameters():
         assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
         assert other.state[parameter]["exp_avg"].dtype is torch.float32
+
+
+def test_a_state_is_restored_as_often_as_one_likes():
+    """Into several optimizers, which share no slot with one another nor with the state."""
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    state = copy.deepcopy(model.to_state(optimizer, step=1))
+    kept = copy.deepcopy(state.optimizer.slots)
+    models, found = [copy.deepcopy(model) for _ in range(2)], []
+    for one in models:
+        other = torch.optim.AdamW(one.parameters(), lr=7.0, betas=(0.1, 0.2), weight_decay=3.0)
+        state.restore(one, other)
+        settings = [
+            {key: one for key, one in made.param_groups[0].items() if key != "params"} for made in (other, optimizer)
+        ]
+        assert settings[0] == settings[1]
+        train(one, other)
+        found.append([{slot: value.clone() for slot, value in other.state[p].items()} for p in one.parameters()])
+    for first, second in zip(*found, strict=True):
+        assert all(torch.equal(first[slot], second[slot]) for slot in first)
+    for name, slots in kept.items():
+        assert all(torch.equal(state.optimizer.slots[name][slot], value) for slot, value in slots.items())
+
+
+def test_a_state_whose_optimizer_does_not_fit_changes_no_model():
+    model, changed = build("llama"), build("llama", seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    state, before = model.to_state(optimizer), {name: one.clone() for name, one in changed.state_dict().items()}
+    some = [one for one in changed.parameters() if one.dim() > 1]
+    for wrong in (torch.optim.SGD(changed.parameters(), lr=0.1), torch.optim.AdamW(some)):
+        with pytest.raises(ValueError, match="optimizer"):
+            state.restore(changed, wrong)
+        assert all(torch.equal(one, before[name]) for name, one in changed.state_dict().items()) and not wrong.state
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        model.to_state().restore(changed, torch.optim.AdamW(changed.parameters()))
+    assert all(torch.equal(one, before[name]) for name, one in changed.state_dict().items())
+
+
+def test_tensors_that_share_memory_are_saved(tmp_path):
+    model = build("llama")
+    model.register_buffer("first_rows", model.model.embed_tokens.weight.detach()[:3])
+    model.to_state().save(tmp_path / "state")
+    saved = load_file(tmp_path / "state" / "train_state.safetensors")
+    assert torch.equal(saved["buffers/first_rows"], saved["params/model.embed_tokens.weight"][:3])
 
 
 @pytest.mark.parametrize(("format_", "init"), [(None, True), (None, "pissa"), ("int8", True), ("nf4", True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,52 @@ def test_a_compiler_with_arguments(fake: Path, monkeypatch: pytest.MonkeyPatch) 
         os.umask(previous)
     assert made.read_text() == "made\n"
     assert made.stat().st_mode & 0o044 == 0o044  # a cache may be others' too
+
+
+def test_a_library_is_named_after_all_that_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every source, and every header that one includes."""
+    copies = tmp_path / "kernels"
+    for path in [*build.SOURCES.rglob("*.cpp"), *build.SOURCES.rglob("*.h")]:
+        copy = copies / path.relative_to(build.SOURCES)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    monkeypatch.setattr(build, "SOURCES", copies)
+    key = build._sources_key.__wrapped__
+    before, used, waiting = key((), "2"), set(), build.sources()
+    while waiting:
+        path = waiting.pop()
+        if path not in used:
+            used.add(path)
+            included = re.findall(r'#include "([^"]+)"', path.read_text())
+            waiting += [(path.parent / name).resolve() for name in included]
+    assert len(used) > 2 * len(build.LEVELS)
+    for path in sorted(used):
+        content = path.read_text()
+        path.write_text(content + " ")
+        assert key((), "2") != before, f"a changed {path.name} leaves the old library"
+        path.write_text(content)
+    assert key((), "2") == before != key(("-O0",), "2")
+    assert key((), "2") != key((), "3")
+
+
+def test_a_library_is_on_disk_before_it_has_its_name(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, renamed = [], []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        renamed.append((os.stat(source).st_ino, list(synced)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", rename)
+    assert build.build().read_text() == "made\n"
+    assert renamed
+    for number, before in renamed:
+        assert number in before, "a power failure would leave a name without the bytes"
 
 
 def test_a_compiler_that_does_not_run(fake: Path) -> None:

@@ -114,6 +114,18 @@ def test_extreme_scores(level: int) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+def test_short_sequences_beside_a_long_one(level: int) -> None:
+    """Each sums up the parts that it has: scores far below 0 would vanish beside a part that nobody computed."""
+    generator = torch.Generator().manual_seed(level)
+    lengths = torch.tensor([600, 1, 0, 256, 257, 3])
+    query, key, value = tensors((6, 600, 4, 2, 16, 20), generator, torch.float32)
+    for scores in (-200.0, 200.0):  # whose exponential in float32 is 0 or infinite
+        given = {"lengths": lengths, "bias": torch.full((600,), scores)}
+        compare(query, key, value, level, given, share=4.0)  # a float32 near 200 is exact to 1.5e-5
+
+
+@needs_library
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
     for size in ((1, 3000, 4, 2, 64, 64), (9, 1000, 8, 2, 64, 64)):

@@ -72,6 +72,22 @@ def test_any_layout(dtype: torch.dtype) -> None:
 
 @needs_library
 @pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+def test_one_row_of_any_strides(level: int) -> None:
+    """Of whole steps of columns, which the loops are given as they lie where they lie in one piece."""
+    generator = torch.Generator().manual_seed(level)
+    for dtype in DTYPES:
+        for k in (32, 64, 100):
+            wide, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((k, k), (5, k)))
+            for x in (wide[:, 1], wide[:, 1:2].t(), wide[:1, :1].expand(1, k), wide[3:4], wide[None, :, 2:3].mT):
+                expected = F.linear(x.double(), weight.double())
+                assert relative_rms_error(operator(x, weight, None, level), expected) <= TOLERANCE[dtype] / 2, (
+                    k,
+                    x.stride(),
+                )
+
+
+@needs_library
+@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
 def test_rounding_infinities_and_nan(level: int) -> None:
     """Results are rounded to nearest even, over the whole range of the dtype."""
     numbers = torch.tensor([1.0, 1.00390625, 1.01171875, 65519.0, 65520.0, -7e4, 3.3e38, 1e-8, 5.97e-8, 3e-8, 2.98e-8,
@@ -167,7 +183,10 @@ def test_what_it_does_not_carry_is_refused() -> None:
         linear("cpu")(x, weight, torch.zeros(3))
     # the operator itself, past every check in Python
     for wrong in ((x[:, :7], weight, None), (x, weight.bfloat16(), None), (x, weight, torch.zeros(3)),
-                  (x, weight[0], None), (x, torch.zeros(8, 4).t(), None), (x[:, :0], weight[:, :0], None)):  # fmt: skip
+                  (x, weight[0], None), (x, torch.zeros(8, 4).t(), None), (x[:, :0], weight[:, :0], None),
+                  (x, weight, torch.zeros(4).bfloat16()), (x.bfloat16(), weight, None),
+                  (x, weight, torch.zeros(8)[::2]), (x, weight, torch.zeros(1, 4)),
+                  (x.double(), weight.double(), None)):  # fmt: skip
         with pytest.raises(RuntimeError, match="easytorch: linear"):
             operator(*wrong, library.BEST)
 

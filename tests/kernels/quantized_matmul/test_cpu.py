@@ -117,6 +117,10 @@ def test_the_choice_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         (x, data, scale, zero, none, 1, 64, 16), (x, data, scale.double(), zero, none, 1, 64, 32),
         (x, data, scale, torch.ones(32, 1, dtype=torch.uint8), none, 1, 64, 32), (x, data, scale, zero, none, 1, 0, 32),
         (x, data, scale, zero, none, 1, 64, 0), (x.double(), data, scale, zero, none, 1, 64, 32),
+        (x, data.repeat(1, 2)[:, ::2], scale, zero, none, 1, 64, 32),
+        (x, data, scale.mT.contiguous().mT, zero, none, 1, 64, 32),
+        (x, data, scale, torch.ones(16, 2, dtype=torch.uint8), none, 1, 64, 32),
+        (x, data, scale, torch.ones(32, 2), none, 1, 64, 32), (x, data, scale, zero, torch.ones(64)[::2], 1, 64, 32),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match="easytorch: quantized_matmul"):
             torch.ops.easytorch_cpu.quantized_matmul.default(*wrong, library.BEST)

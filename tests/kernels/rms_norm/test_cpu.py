@@ -152,3 +152,17 @@ def test_the_layer_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     got = layer(x)
     assert got.requires_grad
     torch.testing.assert_close(got, native.rms_norm(x, layer.weight, layer.variance_epsilon))
+
+
+@needs_library
+def test_the_operator_refuses_what_does_not_fit() -> None:
+    """By itself, past every check in Python: nothing is read beyond a tensor."""
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    operator = torch.ops.easytorch_cpu.rms_norm.default
+    assert operator(x, weight, 1e-6, library.BEST).shape == (2, 8)
+    for given, scale in (
+        (x, weight[:7]), (x, weight[:1]), (x, torch.ones(16)[::2]), (x, weight[None]), (x, weight.bfloat16()),
+        (x[:, ::2], weight[:4]), (x.double(), weight.double()), (x[0, 0], weight),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="easytorch: rms_norm"):
+            operator(given, scale, 1e-6, library.BEST)

@@ -120,3 +120,24 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
             rotary("cpu")(*given, **options)
         with pytest.raises(NotImplementedError, match=why):
             cpu.rotary(*given, **options)
+
+
+@needs_library
+def test_the_operator_refuses_what_does_not_fit() -> None:
+    """By itself, past every check in Python: nothing is read beyond a tensor."""
+    query, key, table = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(2, 3, 8)
+    operator = torch.ops.easytorch_cpu.rotary.default
+    good = [query, key, table, table]
+    assert operator(*good, library.BEST)[1].shape == key.shape
+    apart = torch.ones(2, 3, 16)[..., ::2]
+    for places, wrong in (
+        ((0,), query[:1]), ((0,), query[:, :2]), ((0,), query[..., :4]), ((0,), query[0]), ((0,), query.double()),
+        ((0,), query.repeat(1, 1, 1, 2)[..., ::2]), ((1,), key[:, :2]), ((1,), key.bfloat16()), ((1,), key[..., :6]),
+        ((2,), table[:1]), ((3,), table[:, :2]), ((3,), table[..., :4]), ((3,), table.half()), ((2,), apart),
+        ((3,), apart),
+        ((2, 3), table[:, :2]), ((2, 3), table[:, :1]), ((2, 3), table[..., :7]), ((2, 3), torch.ones(2, 3, 10)),
+        ((2, 3), torch.ones(3, 3, 8)), ((2, 3), table[0]),
+    ):  # fmt: skip
+        given = [wrong if place in places else one for place, one in enumerate(good)]
+        with pytest.raises(RuntimeError, match="easytorch: rotary"):
+            operator(*given, library.BEST)
