@@ -37,6 +37,10 @@ class PlannedReader(ContextManager):
         self._aside: dict[str, np.ndarray] = {}
         self._locks = {step.sources: Lock() for step in plan.steps if len(step.targets) > 1}
 
+    def step(self, name: str) -> Step:
+        """What makes the tensor `name`."""
+        return self._makers[name]
+
     def read(self, name: str) -> np.ndarray:
         """The data of one tensor: a view of the source's where the layout allows."""
         try:

@@ -25,7 +25,8 @@ class Transform:
     functions may rely on them. `flax_dtype` is the leaf's element type where it is not torch's, `torch_dtype` torch's
     where it is not the leaf's. `leaves`: how many leaves `parts` tensors become together, where neither side is one
     (the biases of recurrent cells): `to_flax` then returns so many arrays and `to_torch` is given them, and so do the
-    functions of shapes. `to_flax_parts` gives the leaf as views that follow one another in C order, where
+    functions of shapes. `moves_rows`: the first dimension alone is reordered, so that rows may be of packed bytes too.
+    `to_flax_parts` gives the leaf as views that follow one another in C order, where
     `to_flax` has to copy them together.
     """
 
@@ -41,6 +42,7 @@ class Transform:
     flax_dtype: str | None = None
     torch_dtype: str | None = None
     to_flax_parts: Callable[[Arrays], Arrays] | None = None
+    moves_rows: bool = False
 
 
 def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:

@@ -141,6 +141,7 @@ def _regrouped(name: str, split: tuple[int, ...], order: tuple[int, ...]) -> Tra
         to_torch=lambda array: (move(array, turned, back),),
         flax_shape=lambda shapes: same(shapes[0]),
         torch_shapes=lambda shape: (same(shape),),
+        moves_rows=True,
     )
 
 
@@ -163,6 +164,7 @@ def interleaved(heads: int) -> Transform:
         to_torch=lambda array: (move(array, True),),
         flax_shape=lambda shapes: same(shapes[0]),
         torch_shapes=lambda shape: (same(shape),),
+        moves_rows=True,
     )
 
 
@@ -196,6 +198,7 @@ def _falcon_groups(heads: int, groups: int) -> Transform:
         to_torch=to_torch,
         flax_shape=lambda shapes: same(shapes[0]),
         torch_shapes=lambda shape: (same(shape),),
+        moves_rows=True,
     )
 
 

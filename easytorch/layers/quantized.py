@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from easytorch.kernels.quantized_matmul.formats import FORMATS
+from easytorch.kernels.quantized_matmul.formats import storage
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 from easytorch.layers.quantized_formats import FormatSettings, quantize_weight
 from easytorch.operations import OperationRegistry
@@ -109,7 +109,7 @@ class QuantizedStacks(nn.Module):
     """
 
     stacks: dict[str, tuple[torch.Size, bool]]
-    settings: FormatSettings
+    settings: dict[str, FormatSettings]
     compute_dtype: torch.dtype
 
     def quantized_experts(self, name: str) -> list[QuantizedWeight]:
@@ -118,7 +118,11 @@ class QuantizedStacks(nn.Module):
         rows, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
         parts = {part: getattr(self, f"{part}_{name}", None) for part in _PARTS}
         return [
-            _built({part: one[index] for part, one in parts.items() if one is not None}, self.settings, (rows, columns))
+            _built(
+                {part: one[index] for part, one in parts.items() if one is not None},
+                self.settings[name],
+                (rows, columns),
+            )
             for index in range(parts["codes"].shape[0])  # type: ignore[union-attr]
         ]
 
@@ -132,13 +136,13 @@ class QuantizedStacks(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def quantize_stacks(module: nn.Module, names: list[str], settings: FormatSettings, transposed: bool) -> None:
-    """Makes codes of the stacked weights `names` of `module`, whose class becomes one with `QuantizedStacks`."""
-    found = {}
+def quantize_stacks(module: nn.Module, settings: dict[str, FormatSettings], transposed: bool) -> None:
+    """Makes codes of the stacked weights of `module` that `settings` name, and its class one with `QuantizedStacks`."""
+    found, names = {}, list(settings)
     for name in names:
         stack = module.get_parameter(name).detach()
         rows = stack.transpose(1, 2).contiguous() if transposed else stack
-        weights = [parts_of(quantize_weight(one, settings)) for one in rows]
+        weights = [parts_of(quantize_weight(one, settings[name])) for one in rows]
         found[name] = {part: torch.stack([one[part] for one in weights]) for part in weights[0]}
     shapes = {name: (module.get_parameter(name).shape, transposed) for name in names}
     dtype = module.get_parameter(names[0]).dtype
@@ -176,7 +180,7 @@ def weight_of(module: nn.Module, prefix: str, settings: FormatSettings, shape: t
 
 
 def _built(parts: dict[str, Tensor], settings: FormatSettings, shape: tuple[int, int]) -> QuantizedWeight:
-    data = parts["codes"].view(FORMATS[settings.storage].dtype)
+    data = parts["codes"].view(storage(settings.storage, shape[1])[1])
     scale = parts["scale_bits"].view(torch.float32)
     return QuantizedWeight(data, scale, parts.get("zero"), settings.storage, shape, settings.columns(shape[1]))
 

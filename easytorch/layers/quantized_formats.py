@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.quantized_matmul.formats import FORMATS, pack
+from easytorch.kernels.quantized_matmul.formats import storage as stored_as
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 
 # Twice the numbers of E2M1, the four-bit float of the OCP Microscaling formats, which int8 holds.
@@ -30,7 +32,8 @@ STORAGE: dict[str, tuple[str, int | None]] = {
 
 
 class FormatSettings(NamedTuple):
-    """format: a name of `STORAGE`. group_size: columns that share a scale, None for a row. bits: of affine."""
+    """format: a name of `STORAGE`, or of `BLOCKS`: those of a GGUF file. group_size: columns that share a scale, None
+    for a row. bits: of affine."""
 
     format: str
     group_size: int | None
@@ -39,6 +42,8 @@ class FormatSettings(NamedTuple):
     @property
     def storage(self) -> str:
         """The operation's format."""
+        if self.format in BLOCKS:
+            return self.format
         return "int8" if self.format == "affine" and (self.bits or 4) > 4 else STORAGE[self.format][0]
 
     def columns(self, width: int) -> int:
@@ -46,6 +51,8 @@ class FormatSettings(NamedTuple):
         return width if self.group_size is None else min(self.group_size, width)
 
     def __str__(self) -> str:
+        if self.format in BLOCKS:
+            return f"{self.format} blocks"
         groups = "rows" if self.group_size is None else f"groups of {self.group_size}"
         return f"{self.format}{'' if self.bits is None else f' of {self.bits} bits'} in {groups}"
 
@@ -59,7 +66,7 @@ def quantize_weight(weight: Tensor, settings: FormatSettings) -> QuantizedWeight
     s the mean magnitude. `ValueError` for a weight with infinities or NaN.
     """
     size, name = settings.columns(weight.shape[1]), settings.format
-    if weight.is_meta:
+    if weight.is_meta or name in BLOCKS:
         return _without_values(weight, settings)
     if name in ("int8", "int4", "nf4", "fp8", "fp8_e5m2"):
         return quantize(weight, name, size)
@@ -78,10 +85,17 @@ def quantize_weight(weight: Tensor, settings: FormatSettings) -> QuantizedWeight
 
 def _without_values(weight: Tensor, settings: FormatSettings) -> QuantizedWeight:
     """What a checkpoint fills: tensors of the right shapes on the meta device."""
-    kind, (rows, columns) = FORMATS[settings.storage], weight.shape
+    if not weight.is_meta:
+        raise ValueError(
+            f"{settings.format} blocks are read from GGUF files (gguf_file=); nothing is quantized to them"
+        )
+    rows, columns = weight.shape
+    width, dtype = stored_as(settings.storage, columns)
+    data = torch.empty(rows, width, dtype=dtype, device="meta")
+    if settings.format in BLOCKS:
+        return _made(data, torch.empty(1, 1, dtype=torch.float32, device="meta"), None, weight.shape, settings)
+    kind = FORMATS[settings.storage]
     groups = -(-columns // settings.columns(columns))
-    width = -(-columns // 2) if kind.packed else columns
-    data = torch.empty(rows, width, dtype=kind.dtype, device="meta")
     scale = torch.empty(rows, groups, dtype=torch.float32, device="meta")
     has_zero = settings.format == "affine" and kind.packed
     zero = torch.empty(rows, groups, dtype=torch.uint8, device="meta") if has_zero else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from easytorch.kernels.interop.installed import missing
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import cpu, native
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations.dispatch.impl import Choice
 from easytorch.operations.dispatch.metadata import OperationMetadata
@@ -48,6 +49,8 @@ class QuantizedMatmul(ProductImpl):
             return REFUSAL
         if backend == "cpu":
             return cpu.supports(x, weight, self.product_dtype(x))
+        if backend in ("triton", "pallas") and isinstance(weight, QuantizedWeight) and weight.format in BLOCKS:
+            return f"its kernels do not read llama.cpp's blocks, got {weight.format}"
         if backend == "triton":
             from easytorch.kernels.quantized_matmul import triton_op
 

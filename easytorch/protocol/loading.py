@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
 from easytorch.protocol.flax_loading import load_flax
+from easytorch.protocol.gguf_loading import gguf_source, load_gguf
 from easytorch.protocol.packed_loading import load_packed, packed_checkpoint
 from easytorch.protocol.tied_weights import fill_repeats, weights_of
 
@@ -36,15 +37,21 @@ def load_pretrained(
     """
     strict = kwargs.pop("strict", True)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
-    flax = flax_file(path, kwargs.pop("from_flax", False), kwargs)
+    gguf = gguf_source(path, kwargs)
+    from_flax = kwargs.pop("from_flax", False)
+    packed = None if gguf is not None or from_flax else packed_checkpoint(path, kwargs)
+    flax = flax_file(path, from_flax, kwargs) if gguf is None and packed is None else None
     # transformers collects mismatches; `check` decides on them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    packed = packed_checkpoint(path, kwargs) if flax is None else None
-    if packed is not None:
+    if gguf is not None:
+        source, config = str(gguf), kwargs.pop("config", None)
+        model, info, weights = load_gguf(from_state_dict, model_class, gguf, path, config, model_args, kwargs)
+        opened: AbstractContextManager[Callable[[str], Tensor]] = nullcontext(weights.__getitem__)
+    elif packed is not None:
         source = check_torch_files(path, kwargs)
         config = kwargs.pop("config", None)
         model, info, weights = load_packed(from_state_dict, model_class, packed, path, config, model_args, kwargs)
-        opened: AbstractContextManager[Callable[[str], Tensor]] = nullcontext(weights.__getitem__)
+        opened = nullcontext(weights.__getitem__)
     elif flax is None:
         source = check_torch_files(path, kwargs)
         model, info = from_torch(path, *model_args, **kwargs)

@@ -153,13 +153,32 @@ def _simulated(model: nn.Module) -> list[nn.Module]:
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
     """The names of the linear layers that `quantize` can take: all but heads that generate, and tied ones."""
-    return set(_chosen(model, QuantizationConfig(pattern=""), experts=False)[0])
+    return set(_found(model, QuantizationConfig(pattern=""), experts=False)[0])
+
+
+def stacks_of_experts(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Modules with stacked weights of experts, and the names of these."""
+    return _found(model, QuantizationConfig(pattern=""), experts=True)[1]
 
 
 def _chosen(
     model: PreTrainedModel, config: QuantizationConfig, *, experts: bool
 ) -> tuple[list[str], dict[str, list[str]]]:
     """The names of linear layers, and of modules with stacks of experts and these; `ValueError` where there is none."""
+    layers, stacks = _found(model, config, experts=experts)
+    if not layers and not stacks:
+        known = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)]
+        some = f"; its linear layers are {', '.join(known[:_NAMED])}, ..." if known else ""
+        kind = type(model).__name__
+        if config.pattern is None:
+            raise ValueError(f"{kind} has no layer to quantize but heads and routers, which stay as they are{some}")
+        raise ValueError(f"no layer of {kind} has {config.pattern!r} in its name{some}")
+    return layers, stacks
+
+
+def _found(
+    model: PreTrainedModel, config: QuantizationConfig, *, experts: bool
+) -> tuple[list[str], dict[str, list[str]]]:
     heads: set[Any] = {model.get_output_embeddings(), *_tied(model)}
     layers, stacks = [], {}
     for name, module in model.named_modules():
@@ -170,15 +189,10 @@ def _chosen(
             layers.append(name)
         elif experts:
             own = dict(module.named_parameters(recurse=False))
-            if found := [one for one in _STACKS if one in own and own[one].dim() == 3]:
+            if found := [
+                one for one in _STACKS if one in own and own[one].dim() == 3 and config.has_blocks(f"{name}.{one}")
+            ]:
                 stacks[name] = found
-    if not layers and not stacks:
-        known = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)]
-        some = f"; its linear layers are {', '.join(known[:_NAMED])}, ..." if known else ""
-        kind = type(model).__name__
-        if config.pattern is None:
-            raise ValueError(f"{kind} has no layer to quantize but heads and routers, which stay as they are{some}")
-        raise ValueError(f"no layer of {kind} has {config.pattern!r} in its name{some}")
     return layers, stacks
 
 
@@ -200,10 +214,11 @@ def _replace(
 ) -> None:
     for name in layers:
         layer: Any = model.get_submodule(name)
-        _put(model, name, QuantizedLinear.of(layer, config.settings))
+        _put(model, name, QuantizedLinear.of(layer, config.settings_of(name)))
     for name, found in stacks.items():
         module = model.get_submodule(name)
-        quantize_stacks(module, found, config.settings, bool(getattr(module, "is_transposed", False)))
+        settings = {one: config.settings_of(f"{name}.{one}") for one in found}
+        quantize_stacks(module, settings, bool(getattr(module, "is_transposed", False)))
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:

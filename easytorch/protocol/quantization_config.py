@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.layers.quantized_formats import STORAGE, FormatSettings
 
 METHOD = "easytorch"
+GGUF = "gguf"
 ALIASES = {"8bit": "int8", "a8bit": "int8", "4bit": "nf4", "fp8_e4m3fn": "fp8", "float8": "fp8"}
 
 
@@ -21,6 +24,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     default. pattern: a regular expression that is searched for in the names of layers; None is all of them but heads
     and routers. simulate: the weights stay as they are and are rounded in every forward pass, and gradients pass
     straight through (quantization-aware training). quantize_tensors: the stacked weights of experts too.
+    blocks: of "gguf", what a model loaded from a GGUF file has: the patterns of the layers of each kind of block.
     runtime_dtype, jax_native: of JAX's compiler; refused.
     """
 
@@ -34,6 +38,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         *,
         block_size: int | None = None,
         quantize_tensors: bool = True,
+        blocks: Mapping[str, str] | None = None,
         runtime_dtype: None = None,
         jax_native: bool = False,
         quant_method: str = METHOD,
@@ -42,7 +47,9 @@ class QuantizationConfig(QuantizationConfigMixin):
         if unknown:
             raise TypeError(f"QuantizationConfig has no {', '.join(sorted(unknown))}")
         name = ALIASES.get(str(dtype).lower(), str(dtype).lower())
-        if name not in STORAGE:
+        if name == GGUF or blocks is not None:
+            pattern = _check_blocks(name, blocks, pattern)
+        elif name not in STORAGE:
             raise ValueError(f"unknown format {dtype!r}; known: {', '.join([*STORAGE, *ALIASES])}")
         if runtime_dtype is not None or jax_native:
             raise ValueError("runtime_dtype and jax_native choose what JAX compiles; here the input's dtype decides")
@@ -68,8 +75,33 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.quant_method: Any = quant_method
         self.dtype, self.group_size, self.bits, self.simulate = name, size, bits, simulate
         self.pattern, self.quantize_tensors = pattern, quantize_tensors
+        self.blocks = None if blocks is None else dict(blocks)
 
     @property
     def settings(self) -> FormatSettings:
+        if self.dtype == GGUF:
+            raise ValueError("GGUF's blocks are read from files: from_pretrained(folder, gguf_file=...)")
         size = STORAGE[self.dtype][1] if self.group_size is None else self.group_size
         return FormatSettings(self.dtype, None if size == -1 else size, self.bits)
+
+    def settings_of(self, name: str) -> FormatSettings:
+        """The settings of one layer or stack."""
+        if self.blocks is None:
+            return self.settings
+        found = next(kind for kind, pattern in self.blocks.items() if re.search(pattern, name))
+        return FormatSettings(found, None)
+
+    def has_blocks(self, name: str) -> bool:
+        """False for a stack of experts that a GGUF file does not hold in blocks known here."""
+        return self.blocks is None or any(re.search(pattern, name) for pattern in self.blocks.values())
+
+
+def _check_blocks(name: str, blocks: Mapping[str, str] | None, pattern: str | None) -> str:
+    """The pattern of all layers in blocks; `ValueError` for blocks of another format, or unknown ones."""
+    if name != GGUF or not isinstance(blocks, Mapping) or not blocks:
+        raise ValueError(
+            'blocks are of "gguf", which needs them: from_pretrained(folder, gguf_file=...) reads such a model'
+        )
+    if unknown := sorted(set(blocks) - set(BLOCKS)):
+        raise ValueError(f"unknown blocks {', '.join(unknown)}; known: {', '.join(BLOCKS)}")
+    return "|".join(f"({one})" for one in blocks.values()) if pattern is None else pattern

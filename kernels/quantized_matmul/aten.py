@@ -10,6 +10,7 @@ import torch
 from easytorch.kernels.quantized_matmul import operators
 from easytorch.kernels.quantized_matmul.aten_decode import from_e4m3fn, from_pairs
 from easytorch.kernels.quantized_matmul.formats import spread
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS, decode_blocks
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
@@ -93,6 +94,8 @@ def _scale(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) ->
 def _numbers(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of rows [start, end) before scaling, (end - start, K)."""
     data, columns = weight.data[start:end], weight.shape[1]
+    if weight.format in BLOCKS:
+        return decode_blocks(data, weight.format, dtype)
     if weight.format == "fp8_e4m3fn":
         return from_e4m3fn(data, dtype)
     if weight.format == "fp8_e5m2":

@@ -13,20 +13,34 @@ namespace {
 
 constexpr int64_t GRAIN_BYTES = 1 << 14;
 
+// Bytes of a row of k columns, or -1 where llama.cpp's blocks do not divide it.
+int64_t stored_bytes(int64_t format, int64_t k) {
+  const int64_t columns = format >= Q4_K ? 256 : 32;
+  switch (format) {
+    case INT4:
+    case NF4: return (k + 1) / 2;
+    case Q8_0: return k % columns == 0 ? k / columns * 34 : -1;
+    case Q4_0: return k % columns == 0 ? k / columns * 18 : -1;
+    case Q4_K: return k % columns == 0 ? k / columns * 144 : -1;
+    case Q6_K: return k % columns == 0 ? k / columns * 210 : -1;
+    default: return k;
+  }
+}
+
 // x (..., K), the fields of a QuantizedWeight (N, K), bias (N,), zero and bias (0,) for none -> (..., N).
 void quantized_matmul(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor x(stack[0]), data(stack[1]), scale(stack[2]), zero(stack[3]), bias(stack[4]);
   const int64_t format = static_cast<int64_t>(stack[5]), k = static_cast<int64_t>(stack[6]);
   const int64_t group_size = static_cast<int64_t>(stack[7]), level = static_cast<int64_t>(stack[8]);
-  require(format >= INT8 && format <= FP8_E5M2, "quantized_matmul: unknown format");
+  require(format >= INT8 && format <= Q6_K, "quantized_matmul: unknown format");
   require(x.dim >= 1 && data.dim == 2 && scale.dim == 2 && bias.dim == 1, "quantized_matmul: wrong dimensions");
   require(k > 0 && group_size > 0 && x.sizes[x.dim - 1] == k, "quantized_matmul: x and weight do not fit");
   const int64_t n = data.sizes[0], m = x.numel() / k;
-  const bool packed = format == INT4 || format == NF4;
-  const int64_t stored = packed ? (k + 1) / 2 : k, groups = (k + group_size - 1) / group_size;
+  const int64_t stored = stored_bytes(format, k), groups = (k + group_size - 1) / group_size;
   require(data.sizes[1] == stored && (stored == 1 || data.strides[1] == 1), "quantized_matmul: the codes do not fit");
   const bool one = scale.sizes[0] == 1 && scale.sizes[1] == 1;
-  require(one || (scale.sizes[0] == n && scale.sizes[1] == groups), "quantized_matmul: the scales do not fit");
+  require(one || (format < Q8_0 && scale.sizes[0] == n && scale.sizes[1] == groups),
+          "quantized_matmul: the scales do not fit");
   require(scale.contiguous() && scale.dtype == aoti_torch_dtype_float32(), "quantized_matmul: scales in float32, dense");
   const bool zeros = zero.numel() != 0;
   require(!zeros || (zero.dim == 2 && zero.sizes[0] == scale.sizes[0] && zero.sizes[1] == scale.sizes[1] &&

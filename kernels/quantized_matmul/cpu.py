@@ -15,6 +15,7 @@ from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 # The format's number in cpu_product.h.
 FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_FORMATS = {"q8_0": 5, "q4_0": 6, "q4_k": 7, "q6_k": 8}
 # Columns that are decoded together: groups start at multiples of it.
 STEP = 32
 # Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of a
@@ -79,7 +80,7 @@ def run(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, lev
         bias = _NO_BIAS
     elif bias.dtype not in DTYPES or bias.stride(0) != 1:
         bias = bias.to(x.dtype if bias.dtype in DTYPES else torch.float32).contiguous()
-    scale, number = weight.scale.contiguous(), FORMATS[weight.format]
+    scale, number = weight.scale.contiguous(), (FORMATS | BLOCK_FORMATS)[weight.format]
     return torch.ops.easytorch_cpu.quantized_matmul.default(
         x, data, scale, zero, bias, number, weight.shape[1], weight.group_size, level
     )

@@ -109,6 +109,149 @@ struct OfE5m2 : EightBits {  // the upper half of a float16
   }
 };
 
+// llama.cpp's blocks (gguf_blocks.py), whose scales stand among the codes. STEP columns are decoded together, so that the
+// decoding of one column is that of its step.
+inline float half_at(const uint8_t* p) { return float16_to_float(static_cast<uint16_t>(p[0] | p[1] << 8)); }
+
+template <class Format>
+struct Blocks {
+  static constexpr bool SHIFTED = false;
+  static constexpr float FACTOR = 1.0f;
+  static inline int column(int i) { return i; }
+  static inline float one(const uint8_t* row, int64_t c) {
+    float numbers[STEP];
+    Format::decode(row, c / STEP * STEP, numbers);
+    return numbers[c % STEP];
+  }
+};
+
+struct OfQ8_0 : Blocks<OfQ8_0> {
+  static constexpr int BYTES = 34;
+  static inline void decode(const uint8_t* row, int64_t c, float* out) {
+    const uint8_t* block = row + c / STEP * BYTES;
+    const float d = half_at(block);
+    for (int i = 0; i < STEP; ++i) out[i] = d * static_cast<int8_t>(block[2 + i]);
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+    const uint8_t* block = row + c / STEP * BYTES;
+    const Floats d = broadcast(half_at(block));
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      out[v] = multiply(d, load_int8(reinterpret_cast<const int8_t*>(block) + 2 + v * WIDTH));
+    }
+  }
+};
+
+struct OfQ4_0 : Blocks<OfQ4_0> {
+  static constexpr int BYTES = 18;
+  static inline void decode(const uint8_t* row, int64_t c, float* out) {
+    const uint8_t* block = row + c / STEP * BYTES;
+    const float d = half_at(block);
+    for (int i = 0; i < 16; ++i) {
+      out[i] = d * ((block[2 + i] & 15) - 8);
+      out[16 + i] = d * ((block[2 + i] >> 4) - 8);
+    }
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#if defined(__AVX512F__)
+    const uint8_t* block = row + c / STEP * BYTES;
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block + 2)));
+    const __m512 levels = _mm512_mul_ps(_mm512_loadu_ps(INT4_LEVELS), _mm512_set1_ps(half_at(block)));
+    out[0] = _mm512_permutexvar_ps(codes, levels);  // an index uses the low four bits
+    out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), levels);
+#else
+    float numbers[STEP];
+    decode(row, c, numbers);
+    for (int v = 0; v < VECTORS; ++v) out[v] = ::load(numbers + v * WIDTH);
+#endif
+  }
+};
+
+struct OfQ4K : Blocks<OfQ4K> {
+  static constexpr int BYTES = 18;  // on average
+  struct Step {
+    const uint8_t* codes;
+    int shift;
+    float scale, offset;
+  };
+  static inline Step step(const uint8_t* row, int64_t c) {
+    const uint8_t* block = row + c / 256 * 144;
+    const uint8_t* scales = block + 4;
+    const int j = static_cast<int>(c % 256 / STEP);
+    const int scale = j < 4 ? scales[j] & 63 : (scales[j + 4] & 15) | scales[j - 4] >> 6 << 4;
+    const int minimum = j < 4 ? scales[j + 4] & 63 : scales[j + 4] >> 4 | scales[j] >> 6 << 4;
+    return {block + 16 + j / 2 * STEP, j % 2 * 4, half_at(block) * scale, -half_at(block + 2) * minimum};
+  }
+  static inline void decode(const uint8_t* row, int64_t c, float* out) {
+    const Step s = step(row, c);
+    for (int i = 0; i < STEP; ++i) out[i] = s.scale * (s.codes[i] >> s.shift & 15) + s.offset;
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#if defined(__AVX512F__)
+    const Step s = step(row, c);
+    const __m512 scale = _mm512_set1_ps(s.scale), offset = _mm512_set1_ps(s.offset);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const __m512i bytes =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.codes + v * 16)));
+      const __m512i codes =
+          _mm512_and_si512(_mm512_srl_epi32(bytes, _mm_cvtsi32_si128(s.shift)), _mm512_set1_epi32(15));
+      out[v] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(codes), offset);
+    }
+#else
+    float numbers[STEP];
+    decode(row, c, numbers);
+    for (int v = 0; v < VECTORS; ++v) out[v] = ::load(numbers + v * WIDTH);
+#endif
+  }
+};
+
+struct OfQ6K : Blocks<OfQ6K> {
+  static constexpr int BYTES = 26;  // on average
+  struct Step {
+    const uint8_t *lower, *upper;
+    int lower_shift, upper_shift;
+    float scale[2];  // of 16 columns each
+  };
+  static inline Step step(const uint8_t* row, int64_t c) {
+    const uint8_t* block = row + c / 256 * 210;
+    const int half = static_cast<int>(c % 256 / 128), s = static_cast<int>(c % 128 / STEP);
+    const int8_t* scales = reinterpret_cast<const int8_t*>(block + 192) + half * 8 + s * 2;
+    const float d = half_at(block + 208);
+    return {block + half * 64 + s % 2 * STEP, block + 128 + half * STEP, s / 2 * 4, s * 2, {d * scales[0], d * scales[1]}};
+  }
+  static inline void decode(const uint8_t* row, int64_t c, float* out) {
+    const Step s = step(row, c);
+    for (int i = 0; i < STEP; ++i) {
+      const int code = (s.lower[i] >> s.lower_shift & 15) | (s.upper[i] >> s.upper_shift & 3) << 4;
+      out[i] = s.scale[i / 16] * (code - 32);
+    }
+  }
+  static inline void load(const uint8_t* row, int64_t c, Floats* out) {
+#if defined(__AVX512F__)
+    const Step s = step(row, c);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const __m512i lower =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.lower + v * 16)));
+      const __m512i upper =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.upper + v * 16)));
+      const __m512i low =
+          _mm512_and_si512(_mm512_srl_epi32(lower, _mm_cvtsi32_si128(s.lower_shift)), _mm512_set1_epi32(15));
+      const __m512i high =
+          _mm512_and_si512(_mm512_srl_epi32(upper, _mm_cvtsi32_si128(s.upper_shift)), _mm512_set1_epi32(3));
+      const __m512i codes =
+          _mm512_sub_epi32(_mm512_or_si512(low, _mm512_slli_epi32(high, 4)), _mm512_set1_epi32(32));
+      out[v] = _mm512_mul_ps(_mm512_set1_ps(s.scale[v]), _mm512_cvtepi32_ps(codes));
+    }
+#else
+    float numbers[STEP];
+    decode(row, c, numbers);
+    for (int v = 0; v < VECTORS; ++v) out[v] = ::load(numbers + v * WIDTH);
+#endif
+  }
+};
+
 constexpr int NR = 4;
 constexpr int64_t AHEAD_BYTES = 1 << 13;
 
@@ -153,7 +296,7 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
         if (c + STEP <= end) {
           Format::load(codes[j], c, numbers);
           const int64_t byte = c / STEP * Format::BYTES;
-          if (byte % 64 == 0) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
+          if (byte % 64 < Format::BYTES) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
         } else {  // the end of a row: nothing is read beyond it, and x is zero there
           float rest[STEP];
           for (int i = 0; i < STEP; ++i) {
@@ -240,6 +383,10 @@ void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
     case NF4: return product<OfNf4>(*p, begin, end);
     case FP8_E4M3FN: return product<OfE4m3>(*p, begin, end);
     case FP8_E5M2: return product<OfE5m2>(*p, begin, end);
+    case Q8_0: return product<OfQ8_0>(*p, begin, end);
+    case Q4_0: return product<OfQ4_0>(*p, begin, end);
+    case Q4_K: return product<OfQ4K>(*p, begin, end);
+    case Q6_K: return product<OfQ6K>(*p, begin, end);
   }
 }
 

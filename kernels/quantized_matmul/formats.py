@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
+
 # NormalFloat4, QLoRA's appendix E (https://arxiv.org/abs/2305.14314) to float32, as bitsandbytes has them.
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -42,6 +44,19 @@ def format_of(name: str) -> str:
     if found not in FORMATS:
         raise ValueError(f"unknown format {name!r}; known: {', '.join([*FORMATS, *ALIASES])}")
     return found
+
+
+def storage(format: str, columns: int) -> tuple[int, torch.dtype]:
+    """(width, dtype) of the stored data of a weight (N, `columns`); `ValueError` for a format that is not known."""
+    if format in BLOCKS:
+        block = BLOCKS[format]
+        if columns % block.columns:
+            raise ValueError(f"{format} has blocks of {block.columns} columns, which do not divide {columns}")
+        return columns // block.columns * block.nbytes, torch.uint8
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join([*FORMATS, *BLOCKS])}")
+    kind = FORMATS[format]
+    return -(-columns // 2) if kind.packed else columns, kind.dtype
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

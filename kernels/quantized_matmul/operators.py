@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import eager, recording
-from easytorch.kernels.quantized_matmul.formats import FORMATS
+from easytorch.kernels.quantized_matmul.formats import storage
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 Forward = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
@@ -44,7 +44,7 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
         data: Tensor, scale: Tensor, zero: Tensor | None, packed: Tensor | None, packed_scale: Tensor | None,
         format: str, columns: int, group_size: int,
     ) -> QuantizedWeight:  # fmt: skip
-        stored, shape = data.view(FORMATS[format].dtype), (data.shape[0], columns)
+        stored, shape = data.view(storage(format, columns)[1]), (data.shape[0], columns)
         return QuantizedWeight(stored, scale, zero, format, shape, group_size, packed, packed_scale)
 
     def product(

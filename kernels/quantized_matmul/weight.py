@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS, decode, format_of, pack, spread, unpack
+from easytorch.kernels.quantized_matmul.formats import (
+    FORMATS,
+    NF4_LEVELS,
+    decode,
+    format_of,
+    pack,
+    spread,
+    storage,
+    unpack,
+)
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS, decode_blocks
 
 _TENSORS = ("data", "scale", "zero", "packed", "packed_scale")
 
@@ -21,7 +31,8 @@ class QuantizedWeight:
     data: int8 and fp8: (N, K) of that dtype; int4 and nf4: (N, ceil(K / 2)) uint8, the even column in the upper bits.
     scale: float32 (N, ceil(K / group_size)), or (1, 1) for one scale in all.
     zero: of int4 that is not symmetric: uint8 codes of 0.0, shaped like scale; else None (int4: 8).
-    format: a name of `FORMATS`. shape: (N, K). group_size: columns that share a scale; the last group may be shorter.
+    format: a name of `FORMATS`, or of `BLOCKS` (llama.cpp's), whose data, uint8, hold the scales too (`of_blocks`).
+    shape: (N, K). group_size: columns that share a scale; the last group may be shorter.
     packed, packed_scale: int4 once more, as ATen's CPU kernel reads it, where `prepacked` has made it.
 
     A pytree: torch.compile, torch.export and torch.func see its tensors.
@@ -37,15 +48,13 @@ class QuantizedWeight:
     packed_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"unknown format {self.format!r}; known: {', '.join(FORMATS)}")
-        kind, (rows, columns) = FORMATS[self.format], self.shape
+        rows, columns = self.shape
+        width, dtype = storage(self.format, columns)
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        stored = (rows, -(-columns // 2) if kind.packed else columns)
-        if tuple(self.data.shape) != stored or self.data.dtype != kind.dtype:
+        if tuple(self.data.shape) != (rows, width) or self.data.dtype != dtype:
             raise ValueError(
-                f"{self.format} of shape {tuple(self.shape)} is stored as {stored} {kind.dtype}, got "
+                f"{self.format} of shape {tuple(self.shape)} is stored as {(rows, width)} {dtype}, got "
                 f"{tuple(self.data.shape)} {self.data.dtype}"
             )
         grouped, scale = (rows, -(-columns // self.group_size)), tuple(self.scale.shape)
@@ -53,6 +62,8 @@ class QuantizedWeight:
             raise ValueError(f"scale must be {grouped} for groups of {self.group_size}, or (1, 1), got {scale}")
         if self.scale.dtype != torch.float32:
             raise ValueError(f"scale must be float32, got {self.scale.dtype}")
+        if self.format in BLOCKS and scale != (1, 1):
+            raise ValueError(f"{self.format} has its scales in its blocks: scale must be (1, 1), got {scale}")
         if self.zero is None:
             return
         if self.format != "int4":
@@ -60,10 +71,21 @@ class QuantizedWeight:
         if tuple(self.zero.shape) != scale or self.zero.dtype != torch.uint8:
             raise ValueError(f"zero must be {scale} uint8, got {tuple(self.zero.shape)} {self.zero.dtype}")
 
+    @classmethod
+    def of_blocks(cls, data: torch.Tensor, format: str) -> QuantizedWeight:
+        """A weight of llama.cpp's blocks: data (N, bytes of a row), uint8."""
+        if format not in BLOCKS:
+            raise ValueError(f"unknown blocks {format!r}; known: {', '.join(BLOCKS)}")
+        columns = data.shape[1] // BLOCKS[format].nbytes * BLOCKS[format].columns
+        one = torch.ones(1, 1, dtype=torch.float32, device=data.device)
+        return cls(data, one, None, format, (data.shape[0], columns), max(columns, 1))
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight (N, K): computed in float32 (float64 for float64), rounded to `dtype`."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         columns = self.shape[1]
+        if self.format in BLOCKS:
+            return (decode_blocks(self.data, self.format, wide) * self.scale.to(wide)).to(dtype)
         zero = None if self.zero is None else spread(self.zero, self.group_size, columns)
         numbers = decode(self.data, zero, self.format, columns, wide)
         return (numbers * spread(self.scale.to(wide), self.group_size, columns)).to(dtype)
