@@ -1,4 +1,4 @@
-"""`from_pretrained` of GPTQ and AWQ checkpoints: their layers become `QuantizedLinear`, of the same codes and scales.
+"""`from_pretrained` of GPTQ, AWQ and torchao checkpoints: their layers become `QuantizedLinear` of the same codes.
 
 A layer whose columns are quantized in another order (GPTQ's act-order), experts, heads and eight bits with a zero point
 are decoded to plain weights, since no quantized layer here says the same.
@@ -17,14 +17,17 @@ import torch
 from transformers import PreTrainedConfig
 
 from easytorch.bridge.core.json_files import read_json
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.dtypes import to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.registry import find
 from easytorch.layers.packed_weights import PackedWeight, from_awq, from_gptq
+from easytorch.protocol.checkpoint_files import TORCH_FILES, has_torch_weights
 from easytorch.protocol.flax_loading import load_state_dict
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.quantization import linear_layers
 from easytorch.protocol.quantization_config import QuantizationConfig
+from easytorch.protocol.torchao_loading import PREFIX, most_common, note_activations, torchao_weight, weights_in
 
 _LOG = logging.getLogger(__name__)
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -33,7 +36,7 @@ _CONFIG_LIMIT = 16 << 20
 
 
 class PackedCheckpoint(NamedTuple):
-    """A folder whose config says that its weights are GPTQ's or AWQ's."""
+    """A folder whose config says that its weights are GPTQ's, AWQ's or torchao's, which states no bits."""
 
     path: Path
     method: str
@@ -43,7 +46,7 @@ class PackedCheckpoint(NamedTuple):
 
 
 def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedCheckpoint | None:
-    """The local GPTQ or AWQ checkpoint at `name_or_path`; None for another, or where a config of another is given."""
+    """The local checkpoint at `name_or_path` that this module reads; None for another, or where a config is given."""
     if name_or_path is None or kwargs.get("quantization_config") is not None:
         return None
     folder = Path(name_or_path) / (kwargs.get("subfolder") or "")
@@ -53,7 +56,14 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
     else:
         given = read_json(file, limit=_CONFIG_LIMIT).get("quantization_config") if file.is_file() else None
     settings = given if isinstance(given, Mapping) or given is None else given.to_dict()
-    if not folder.is_dir() or settings is None or settings.get("quant_method") not in _BITS:
+    if not folder.is_dir() or not (_own_file(folder) != folder or has_torch_weights(folder, {})):
+        return None
+    if settings is None:
+        settings = _settings_beside(folder)
+    if settings is not None and settings.get("quant_method") == "torchao":
+        note_activations(settings)
+        return PackedCheckpoint(folder, "torchao", 0, None, False)
+    if settings is None or settings.get("quant_method") not in _BITS:
         return None
     method, bits, size = settings["quant_method"], settings.get("bits"), settings.get("group_size")
     if type(bits) is not int or bits not in _BITS[method]:
@@ -68,6 +78,17 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
             f"is {method} in the layout {layout!r}; {', '.join(filter(None, known_layouts))} are read", file=file
         )
     return PackedCheckpoint(folder, method, bits, None if size == -1 else size, layout != "gptq_v2")
+
+
+def _settings_beside(folder: Path) -> dict[str, Any] | None:
+    """What AutoGPTQ and AutoAWQ wrote before config.json held it."""
+    if (file := folder / "quantize_config.json").is_file():
+        return {"quant_method": "gptq", **read_json(file, limit=_CONFIG_LIMIT)}
+    if (file := folder / "quant_config.json").is_file():
+        stated = read_json(file, limit=_CONFIG_LIMIT)
+        renamed = {"bits": stated.get("w_bit"), "group_size": stated.get("q_group_size")}
+        return {"quant_method": "awq", **renamed, **stated}
+    return None
 
 
 def load_packed(
@@ -93,7 +114,10 @@ def _read(
     config.__dict__.pop("quantization_config", None)
     model = lazy_init(model_class, copy.deepcopy(config))
     layers, prefix = linear_layers(model), f"{model.base_model_prefix}."
-    format_, file = find(packed.path, prefer="torch")
+    format_, file = find(_own_file(packed.path), prefer="torch")
+    if packed.method == "torchao":
+        with format_.open(file) as reader:
+            return _read_torchao(reader, file, layers, prefix, config)
     with format_.open(file) as reader:
         names = list(reader.tensors)
         state = {name: to_torch(reader.read(name)) for name in names if name.rpartition(".")[2] not in _PARTS}
@@ -101,7 +125,7 @@ def _read(
         for name in (one.removesuffix(".qweight") for one in names if one.endswith(".qweight")):
             parts = {part: to_torch(reader.read(f"{name}.{part}")) for part in _PARTS if f"{name}.{part}" in names}
             weight = _weight(packed, name, parts, file)
-            layer = next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in layers), None)
+            layer = _layer(name, layers, prefix)
             own = None if layer is None else weight.parts(packed.group_size or len(weight.groups))
             if own is None:
                 decoded.append(name)
@@ -110,8 +134,7 @@ def _read(
             assert layer is not None
             taken.append(layer)
             state |= {f"{name}.weight_{part}": tensor for part, tensor in own.items()}
-    if decoded:
-        _LOG.warning("%d %s layers are decoded to plain weights, %s, ...", len(decoded), packed.method, decoded[0])
+    _note_decoded(decoded, packed.method)
     if not taken and not decoded:
         raise CheckpointError(f"its config says {packed.method}, and it holds no qweight", file=file)
     if taken:
@@ -120,6 +143,56 @@ def _read(
         settings = QuantizationConfig("affine", size, packed.bits, pattern=pattern, quantize_tensors=False)
         config.quantization_config = settings.to_dict()
     return config, state
+
+
+def _read_torchao(
+    reader: Reader, file: Path, layers: Collection[str], prefix: str, config: PreTrainedConfig
+) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    found = weights_in(reader.tensors)
+    names = {layer: {part: f"{layer}.{PREFIX}{part}" for part in parts} for layer, parts in found.items()}
+    packed = {name for parts in names.values() for name in parts.values()}
+    state = {name: to_torch(reader.read(name)) for name in reader.tensors if name not in packed}
+    weights = {}
+    for layer, parts in names.items():
+        tensors = {part: to_torch(reader.read(name)) for part, name in parts.items()}
+        weights[layer] = torchao_weight(layer, tensors, file)
+    if not weights:
+        raise CheckpointError("its config says torchao, and it holds no quantized weight", file=file)
+    own = {name: layer for name in weights if (layer := _layer(name, layers, prefix)) is not None}
+    common = most_common({name: weights[name] for name in own})
+    taken, decoded = [], []
+    for name, weight in weights.items():
+        if name in own and common is not None and weight.settings() == common:
+            taken.append(own[name])
+            state |= {f"{own[name]}.weight_{part}": tensor for part, tensor in weight.parts(common).items()}
+        else:
+            decoded.append(name)
+            state[f"{name}.weight"] = weight.dequantized()
+    _note_decoded(decoded, "torchao")
+    if taken and common is not None:
+        size = -1 if common.group_size is None else common.group_size
+        settings = QuantizationConfig(
+            common.format, size, common.bits, pattern=pattern_of(taken, layers), quantize_tensors=False
+        )
+        config.quantization_config = settings.to_dict()
+    return config, state
+
+
+def _own_file(folder: Path) -> Path:
+    """The only safetensors file of a folder, whose name AutoGPTQ chose by its settings, or the folder."""
+    found = sorted(folder.glob("*.safetensors"))
+    usual = any((folder / name).is_file() for name in TORCH_FILES)
+    return found[0] if len(found) == 1 and not usual else folder
+
+
+def _layer(name: str, layers: Collection[str], prefix: str) -> str | None:
+    """The model's name of a layer of the checkpoint, which may be with or without the base model's prefix."""
+    return next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in layers), None)
+
+
+def _note_decoded(names: list[str], method: str) -> None:
+    if names:
+        _LOG.warning("%d %s layers are decoded to plain weights, %s, ...", len(names), method, names[0])
 
 
 def _weight(packed: PackedCheckpoint, name: str, parts: dict[str, torch.Tensor], file: Path) -> PackedWeight:

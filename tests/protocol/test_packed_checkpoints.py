@@ -170,6 +170,23 @@ def test_what_no_layer_holds_is_decoded(tmp_path):
     assert_as(model, expected)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_settings_beside_the_config(method, tmp_path):
+    """As AutoGPTQ and AutoAWQ wrote them first, AutoGPTQ with a name of its own for the weights."""
+    expected = checkpoint(tmp_path, method=method)
+    rewrite(tmp_path, quantization_config=None)
+    if method == "gptq":
+        settings = {"bits": 4, "group_size": GROUP, "damp_percent": 0.01, "desc_act": False, "sym": True}
+        (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
+        (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-16g.safetensors")
+    else:
+        settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
+        (tmp_path / "quant_config.json").write_text(json.dumps(settings))
+    model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert any(isinstance(one, QuantizedLinear) for one in model.modules())
+    assert_as(model, expected)
+
+
 def test_other_classes_and_dtypes(tmp_path):
     expected = checkpoint(tmp_path)
     base = easytorch.AutoModel.from_pretrained(tmp_path).eval()

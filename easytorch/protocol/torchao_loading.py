@@ -1,0 +1,134 @@
+"""torchao's checkpoints, as its `flatten_tensor_state_dict` writes them to safetensors, without torchao.
+
+Of a weight-only `Int8Tensor`, `IntxUnpackedToInt8Tensor` or `Float8Tensor` named `layer.weight` the file holds
+`layer._weight_qdata` (N, K), int8 or fp8, `_weight_scale` (N, groups) and, of integers, `_weight_zero_point` like it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from easytorch.bridge.errors import CheckpointError
+from easytorch.kernels.quantized_matmul.formats import pack
+from easytorch.layers.quantized_formats import FormatSettings
+
+_LOG = logging.getLogger(__name__)
+PREFIX = "_weight_"
+_KNOWN = {"qdata", "scale", "zero_point"}
+_FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
+
+
+class TorchaoWeight(NamedTuple):
+    """codes (N, K); scale (N, groups), float32; zero (N, groups), int32, or None."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @property
+    def group_size(self) -> int:
+        return int(self.codes.shape[1] // self.scale.shape[1])
+
+    def dequantized(self) -> Tensor:
+        """(N, K), float32."""
+        numbers = self.codes.float().unflatten(1, (-1, self.group_size))
+        numbers = numbers if self.zero is None else numbers - self.zero[..., None]
+        return (numbers * self.scale[..., None]).flatten(1)
+
+    def settings(self) -> FormatSettings | None:
+        """The format of a `QuantizedLinear` with these numbers; None where there is none."""
+        size = None if self.scale.shape[1] == 1 else self.group_size
+        symmetric = self.zero is None or not bool(self.zero.any())
+        if self.codes.dtype != torch.int8:
+            return FormatSettings(_FORMATS[self.codes.dtype], size)
+        if self._fits_four_bits():
+            return FormatSettings("int4", size) if symmetric else FormatSettings("affine", size, 4)
+        return FormatSettings("int8", size) if symmetric else None
+
+    def parts(self, settings: FormatSettings) -> dict[str, Tensor]:
+        """The tensors of a `QuantizedLinear` of `settings`, which are `settings()`."""
+        parts = {"scale_bits": self.scale.contiguous().view(torch.int32)}
+        if settings.format in ("int4", "affine"):
+            parts["codes"] = pack(self.codes.to(torch.int16) + 8)
+        else:
+            integers = self.codes.dtype == torch.int8
+            parts["codes"] = self.codes.contiguous() if integers else self.codes.contiguous().view(torch.uint8)
+        if settings.format == "affine":
+            assert self.zero is not None
+            parts["zero"] = (self.zero + 8).to(torch.uint8)
+        return parts
+
+    def _fits_four_bits(self) -> bool:
+        ends = [self.codes] if self.zero is None else [self.codes, self.zero]
+        return all(bool(((one >= -8) & (one <= 7)).all()) for one in ends)
+
+
+def weights_in(names: Collection[str]) -> dict[str, set[str]]:
+    """Layer -> the parts of its weight in a checkpoint of torchao."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        layer, _, leaf = name.rpartition(".")
+        if leaf.startswith(PREFIX):
+            found.setdefault(layer, set()).add(leaf.removeprefix(PREFIX))
+    return found
+
+
+def torchao_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> TorchaoWeight:
+    """The weight of the checkpoint's tensors; `CheckpointError` for what is packed in another way."""
+    tensor = f"{layer}.{PREFIX}qdata"
+    if unknown := sorted(set(parts) - _KNOWN):
+        raise CheckpointError(
+            f"has {', '.join(unknown)} beside it, which is not read: weight-only Int8Tensor, IntxUnpackedToInt8Tensor "
+            "and Float8Tensor are; load it with torchao installed and quantization_config=TorchAoConfig(...)",
+            file=file,
+            tensor=tensor,
+        )
+    if missing := sorted({"qdata", "scale"} - set(parts)):
+        raise CheckpointError(f"is missing beside {layer}", file=file, tensor=f"{layer}.{PREFIX}{missing[0]}")
+    codes, scale, zero = parts["qdata"], parts["scale"], parts.get("zero_point")
+    if codes.dtype not in _FORMATS or codes.dim() != 2:
+        raise CheckpointError(
+            f"is {tuple(codes.shape)} {codes.dtype}; int8, float8_e4m3fn and float8_e5m2 matrices are read (torchao's "
+            "packed Int4Tensor is not)",
+            file=file,
+            tensor=tensor,
+        )
+    rows, columns = codes.shape
+    grid = scale.reshape(1, 1) if scale.numel() == 1 else scale
+    if grid.dim() != 2 or grid.shape[0] not in (1, rows) or columns % grid.shape[1]:
+        shape = tuple(scale.shape)
+        raise CheckpointError(
+            f"is {shape}, which is no grid over {rows} rows and groups of {columns} columns",
+            file=file,
+            tensor=f"{layer}.{PREFIX}scale",
+        )
+    if zero is not None and zero.numel() != scale.numel():
+        shapes = f"is {tuple(zero.shape)} beside scales {tuple(scale.shape)}"
+        raise CheckpointError(shapes, file=file, tensor=f"{layer}.{PREFIX}zero_point")
+    grid = grid.float().expand(rows, -1).contiguous()
+    if zero is not None:
+        if zero.is_floating_point() and bool((zero != zero.round()).any()):
+            raise CheckpointError("has a fraction", file=file, tensor=f"{layer}.{PREFIX}zero_point")
+        zero = zero.reshape(-1, grid.shape[1]).to(torch.int32).expand(rows, -1)
+    return TorchaoWeight(codes, grid, zero)
+
+
+def most_common(weights: Mapping[str, TorchaoWeight]) -> FormatSettings | None:
+    """The format that most layers have: a model has one."""
+    counts = Counter(found for one in weights.values() if (found := one.settings()) is not None)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def note_activations(settings: Mapping[str, Any]) -> None:
+    """A warning where torchao would round activations too, which are not here."""
+    kind = str(settings.get("quant_type"))
+    if re.search(r"(Dynamic|Static)Activation", kind):
+        _LOG.warning("activations are not quantized here: the checkpoint's are, its weights are taken as they are")
