@@ -1,7 +1,7 @@
-"""Weights as GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) checkpoints pack them into int32.
+"""Weights as the checkpoints of other libraries hold them: GPTQ's, AWQ's, torchao's.
 
-Both give each group of input columns of a linear layer (out N, in K) a scale and a zero point: the weight is
-(code - zero) * scale, of codes in 2, 3, 4 or 8 bits.
+GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) pack codes into int32. Both give each group of input columns of a
+linear layer (out N, in K) a scale and a zero point: the weight is (code - zero) * scale, of codes in 2, 3, 4 or 8 bits.
 
 GPTQ: qweight (K * bits / 32, N), packed along K; qzeros (groups, N * bits / 32), packed along N, less one; scales
 (groups, N); g_idx (K,), the group of each column, which are in no order where columns were quantized by activation.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.quantized_matmul.formats import pack
+from easytorch.layers.quantized_formats import FormatSettings
 
 # Which of eight codes in an int32 of AWQ's comes first, second, ...
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -81,3 +82,52 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -
     )
     groups = torch.arange(len(codes)) // group_size
     return PackedWeight(codes.t(), zero.t(), scales.t().float(), groups, 4)
+
+
+# torchao's codes, and the format of a `QuantizedLinear` that has them.
+TORCHAO_FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
+
+
+class TorchaoWeight(NamedTuple):
+    """A weight of torchao: codes (N, K), int8 or fp8; scale (N, groups), float32; zero (N, groups), int32, or None."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @property
+    def group_size(self) -> int:
+        return int(self.codes.shape[1] // self.scale.shape[1])
+
+    def dequantized(self) -> Tensor:
+        """(N, K), float32."""
+        numbers = self.codes.float().unflatten(1, (-1, self.group_size))
+        numbers = numbers if self.zero is None else numbers - self.zero[..., None]
+        return (numbers * self.scale[..., None]).flatten(1)
+
+    def settings(self) -> FormatSettings | None:
+        """The format of a `QuantizedLinear` with these numbers; None where there is none."""
+        size = None if self.scale.shape[1] == 1 else self.group_size
+        symmetric = self.zero is None or not bool(self.zero.any())
+        if self.codes.dtype != torch.int8:
+            return FormatSettings(TORCHAO_FORMATS[self.codes.dtype], size)
+        if self._fits_four_bits():
+            return FormatSettings("int4", size) if symmetric else FormatSettings("affine", size, 4)
+        return FormatSettings("int8", size) if symmetric else None
+
+    def parts(self, settings: FormatSettings) -> dict[str, Tensor]:
+        """The tensors of a `QuantizedLinear` of `settings`, which are `settings()`."""
+        parts = {"scale_bits": self.scale.contiguous().view(torch.int32)}
+        if settings.format in ("int4", "affine"):
+            parts["codes"] = pack(self.codes.to(torch.int16) + 8)
+        else:
+            integers = self.codes.dtype == torch.int8
+            parts["codes"] = self.codes.contiguous() if integers else self.codes.contiguous().view(torch.uint8)
+        if settings.format == "affine":
+            assert self.zero is not None
+            parts["zero"] = (self.zero + 8).to(torch.uint8)
+        return parts
+
+    def _fits_four_bits(self) -> bool:
+        ends = [self.codes] if self.zero is None else [self.codes, self.zero]
+        return all(bool(((one >= -8) & (one <= 7)).all()) for one in ends)

@@ -30,6 +30,9 @@ STORAGE: dict[str, tuple[str, int | None]] = {
     "binary": ("int4", 64),
 }
 
+# llama.cpp's blocks, which layers keep as a GGUF file has them
+GGUF_BLOCKS = tuple(BLOCKS)
+
 
 class FormatSettings(NamedTuple):
     """format: a name of `STORAGE`, or of `BLOCKS`: those of a GGUF file. group_size: columns that share a scale, None

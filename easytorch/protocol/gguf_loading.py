@@ -1,6 +1,6 @@
 """`from_pretrained(..., gguf_file=...)`: linear layers and experts keep the blocks of the file (`QuantizedLinear`).
 
-Embeddings, heads, norms, and what is in blocks that `kernels.quantized_matmul.gguf_blocks` does not have, are decoded.
+Embeddings, heads, norms, and what is in blocks that are not of `GGUF_BLOCKS`, are decoded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from easytorch.bridge.rules.plan import Step
 from easytorch.bridge.rules.planned_reader import PlannedReader
 from easytorch.bridge.rules.transforms import get_transform
 from easytorch.bridge.schemes.registry import TORCH
-from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
+from easytorch.layers.quantized_formats import GGUF_BLOCKS
 from easytorch.protocol.flax_loading import load_state_dict
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.packed_loading import pattern_of
@@ -175,7 +175,7 @@ class _Blocks:
         if layer is None:
             return None
         rows = self._rows(step, isinstance(self._model.get_submodule(layer), Conv1D))
-        if kind not in BLOCKS or rows is None:
+        if kind not in GGUF_BLOCKS or rows is None:
             self.decoded.append((layer, kind))
             return None
         self.kinds[layer] = kind
@@ -211,7 +211,7 @@ class _Blocks:
                 if stack not in stacks or None in sources:
                     continue
                 kinds = {self._file.tensors[one[0]].packed.lower() for one in sources if one is not None}
-                if len(kinds) > 1 or not kinds <= set(BLOCKS):
+                if len(kinds) > 1 or not kinds <= set(GGUF_BLOCKS):
                     self.decoded.append((f"{module}.{stack}", "/".join(sorted(kinds))))
                     continue
                 arrays = [self._of_experts(one[0]) for one in sources if one is not None]

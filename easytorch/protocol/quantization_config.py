@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
-from easytorch.layers.quantized_formats import STORAGE, FormatSettings
+from easytorch.layers.quantized_formats import GGUF_BLOCKS, STORAGE, FormatSettings
 
 METHOD = "easytorch"
 GGUF = "gguf"
@@ -102,6 +101,6 @@ def _check_blocks(name: str, blocks: Mapping[str, str] | None, pattern: str | No
         raise ValueError(
             'blocks are of "gguf", which needs them: from_pretrained(folder, gguf_file=...) reads such a model'
         )
-    if unknown := sorted(set(blocks) - set(BLOCKS)):
-        raise ValueError(f"unknown blocks {', '.join(unknown)}; known: {', '.join(BLOCKS)}")
+    if unknown := sorted(set(blocks) - set(GGUF_BLOCKS)):
+        raise ValueError(f"unknown blocks {', '.join(unknown)}; known: {', '.join(GGUF_BLOCKS)}")
     return "|".join(f"({one})" for one in blocks.values()) if pattern is None else pattern

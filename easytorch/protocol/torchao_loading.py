@@ -11,64 +11,18 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.kernels.quantized_matmul.formats import pack
+from easytorch.layers.packed_weights import TORCHAO_FORMATS, TorchaoWeight
 from easytorch.layers.quantized_formats import FormatSettings
 
 _LOG = logging.getLogger(__name__)
 PREFIX = "_weight_"
 _KNOWN = {"qdata", "scale", "zero_point"}
-_FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
-
-
-class TorchaoWeight(NamedTuple):
-    """codes (N, K); scale (N, groups), float32; zero (N, groups), int32, or None."""
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
-
-    @property
-    def group_size(self) -> int:
-        return int(self.codes.shape[1] // self.scale.shape[1])
-
-    def dequantized(self) -> Tensor:
-        """(N, K), float32."""
-        numbers = self.codes.float().unflatten(1, (-1, self.group_size))
-        numbers = numbers if self.zero is None else numbers - self.zero[..., None]
-        return (numbers * self.scale[..., None]).flatten(1)
-
-    def settings(self) -> FormatSettings | None:
-        """The format of a `QuantizedLinear` with these numbers; None where there is none."""
-        size = None if self.scale.shape[1] == 1 else self.group_size
-        symmetric = self.zero is None or not bool(self.zero.any())
-        if self.codes.dtype != torch.int8:
-            return FormatSettings(_FORMATS[self.codes.dtype], size)
-        if self._fits_four_bits():
-            return FormatSettings("int4", size) if symmetric else FormatSettings("affine", size, 4)
-        return FormatSettings("int8", size) if symmetric else None
-
-    def parts(self, settings: FormatSettings) -> dict[str, Tensor]:
-        """The tensors of a `QuantizedLinear` of `settings`, which are `settings()`."""
-        parts = {"scale_bits": self.scale.contiguous().view(torch.int32)}
-        if settings.format in ("int4", "affine"):
-            parts["codes"] = pack(self.codes.to(torch.int16) + 8)
-        else:
-            integers = self.codes.dtype == torch.int8
-            parts["codes"] = self.codes.contiguous() if integers else self.codes.contiguous().view(torch.uint8)
-        if settings.format == "affine":
-            assert self.zero is not None
-            parts["zero"] = (self.zero + 8).to(torch.uint8)
-        return parts
-
-    def _fits_four_bits(self) -> bool:
-        ends = [self.codes] if self.zero is None else [self.codes, self.zero]
-        return all(bool(((one >= -8) & (one <= 7)).all()) for one in ends)
 
 
 def weights_in(names: Collection[str]) -> dict[str, set[str]]:
@@ -94,7 +48,7 @@ def torchao_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> Torch
     if missing := sorted({"qdata", "scale"} - set(parts)):
         raise CheckpointError(f"is missing beside {layer}", file=file, tensor=f"{layer}.{PREFIX}{missing[0]}")
     codes, scale, zero = parts["qdata"], parts["scale"], parts.get("zero_point")
-    if codes.dtype not in _FORMATS or codes.dim() != 2:
+    if codes.dtype not in TORCHAO_FORMATS or codes.dim() != 2:
         raise CheckpointError(
             f"is {tuple(codes.shape)} {codes.dtype}; int8, float8_e4m3fn and float8_e5m2 matrices are read (torchao's "
             "packed Int4Tensor is not)",
