@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.moe_heads import BalancedCausalLMHead
-from easytorch.layers.routers import TopKSoftmaxRouter
+from easytorch.layers.routers import Routed, TopKSoftmaxRouter
 from easytorch.layers.sparse_moe import SparseMoe
 from easytorch.models.granite import GraniteAttention
 from easytorch.protocol.native import NativeMoeDecoder
@@ -34,6 +34,11 @@ class GraniteMoeTopKRouter(TopKSoftmaxRouter):
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden_states).float()
+
+    def forward(self, hidden_states: torch.Tensor) -> Routed:
+        """-> logits in float32, weights rounded to the dtype of the states, indices."""
+        logits, weights, indices = super().forward(hidden_states)
+        return logits, weights.to(hidden_states.dtype), indices
 
 
 class GraniteMoeMoE(SparseMoe):

@@ -17,9 +17,13 @@ def pair(name: str, config, reference: str = "sdpa", **kwargs) -> tuple[torch.nn
     family = importlib.import_module(f"easytorch.models.{config.model_type.replace('-', '_')}")
     torch.manual_seed(0)
     theirs = getattr(transformers, name)._from_config(copy.deepcopy(config), attn_implementation=reference)
+    kept = theirs.state_dict(keep_vars=True)
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        for key, buffer in theirs.named_buffers():
+            if key in kept and buffer.is_floating_point():  # as the biases of routers, which are trained too
+                buffer.add_(0.1 * torch.randn_like(buffer))
     ours = getattr(family, name)._from_config(copy.deepcopy(config), **kwargs)
     ours.load_state_dict(theirs.state_dict())
     return ours.eval(), theirs.eval()
@@ -39,6 +43,18 @@ def batch() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def make_pair():
     return pair
+
+
+@pytest.fixture
+def memory_of_nan():
+    """Memory that is allocated and not filled holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @pytest.fixture

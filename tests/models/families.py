@@ -458,8 +458,8 @@ FAMILIES |= {
         base=_ONE_HEAD_EACH,
         sizes=_LATENT | {"topk_method": "group_limited_greedy"},
         variants=(
-            {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True, "mlp_bias": True},
-            {"first_k_dense_replace": 0, "rope_parameters": _YARN},
+            {"q_lora_rank": None, "topk_method": "greedy", "topk_group": 1, "attention_bias": True, "mlp_bias": True},
+            {"first_k_dense_replace": 0, "topk_group": 1, "rope_parameters": _YARN},
         ),
     ),
 }

@@ -121,8 +121,17 @@ def test_the_auto_class_gives_the_native_one(family) -> None:
     assert type(model).__module__ == f"easytorch.models.{family}"
 
 
-def test_initial_weights_are_those_of_transformers(family, make_pair) -> None:
-    config, made = FAMILIES[family].config(), []
+# Settings of initial weights that are not the defaults.
+INITIAL = {
+    "mamba": {"rescale_prenorm_residual": True, "time_step_scale": 3.0},
+    "mamba2": {"rescale_prenorm_residual": True},
+    "nemotron_h": {"rescale_prenorm_residual": True},
+}
+
+
+@pytest.mark.parametrize("family, changes", [*((one, {}) for one in DECODERS), *INITIAL.items()])
+def test_initial_weights_are_those_of_transformers(family, changes, memory_of_nan) -> None:
+    config, made = FAMILIES[family].config(**changes), []
     for library in (transformers, easytorch):
         torch.manual_seed(3)
         made.append(library.AutoModelForCausalLM.from_config(copy.deepcopy(config)).state_dict())
@@ -131,6 +140,8 @@ def test_initial_weights_are_those_of_transformers(family, make_pair) -> None:
         assert (weight.std() == 0) == (made[1][name].std() == 0), name
         spread = 0.01 + 4 * weight.std().item() / weight.numel() ** 0.5
         assert weight.mean().item() == pytest.approx(made[1][name].mean().item(), abs=spread), name
+        if weight.numel() > 1:
+            assert weight.std().item() == pytest.approx(made[1][name].std().item(), rel=4 / weight.numel() ** 0.5), name
 
 
 def test_flax_and_back(family, make_pair) -> None:
@@ -156,8 +167,10 @@ def test_bfloat16_is_as_exact_as_transformers(family, make_pair) -> None:
         theirs.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():
         exact = theirs.double()(IDS).logits
-        errors = [(model.bfloat16()(IDS).logits - exact).square().mean().sqrt() for model in (ours, theirs)]
-    assert errors[0] <= 1.3 * errors[1]
+        errors = [(model.bfloat16()(IDS).logits - exact).square().mean(-1) for model in (ours, theirs)]
+    # a rounding may send a token to another expert: of those the middle one tells
+    found = [error.median().sqrt() if family in EXPERTS else error.mean().sqrt() for error in errors]
+    assert found[0] <= 1.3 * found[1]
 
 
 @pytest.mark.parametrize("family", [family for family in DECODERS if FAMILIES[family].attentions])

@@ -203,3 +203,19 @@ def test_experts_in_4_bits_are_transformers_or_unpacked(tmp_path) -> None:
     assert type(ours).__module__ == "easytorch.models.gpt_oss"
     expected = theirs.state_dict()
     assert all(torch.equal(expected[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def test_weights_of_experts_are_rounded_as_in_transformers(family, make_pair) -> None:
+    """In bfloat16: what the routers give has the dtypes and the bits of transformers' routers."""
+    found = []
+    for model in models(make_pair, family):
+        given: list[tuple[torch.Tensor, ...]] = []
+        recorded = model._can_record_outputs["router_logits"].target_class
+        for module in model.modules():
+            if isinstance(module, recorded):
+                module.register_forward_hook(lambda _, __, output, given=given: given.append(output))
+        with torch.no_grad():
+            model.bfloat16()(IDS[:, :1])
+        found.append(given[0])
+    assert [one.dtype for one in found[0]] == [one.dtype for one in found[1]]
+    assert all(one.isfinite().all() for one in found[0])

@@ -179,3 +179,16 @@ def test_packed_sequences_by_cu_seq_lens(make_pair) -> None:
         given = ours(IDS[:1], position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts, use_cache=False)
         expected = torch.cat([theirs(IDS[:1, :6]).logits, theirs(IDS[:1, 6:]).logits], 1)
     torch.testing.assert_close(given.logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_residuals_have_the_dtype_that_the_config_says(family, wide, make_pair) -> None:
+    """Of a model in bfloat16: float32 where residual_in_fp32, as in transformers."""
+    found = []
+    for model in models(make_pair, family, residual_in_fp32=wide):
+        with torch.no_grad():
+            states = model.bfloat16()(IDS, output_hidden_states=True).hidden_states
+        found.append([one.dtype for one in states])
+    assert found[0] == found[1]
+    assert (torch.float32 in found[0]) == wide

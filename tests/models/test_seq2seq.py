@@ -333,3 +333,21 @@ def test_half_precision_with_a_wide_output_projection(make_pair, tmp_path) -> No
         given, expected = (one(IDS, labels=SAID).logits for one in loaded)
     assert given.dtype == expected.dtype
     torch.testing.assert_close(given, expected, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_sums_beyond_float16_are_cut(part, make_pair) -> None:
+    """T5's residuals overflow float16 after attention or the feed-forward network: finite, as in transformers."""
+    encoders = [model.encoder.half() for model in models(make_pair, "t5")]
+    for encoder in encoders:
+        last = encoder.block[-1].layer[part]
+        weight = last.SelfAttention.o.weight if part == 0 else last.DenseReluDense.wo.weight
+        with torch.no_grad():
+            weight.copy_(torch.where(weight > 0, 3e4, -3e4))
+    states = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2)).half()
+    with torch.no_grad():
+        blocks = [encoder.block[-1](states) for encoder in encoders]
+    found, expected = (one[0] if isinstance(one, tuple) else one for one in blocks)
+    assert found.isfinite().all() and expected.isfinite().all()
+    assert float(found.abs().max()) > 6e4
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=40.0)

@@ -201,6 +201,19 @@ def test_images_of_another_size_resize_the_positions(family, head, make_pair) ->
         ours(**inputs | {"pixel_values": image(20, 16)})
 
 
+@pytest.mark.parametrize("family", ["vit", "dinov2"])
+def test_patches_that_are_no_squares(family) -> None:
+    """(height, width), of images and patches: transformers takes squares alone."""
+    config = FAMILIES[family].config(image_size=(12, 24), patch_size=(2, 4))
+    embeddings = easytorch.AutoModel.from_config(config).embeddings
+    assert embeddings.patch_embeddings.grid == (6, 6)
+    tokens = torch.zeros(1, 37, 32)
+    for height, width in ((12, 24), (24, 24), (12, 48), (6, 40)):
+        found = embeddings.interpolate_pos_encoding(tokens, height, width)
+        assert found.shape[1] == 1 + (height // 2) * (width // 4)
+    assert torch.equal(embeddings.interpolate_pos_encoding(tokens, 12, 24), embeddings.position_embeddings)
+
+
 @pytest.mark.parametrize("family", ["dinov2", "dinov3_vit"])
 def test_dino_takes_any_size(family, make_pair) -> None:
     for head in FAMILIES[family].heads:

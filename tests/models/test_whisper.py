@@ -188,6 +188,15 @@ def test_layers_are_left_out_as_in_transformers(make_pair) -> None:
     assert any(not torch.equal(*pair) for pair in zip(outputs[0], outputs[2], strict=True))
 
 
+def test_no_layer_is_left_out_in_evaluation(make_pair) -> None:
+    outputs = []
+    for rate in (0.0, 0.9):
+        model, _ = models(make_pair, encoder_layerdrop=rate, decoder_layerdrop=rate)
+        with torch.no_grad():
+            outputs += [model(sound(), decoder_input_ids=SAID).logits for _ in range(3)]
+    assert all(torch.equal(outputs[0], one) for one in outputs)
+
+
 def test_a_classifier_weighs_the_layers(make_pair) -> None:
     ours, theirs = models(make_pair, "WhisperForAudioClassification", use_weighted_layer_sum=True, num_labels=5)
     labels = torch.tensor([4, 0])

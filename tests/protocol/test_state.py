@@ -73,6 +73,21 @@ def test_split_apply_and_merge(name):
     assert graphdef == model.graphdef if hasattr(model, "graphdef") else graphdef == protocol.graphdef(model)
 
 
+def test_what_is_frozen_stays_so():
+    """In a module that is merged anew, and in one whose parameters are the given tensors."""
+    model = build("llama")
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 3 == 0)
+    flags = {name: one.requires_grad for name, one in model.named_parameters()}
+    again = protocol.merge_module(*protocol.split_module(model))
+    assert {name: one.requires_grad for name, one in again.named_parameters()} == flags
+    empty = protocol.lazy_init(type(model), model.config)
+    for name, parameter in empty.named_parameters():
+        parameter.requires_grad_(flags[name])
+    protocol.merge_params(empty, protocol.graphstate(model))
+    assert {name: one.requires_grad for name, one in empty.named_parameters()} == flags
+
+
 def test_gradients_of_the_state_are_those_of_the_model(name):
     model = build(name)
     graphdef, graphstate, graphother = protocol.split_module(model)
