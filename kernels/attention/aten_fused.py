@@ -18,7 +18,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.contract import kept_scores
 from easytorch.kernels.attention.logsumexp import LARGEST, fits_one_number
-from easytorch.kernels.interop.torch_func import eager
+from easytorch.kernels.interop.torch_func import untraced
 
 # Keys below which ATen's kernel loses NaN without a mask: scores in a vector of the widest instructions, AVX-512.
 LANES = 16
@@ -27,8 +27,7 @@ LANES = 16
 def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     """`F.scaled_dot_product_attention`."""
     if (
-        settings.get("attn_mask") is None and query.is_cpu and eager() and not torch.jit.is_tracing()
-        and 0 < (keys := key.shape[2]) < LANES
+        settings.get("attn_mask") is None and query.is_cpu and untraced() and 0 < (keys := key.shape[2]) < LANES
     ):  # fmt: skip
         # ATen's causal aligns the first query and key, as its callers have as many of both.
         causal = settings.pop("is_causal", False)
@@ -36,7 +35,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         settings["attn_mask"] = kept_scores(rows, keys, None, right, query.dtype)
     output = F.scaled_dot_product_attention(query, key, value, **settings)
     if (
-        output.requires_grad and eager() and type(output) is Tensor and output.is_cpu and not torch.jit.is_tracing()
+        output.requires_grad and untraced() and type(output) is Tensor and output.is_cpu
         and not _differentiable(output, query, key, value, settings)
     ):  # fmt: skip
         return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **settings)[0]

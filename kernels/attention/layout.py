@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from easytorch.kernels.attention.call import AttentionCall
 
@@ -14,7 +14,7 @@ def readable(x: Tensor) -> Tensor:
     ATen's fused CPU kernels take the address of a row and read N numbers from there, whatever the last stride is, and
     give the output the layout of the query. Expanded dimensions, of stride 0, are read as they are.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _readable_in_graph(x)
     if x.is_contiguous():
         return x

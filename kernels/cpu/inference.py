@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.interop.torch_func import as_given, eager
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -22,14 +23,8 @@ def refusal(given: Iterable[Any]) -> str | None:
 
     It may build the library.
     """
-    # `eager` and `recording`, inlined: this is a quarter of the choice of a small call
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return "graphs and torch.func's transforms are ATen's"
+    if not as_given():
+        return _not_as_given()
     recorded, other = torch.is_grad_enabled(), None
     for x in given:
         plain = type(x) in _PLAIN
@@ -39,13 +34,15 @@ def refusal(given: Iterable[Any]) -> str | None:
             return _NO_GRADIENT
         if not plain or x.layout is not _STRIDED:
             other = x
-    if forward_ad._current_level >= 0:
-        return _NO_GRADIENT
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast wants another dtype"
     if other is not None:
         return f"it takes plain dense tensors, got {type(other).__name__} ({other.layout})"
     return library.missing()
+
+
+def _not_as_given() -> str:
+    if not eager() or torch._C._get_tracing_state() is not None:
+        return "graphs and torch.func's transforms are ATen's"
+    return _NO_GRADIENT if forward_ad._current_level >= 0 else "autocast wants another dtype"
 
 
 def refusal_of_one_dtype(*tensors: Tensor) -> str | None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.layout import matrix_of
 from easytorch.kernels.cpu import inference, library
 from easytorch.kernels.cpu.inference import DTYPES, side_by_side
 from easytorch.kernels.decode.contract import resolve, without_dropout
+from easytorch.kernels.interop.torch_func import as_given
+from easytorch.kernels.linear import preference
 
 _FLOATS = frozenset(DTYPES)
 # Passed for an absent argument: the operator takes tensors only.
@@ -28,6 +29,19 @@ def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, A
     if (reason := without_dropout(features)) is not None:
         return reason
     return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")))
+
+
+def prefers(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> bool:
+    """True where `decode` is faster than ATen and carries this call of one query. It may build the library."""
+    shape = query.shape
+    return (
+        len(shape) == 4
+        and shape[1] == 1
+        and key.dim() == 4
+        and preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and query.is_cpu
+        and supports(query, key, value, features) is None
+    )
 
 
 def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any) -> Tensor:
@@ -66,15 +80,11 @@ def run(
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True where `one_token` may be called right away, for a `contract.plain_token`. It may build the library."""
-    # the checks of `inference.refusal`, inlined: this runs at each layer of each token
+    # the checks of `inference.refusal` for plain tensors: this runs at each layer of each token
     return (
         query.dtype in _FLOATS
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._get_tracing_state() is None
-        and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0
+        and as_given()
         and library.missing() is None
     )
 

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.inference import DTYPES
-from easytorch.kernels.interop.torch_func import eager, recording, transforming
+from easytorch.kernels.interop.torch_func import as_given, eager, recording, transforming
 from easytorch.kernels.linear.native import check_tensors
 from easytorch.kernels.linear.operator import define
 from easytorch.kernels.linear.preference import prefers_cpu
@@ -46,7 +46,7 @@ def _missing() -> str | None:
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def prefers(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def prefers(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """True where `run` is faster than ATen and oneDNN, and may be called right away.
 
     That is with plain tensors that fit, no gradient and no tracing. It may build the library.
@@ -65,17 +65,12 @@ def prefers(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.layout is _STRIDED
         and weight.layout is _STRIDED
         and (bias is None or _adds(bias, weight))
-        # `recording` and `eager`, inlined: this runs for each product of each layer of each token
+        # `recording`, inlined: this runs for each product of each layer of each token
         and not (
             torch.is_grad_enabled()
             and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         )
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._get_tracing_state() is None
-        and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0
+        and as_given()
         and library.missing() is None
     )
 

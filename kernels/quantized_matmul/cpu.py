@@ -43,13 +43,14 @@ def _aligned(weight: QuantizedWeight) -> bool:
     return weight.group_size % STEP == 0 or weight.scale.shape[1] == 1
 
 
-def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> bool:
+def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> bool:
     """True where it is faster than ATen, without gradients; measured on CPUs with bfloat16 dot products."""
     return (
         preference.BFLOAT16_DOT_PRODUCTS
         and eager()
         and torch._C._get_tracing_state() is None
         and x.is_cpu
+        and isinstance(weight, QuantizedWeight)
         and weight.data.is_cpu
         and 0 < x.numel() <= MOST_ROWS * weight.shape[1]
         and _aligned(weight)

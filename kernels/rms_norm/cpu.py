@@ -21,7 +21,7 @@ def supports(x: Tensor, weight: Tensor | None = None) -> str | None:
     return refusal_of_one_dtype(x) if weight is None else refusal_of_one_dtype(x, weight)
 
 
-def prefers(x: Tensor, weight: Tensor | None, eps: float) -> bool:
+def prefers(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
     """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
     shape = x.shape
     return (

@@ -19,18 +19,20 @@ def supports(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 def prefers(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """True where `run` is faster than ATen and may be called right away: halves, the tables of the call's positions
     (B or 1, T, R), and all of it fits. It may build the library."""
-    q, k, c = query.shape, key.shape, cos.shape
+    if not (preference.BFLOAT16_DOT_PRODUCTS and query.dim() == key.dim() == 4 and cos.dim() == 3):  # where measured
+        return False
+    batch, rows, _, size = query.shape
+    key_batch, key_rows, _, key_size = key.shape
+    tables = cos.shape
+    own, positions, turned = tables
     return (
-        preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
-        and len(q) == len(k) == 4
-        and len(c) == 3
-        and q[:2] == k[:2]
-        and q[3] == k[3]
-        and sin.shape == c
-        and (c[0] == 1 or c[0] == q[0])
-        and c[1] == q[1]
-        and c[2] <= q[3]
-        and c[2] % 2 == 0
+        batch == key_batch
+        and rows == key_rows == positions
+        and size == key_size
+        and sin.shape == tables
+        and (own == 1 or own == batch)
+        and turned <= size
+        and turned % 2 == 0
         and query.is_cpu
         and key.is_cpu
         and cos.is_cpu
