@@ -26,13 +26,13 @@ class Linear(OperationImpl):
     takes_sparse = True  # ATen multiplies those
 
     paths: ClassVar = {"cpu": "onednn", "cpp": "cpu"}
+    cpp_reason = "reads the weight of few rows at the speed of memory"
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the weight of few rows at the speed of memory")
         onednn = Choice(self, "forward_cpu", "cpu", "onednn", "faster than MKL for this CPU and size")
         aten = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size")
-        self._few, self._even = (few,), (aten,)
+        self._even = (aten,)
         self._small = (aten._replace(reason="MKL is as fast for a weight of this size"),)
         self._large = (onednn, aten._replace(reason="ATen's own product"))
 
@@ -48,12 +48,13 @@ class Linear(OperationImpl):
     def emulates(self, backend: str, platform: str) -> bool:
         return backend == "aten" or super().emulates(backend, platform)
 
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self.metadata.runtime_dtype is None and cpu.prefers(*args, **kwargs)
+
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         if platform != "cpu":
             return super().candidates(platform, args, kwargs)
         given = _named(*args, **kwargs)
-        if self.metadata.runtime_dtype is None and cpu.prefers(*given):
-            return self._few
         if given[1].numel() < smallest_weight() or given[1].dim() != 2:
             return self._small
         x, weight, bias = self._cast(*given)
@@ -61,12 +62,8 @@ class Linear(OperationImpl):
         ahead = x.dtype != torch.float32 or prefers_onednn(x, weight, recording(x, weight, bias))
         return self._large if ahead else self._even
 
-    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        # ATen takes every call, and `prefers` asked all that the operator in C++ is asked
-        return super().refusal_of(choice, args, kwargs) if choice.backend == "onednn" else None
-
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.
+        """What a call without settings gives where the operator in C++ runs it; None elsewhere.
 
         For a model's layers, which ask at each token: the dispatch takes as long as a small product.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +13,6 @@ from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.quantized_matmul import cpu, native
 from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
-from easytorch.operations.dispatch.impl import Choice
-from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.product import ProductImpl
 
@@ -28,11 +26,8 @@ class QuantizedMatmul(ProductImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "pallas"}
+    cpp_reason = "reads the codes of few rows at the speed of memory"
     takes_sparse = True
-
-    def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        super().__init__(metadata)
-        self._few = Choice(self, "forward_cpp", "cpu", "cpu", "reads the codes of few rows at the speed of memory")
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -60,13 +55,8 @@ class QuantizedMatmul(ProductImpl):
             return "its kernels compute in 32 bits, got float64" if wide else missing("jax")
         return None
 
-    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        own = super().candidates(platform, args, kwargs)
-        if platform != "cpu":
-            return own
-        x, weight, bias = _named(*args, **kwargs)
-        few = isinstance(weight, QuantizedWeight) and cpu.prefers(x, weight, bias)
-        return (self._few, *own) if few else own
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return cpu.prefers(*args, **kwargs) and self.supports("cpu", *args, **kwargs) is None
 
     def forward_native(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         return self.run(native.quantized_matmul, x, weight, bias)
@@ -76,9 +66,3 @@ class QuantizedMatmul(ProductImpl):
     ) -> Tensor:
         dtype = self.product_dtype(x)
         return kernel(x if dtype is None else x.to(dtype), weight, bias)
-
-
-def _named(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
-) -> tuple[Tensor, QuantizedWeight, Tensor | None]:
-    return x, weight, bias

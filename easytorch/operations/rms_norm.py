@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.rms_norm import cpu, native
-from easytorch.operations.dispatch.impl import Choice, OperationImpl
-from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
@@ -23,10 +22,7 @@ class RMSNorm(OperationImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
-
-    def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        super().__init__(metadata)
-        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "inference: one call, and rows are read once")
+    cpp_reason = "inference: one call, and rows are read once"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -47,16 +43,11 @@ class RMSNorm(OperationImpl):
 
         return triton_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
 
-    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        own = super().candidates(platform, args, kwargs)
-        ahead = platform == "cpu" and self.metadata.runtime_dtype is None and cpu.prefers(*_named(*args, **kwargs))
-        return (self._cpp, *own) if ahead else own
-
-    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        return None if choice is self._cpp else super().refusal_of(choice, args, kwargs)  # `prefers` asked already
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self.metadata.runtime_dtype is None and cpu.prefers(*args, **kwargs)
 
     def in_cpp(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
-        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.
+        """What a call without settings gives where the operator in C++ runs it; None elsewhere.
 
         For a model's layers, which ask at each token: the dispatch takes longer than the operator.
         """
@@ -75,9 +66,3 @@ class RMSNorm(OperationImpl):
         if self.metadata.runtime_dtype is not None:  # of both: a wider weight would widen the result
             x, weight = self.cast(x), None if weight is None else self.cast(weight)
         return kernel(x, weight, eps)
-
-
-def _named(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor | None, float]:
-    return x, weight, eps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.rotary import aten, cpu, native, torch_xla_op
-from easytorch.operations.dispatch.impl import Choice, OperationImpl
-from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
@@ -30,10 +29,7 @@ class Rotary(OperationImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "xla"}
-
-    def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        super().__init__(metadata)
-        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "inference: one call for query and key")
+    cpp_reason = "inference: one call for query and key"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -59,19 +55,16 @@ class Rotary(OperationImpl):
             return torch_xla_op.supports(self.cast(query), self.cast(key), cos, sin)
         return None
 
-    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        own = super().candidates(platform, args, kwargs)
-        plain = platform == "cpu" and len(args) == 4 and self.metadata.runtime_dtype is None
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.metadata.runtime_dtype is not None or len(args) != 4:
+            return False
         # of larger tables the rows are chosen first, by ATen
-        halves = kwargs.keys() <= {"interleaved"} and not kwargs.get("interleaved")
-        ahead = plain and halves and cpu.prefers(*args)
-        return (self._cpp, *own) if ahead else own
-
-    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        return None if choice is self._cpp else super().refusal_of(choice, args, kwargs)  # `prefers` asked already
+        if kwargs and (kwargs.get("interleaved") or not kwargs.keys() <= {"interleaved"}):
+            return False
+        return cpu.prefers(*args)
 
     def in_cpp(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere.
+        """What a call without settings gives where the operator in C++ runs it; None elsewhere.
 
         For a model's layers, which ask at each token: the dispatch takes longer than the operator.
         """

@@ -461,8 +461,10 @@ def test_an_order_of_its_own_is_asked_at_each_call(name: str) -> None:
     assert torch.equal(Wrong()(x), x + 1.001) and torch.equal(Own()(x), x + 1)
 
 
-@pytest.mark.parametrize("name", ["attention", "sdpa", "decode", "flash", "vanilla"])
+@pytest.mark.parametrize("name", OperationRegistry.names())
 def test_a_wrong_keyword_is_laid_to_the_operation(name: str) -> None:
-    query = torch.ones(1, 1, 2, 8)
-    with pytest.raises(TypeError, match=r"^(attention|decode)\(\) got an unexpected keyword argument 'temperature'"):
-        OperationRegistry.create(name)(query, query, query, temperature=1.0)
+    operation = OperationRegistry.create(name)
+    args, kwargs = operation.typical_call()
+    named = {operation.primary_name()} | ({"attention"} if isinstance(operation, AttentionImpl) else set())
+    with pytest.raises(TypeError, match=rf"^({'|'.join(named)})\(\) got an unexpected keyword argument 'temperature'"):
+        operation(*args, **kwargs, temperature=1.0)

@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import window_of
-from easytorch.operations.attention.decode import IN_CPP, ONE_QUERY, cpp_is_ahead
+from easytorch.operations.attention.decode import ONE_QUERY
 
 Preferences = tuple[tuple[str, str], ...]
 
@@ -78,8 +78,6 @@ _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
 DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
 DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
-CPP_THEN_DECODE: Preferences = (IN_CPP, *DECODE_FIRST)
-CPP_THEN_ATEN: Preferences = (IN_CPP, *DECODE_LAST)
 ATEN_FIRST: Preferences = (_ATEN, ("flash", "tiles of ATen's products carry what its kernel lacks"))
 FLASH_FIRST: Preferences = (("flash", "batched half-precision products beat ATen's fused CPU kernel"), _ATEN)
 BLOCKS_FIRST: Preferences = (("blocksparse", "skips blocks that nothing sees, measured ahead of flash here"), _ATEN)
@@ -87,27 +85,19 @@ SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, A
 
 # All of them: `attention` makes the candidates of each when it is created.
 ORDERS = (
-    ATEN_ONLY, CPP_THEN_DECODE, CPP_THEN_ATEN, DECODE_FIRST, DECODE_LAST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST,
+    ATEN_ONLY, DECODE_FIRST, DECODE_LAST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST,
     SKIPPING_FIRST,
 )  # fmt: skip
 
 
-def preferences(
-    query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any], settled: bool = True
-) -> Preferences:
-    """(implementation, why) in order of preference; the definition comes after them.
-
-    settled: False where metadata changes the arguments of the kernel.
-    """
+def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, Any]) -> Preferences:
+    """(implementation, why) in order of preference; the definition comes after them."""
     # an exported program should depend on ATen alone, and its lengths may be symbolic
     if torch.compiler.is_exporting() or query.dim() != 4 or key.dim() != 4:
         return ATEN_ONLY
     batch, rows, heads, _ = query.shape
     if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
-        folds = heads > key.shape[2]
-        if settled and cpp_is_ahead(query, key, value):
-            return CPP_THEN_DECODE if folds else CPP_THEN_ATEN
-        return DECODE_FIRST if folds else DECODE_LAST
+        return DECODE_FIRST if heads > key.shape[2] else DECODE_LAST
     if rows < LACKING_ROWS:
         return ATEN_ONLY
     keys = key.shape[1]

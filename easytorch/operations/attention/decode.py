@@ -14,13 +14,11 @@ from easytorch.kernels.linear import preference
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, named, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
-from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
-# (implementation, why it comes first) where `attention` is given one query; of the operator in C++ its backend too
+# (implementation, why it comes first) where `attention` is given one query
 ONE_QUERY = ("decode", "one query: the heads of a key/value head are rows, and the cache is read once")
-IN_CPP = ("decode:cpu", "one query: heads share a reading of the cache")
 
 
 class DecodeFeatures(AttentionFeatures, total=False):
@@ -35,10 +33,7 @@ class DecodeAttention(AttentionImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
-
-    def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        super().__init__(metadata)
-        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", IN_CPP[1])
+    cpp_reason = "one query: heads share a reading of the cache"
 
     @classmethod
     def get_impl_name(cls) -> tuple[str, ...]:
@@ -60,20 +55,22 @@ class DecodeAttention(AttentionImpl):
 
         return triton_op.supports(query, key, value, features)
 
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        query, key, value, features = (*args, kwargs) if len(args) == 3 else named(*args, **kwargs)
+        return self._settled_as_given and cpu.prefers(query, key, value, features)
+
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        query, key, value, _ = named(*args, **kwargs)
+        query, _, _, _ = named(*args, **kwargs)
         if (reason := not_one_query(query)) is not None:  # the definition refuses it too: nothing to fall back to
             raise UnsupportedOperationError(reason)
-        own = super().candidates(platform, args, kwargs)
-        ahead = platform == "cpu" and self._settled_as_given and cpp_is_ahead(query, key, value)
-        return (self._cpp, *own) if ahead else own
+        return super().candidates(platform, args, kwargs)
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None) -> Tensor | None:
         """What the first candidates compute for `Attention.one_token`, in the same order; None where neither does."""
         if not plain_token(query, key, value):
             return None
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        # `cpp_is_ahead` without its call: this is at each layer of each token, and the tensors are on this CPU
+        # `cpu.prefers` for tensors that `plain_token` has looked at: this is at each layer of each token
         if preference.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
             return cpu.one_token(query, key, value, scale)
         return aten.one_token(query, key, value, softmax_scale)
@@ -97,17 +94,3 @@ class DecodeAttention(AttentionImpl):
         query = torch.empty(8, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(8, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
         return (query, cache, cache), {"causal": True}
-
-
-def cpp_is_ahead(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the operator in C++ comes first: where it was measured, on CPUs with dot products of bfloat16.
-
-    It is asked of tensors on this CPU; what a description of a call would run is answered for any. Gradients and
-    float64, which it does not have, are left out before its reasons are asked for.
-    """
-    return (
-        preference.BFLOAT16_DOT_PRODUCTS
-        and query.is_cpu
-        and query.dtype is not torch.float64
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    )

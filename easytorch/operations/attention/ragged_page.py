@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -13,13 +13,12 @@ from torch import Tensor
 from easytorch.kernels.attention.contract import check_softcap
 from easytorch.kernels.interop.arguments import check_scale
 from easytorch.kernels.interop.torch_func import recording, transforming_in_graph
+from easytorch.kernels.linear import preference
 from easytorch.kernels.ragged_page import cpu, grouped, native, opaque
 from easytorch.kernels.ragged_page.contract import FEATURES
-from easytorch.operations.attention.decode import cpp_is_ahead
 from easytorch.operations.attention.impl import AttentionFeatures, xla_refusal
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl, UnsupportedOperationError
-from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -102,10 +101,7 @@ class RaggedPageAttention(PagedImpl):
 
     folder = "ragged_page"
     paths: ClassVar = {"cpp": "cpu", "gpu": "triton", "tpu": "pallas"}
-
-    def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        super().__init__(metadata)
-        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "pages are read where they lie, once for all heads")
+    cpp_reason = "pages are read where they lie, once for all heads"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -150,11 +146,13 @@ class RaggedPageAttention(PagedImpl):
 
         return triton_op.supports(query.device, self.metadata.runtime_dtype or query.dtype, *_dims(query, value_pages))
 
-    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        own = super().candidates(platform, args, kwargs)
-        named = dict(zip(("query", "key_pages", "value_pages"), args, strict=False)) | kwargs
-        ahead = platform == "cpu" and cpp_is_ahead(named["query"], named["key_pages"], named["value_pages"])
-        return (self._cpp, *own) if ahead else own
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        query: Tensor = args[0] if args else kwargs["query"]
+        return (
+            preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+            and query.is_cpu
+            and self.supports("cpu", *args, **kwargs) is None
+        )
 
     def forward_native(
         self,

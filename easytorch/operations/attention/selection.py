@@ -9,8 +9,10 @@ from typing import Any, Unpack, cast
 
 from torch import Tensor
 
+from easytorch.kernels.decode import cpu as decode_cpu
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
+from easytorch.operations.attention.cpu_order import DECODE_FIRST, DECODE_LAST
 from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl, named
@@ -48,6 +50,7 @@ class Attention(AttentionImpl):
             for cls in (SdpaAttention, FlashAttention, BlockSparseAttention, VanillaAttention, DecodeAttention)
         }
         self._decode = cast(DecodeAttention, self.implementations["decode"])
+        self._in_cpp = (cast(Choice, self._decode.cpp_choice),)
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
         # the candidates, by the CPU's order of preferences, elsewhere by platform and whether there is one query
         self._orders: dict[Any, tuple[Choice, ...]] = {
@@ -71,11 +74,8 @@ class Attention(AttentionImpl):
         return output
 
     def _choice(self, platform: str, name: str, why: str) -> Choice:
-        name, _, named = name.partition(":")
         implementation = self.implementations[name]
         method, backend = implementation.path(platform)
-        if named:
-            method, backend = implementation.backends()[named], named
         return Choice(implementation, method, platform, backend, why)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
@@ -85,11 +85,17 @@ class Attention(AttentionImpl):
             return [choice._replace(reason=f"chunks and prefixes; {choice.reason}") for choice in blocksparse]
         preferences = PREFERENCES.get(platform)
         if preferences is None:
-            return self._orders[cpu_order.preferences(query, key, value, features, self._settled_as_given)]
+            order = cpu_order.preferences(query, key, value, features)
+            one_query = order is DECODE_LAST or order is DECODE_FIRST
+            if one_query and self._settled_as_given and decode_cpu.prefers(query, key, value, features):
+                return self._in_cpp
+            return self._orders[order]
         one_query = bool(preferences) and query.dim() == 4 and query.shape[1] == 1
         return self._orders[platform, one_query]
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if choice is self._in_cpp[0]:  # asked already
+            return None
         implementation: Any = choice.operation
         if len(args) == 3:  # passing the features on as keywords takes 1 us
             refusal: str | None = implementation.supports_features(choice.backend, *args, kwargs)

@@ -65,12 +65,14 @@ class OperationImpl(BaseOperation):
     folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
     functions: ClassVar[Mapping[str, str]] = {}  # backend -> "file.function" there, where it has another name
     takes_sparse: ClassVar[bool] = False  # whether some backend multiplies sparse tensors
+    cpp_reason: ClassVar[str] = "few numbers: one call, and memory is read once"  # why `prefers_cpp` chooses it
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
     _positional: ClassVar[tuple[str, ...] | None]  # the names of positional arguments; None: any number of them
     _leading: ClassVar[int]  # how many tensors stand first
     _no_tensor_before: ClassVar[int]  # the place of the first tensor after those, else the number of places
     _required: ClassVar[int]  # how many tensors may not be left out
     _tensor_names: ClassVar[frozenset[str]]
+    _keywords: ClassVar[frozenset[str] | None]  # every name that a call may give; None: any
     _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -80,6 +82,8 @@ class OperationImpl(BaseOperation):
                 setattr(cls, f"forward_{platform}", path(platform, library, cls.folder or name, name, cls.functions))
         super().__init_subclass__(**kwargs)
         cls._tensors, cls._positional = _signature_of(cls.forward_native)
+        names = _keywords_of(cls.forward_native)
+        cls._keywords = None if names is None else frozenset(names)
         cls._leading = sum(place == number for number, (place, _, _) in enumerate(cls._tensors))
         later = [place for place, _, _ in cls._tensors[cls._leading :]]
         cls._no_tensor_before = later[0] if later else len(cls._positional or ())
@@ -98,6 +102,7 @@ class OperationImpl(BaseOperation):
             platform: (Choice(self, method, platform, backend, _reason_of(method)),)
             for platform, (method, backend) in self._paths.items()
         }
+        self.cpp_choice = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason) if "cpp" in self.paths else None
 
     @classmethod
     @abstractmethod
@@ -178,6 +183,8 @@ class OperationImpl(BaseOperation):
         It runs before anything reads a tensor; everything else is checked by the contracts of the kernels.
         """
         given, most = len(args), self._positional
+        if kwargs and self._keywords is not None and not kwargs.keys() <= self._keywords:
+            raise self._unknown_keyword(kwargs)
         if self._required <= given <= self._no_tensor_before and (not kwargs or self._tensor_names.isdisjoint(kwargs)):
             # the common case, all tensors first and positional: a fifth of the time of looking each up by name
             leading = self._leading
@@ -206,6 +213,11 @@ class OperationImpl(BaseOperation):
             if value is not None and value.layout is not _STRIDED and not self.takes_sparse:
                 check_dense(self.primary_name(), **{name: value})
         self._check_flags(args, kwargs)
+
+    def _unknown_keyword(self, kwargs: dict[str, Any]) -> TypeError:
+        name, known = self.primary_name(), _keywords_of(type(self).forward_native) or ()
+        unknown = next(given for given in kwargs if given not in known)
+        return TypeError(f"{name}() got an unexpected keyword argument {unknown!r}; it takes {', '.join(known)}")
 
     def _check_flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for place, name in self._flags:
@@ -240,6 +252,13 @@ class OperationImpl(BaseOperation):
         """What may run this call on `platform`, in the order of preference; the definition comes after them."""
         return self._own[platform]
 
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether `forward_cpp`, the operator in C++, runs this call on the CPU before any of the candidates.
+
+        True only where it supports the call: nothing more is asked. `paths` names it ("cpp": "cpu").
+        """
+        return False
+
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """None where the candidate supports the call, else the reason."""
         return choice.operation.supports(choice.backend, *args, **kwargs)
@@ -249,7 +268,10 @@ class OperationImpl(BaseOperation):
         return self
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The first of the candidates that supports the call, or the definition where none does."""
+        """The operator in C++ where it is preferred, else the first of the candidates that supports the call, or the
+        definition where none does."""
+        if self.cpp_choice is not None and platform == "cpu" and self.prefers_cpp(args, kwargs):
+            return self.cpp_choice
         refusals: list[str] = []
         for choice in self.candidates(platform, args, kwargs):
             refusal = self.refusal_of(choice, args, kwargs)
@@ -415,14 +437,33 @@ def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str,
     return tensors, tuple(p.name for p in places)
 
 
+def _keywords_of(definition: Callable[..., Any]) -> tuple[str, ...] | None:
+    """From a method's signature: every name that may be given; None where it takes any."""
+    names: list[str] = []
+    for parameter in list(inspect.signature(definition).parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            options = _options_of(definition, parameter)
+            if options is None:
+                return None
+            names += options
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            names.append(parameter.name)
+    return tuple(names)
+
+
+def _options_of(definition: Callable[..., Any], parameter: inspect.Parameter) -> dict[str, Any] | None:
+    """Name -> annotation of `**options: Unpack[Options]`; None of other ones."""
+    unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
+    options = getattr(definition, "__globals__", {}).get(unpacked[1]) if unpacked else None
+    return getattr(options, "__annotations__", None)
+
+
 def _flags_of(definition: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
     """From a method's signature: position and name of each `bool`, those of `**options: Unpack[Options]` included."""
     found: list[tuple[int, str]] = []
     for place, parameter in enumerate(list(inspect.signature(definition).parameters.values())[1:]):
         if parameter.kind is parameter.VAR_KEYWORD:
-            options = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-            known = getattr(definition, "__globals__", {})
-            kinds = getattr(known.get(options[1]), "__annotations__", {}) if options else {}
+            kinds = _options_of(definition, parameter) or {}
             found += [(sys.maxsize, n) for n, kind in kinds.items() if getattr(kind, "__forward_arg__", "") == "bool"]
         elif str(parameter.annotation) == "bool":
             keyword = parameter.kind is parameter.KEYWORD_ONLY

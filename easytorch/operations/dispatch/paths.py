@@ -2,8 +2,8 @@
 
 `paths = {"cpu": "aten", "gpu": "triton"}` of the operation `rms_norm` gives it a `forward_cpu` that runs
 kernels/rms_norm/aten.py, and a `forward_gpu` that runs triton_op.py beside it. "cpp": "cpu" adds `forward_cpp`, the
-operator in C++ that `candidates` may name for a CPU. `functions = {"aten": "aten_op.attention"}` names a function that
-is not the operation's in that file. A method that a class defines itself overrides the table's.
+operator in C++ that runs where the class's `prefers_cpp` says so. `functions = {"aten": "aten_op.attention"}` names a
+function that is not the operation's in that file. A method that a class defines itself overrides the table's.
 """
 
 from __future__ import annotations
