@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.glu import cpu, native
-from easytorch.operations.dispatch.impl import Choice, OperationImpl
-from easytorch.operations.dispatch.metadata import OperationMetadata
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
@@ -19,10 +18,7 @@ class _GatedLinearUnit(OperationImpl):
     """What the two share: their kernels' folder, their typical call, and what the backends support of them."""
 
     folder = "glu"
-
-    def __init__(self, metadata: OperationMetadata | None = None) -> None:
-        super().__init__(metadata)
-        self._cpp = Choice(self, "forward_cpp", "cpu", "cpu", "inference: the activation and the product in one pass")
+    cpp_reason = "inference: the activation and the product in one pass"
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -38,13 +34,8 @@ class _GatedLinearUnit(OperationImpl):
 
         return triton_op.supports(gate, self.metadata.runtime_dtype)
 
-    def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        own = super().candidates(platform, args, kwargs)
-        ahead = platform == "cpu" and self.metadata.runtime_dtype is None and _prefers(*args, **kwargs)
-        return (self._cpp, *own) if ahead else own
-
-    def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        return None if choice is self._cpp else super().refusal_of(choice, args, kwargs)  # `prefers` asked already
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self.metadata.runtime_dtype is None and _prefers(*args, **kwargs)
 
     def run(self, kernel: Callable[..., Tensor], gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
         return kernel(self.cast(gate), self.cast(up), *options, **named)
@@ -64,7 +55,7 @@ class SwiGLU(_GatedLinearUnit):
         return self.run(native.swiglu, gate, up)
 
     def in_cpp(self, gate: Tensor, up: Tensor) -> Tensor | None:
-        """What a call without settings gives where its first candidate is the operator in C++; None elsewhere."""
+        """What a call without settings gives where the operator in C++ runs it; None elsewhere."""
         return cpu.run(gate, up, cpu.SILU, library.BEST) if cpu.prefers(gate, up) else None
 
 
