@@ -160,6 +160,9 @@ def test_a_missing_rank_is_noticed(trained, tmp_path):
         [((0, 0), (4, 3)), ((0, 0), (4, 0)), ((1, 1), (1, 1))],
         [((0, 0), (4, 4))],
         [((0,), (12,))],
+        [((0, 0), (2, 3)), ((4, 0), (2, 3))],
+        [((0, 0), (4, 1)), ((0, 2), (4, 2))],
+        [((3, 0), (4, 3))],
     ],
 )
 def test_pieces_that_do_not_fill_the_tensor(pieces):
@@ -218,6 +221,21 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path, path):
         info.relative_path = path
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="plain file name"):
+        FORM.open(FORM.detect(folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [("offset", -1, "stands at -1"), ("length", -8, "takes -8 bytes"), ("offset", 1.0, "stands at 1.0"),
+     ("offset", True, "stands at True"), ("transform_descriptors", ["zstd"], "stored through")],
+)  # fmt: skip
+def test_a_place_that_is_none_is_refused(tmp_path, field, value, match):
+    folder = write(tmp_path / "dcp", {"w": np.ones(3, np.float32)})
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        setattr(info, field, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=match):
         FORM.open(FORM.detect(folder))
 
 

@@ -17,10 +17,11 @@ from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import registry
 from easytorch.bridge.formats.gguf_files import blocks
-from easytorch.bridge.formats.gguf_files.blocks import PLAIN, can_unpack, packed, unpack
+from easytorch.bridge.formats.gguf_files.blocks import PLAIN, CastOverflow, can_unpack, packed, unpack
 from easytorch.bridge.formats.gguf_files.config import OWN_CONFIG, llama3_factors
 from easytorch.bridge.formats.gguf_files.file import Gguf, GgufReader
 from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
+from easytorch.bridge.formats.gguf_files.walk import Header
 
 SMALL = {
     "hidden_size": 64,
@@ -403,6 +404,30 @@ def test_every_truncation_is_noticed(saved, tmp_path):
         (tmp_path / "out.gguf").write_bytes(content[:length])
         with pytest.raises(CheckpointError):
             inspect(tmp_path / "out.gguf")
+
+
+def test_a_file_cut_within_its_last_padding_is_noticed(tmp_path):
+    """Whole padding and none is written, and no part of it."""
+    head = bare(tensors=tensor("w", (3,), 0, 0), tensor_count=1)
+    head += bytes(-len(head) % 32)
+    for padding in range(21):
+        content = head + bytes(12) + bytes(padding)
+        if padding in (0, 20):
+            assert Header(tmp_path, content, len(content)).tensors[0].nbytes == 12
+            continue
+        with pytest.raises(CheckpointError, match="within the padding of the last tensor"):
+            Header(tmp_path, content, len(content))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0"])
+def test_numbers_that_no_block_holds_are_refused(kind):
+    for number in (8.4e6, 1e30, -1e9):
+        array = np.zeros((2, 32), np.float32)
+        array[1, 7] = number
+        with pytest.raises(CastOverflow, match=f"the largest {kind} is"):
+            list(packed(array, kind))
+    array[1, 7] = 8.3e6
+    assert np.isfinite(blocks.rounded(array, kind)).all()
 
 
 BYTE_LEVEL = {

@@ -78,6 +78,25 @@ def test_a_pickle_too_long_to_be_checked_is_not_loaded(tmp_path, monkeypatch):
     refused(tmp_path / "x.bin", "pickles of more than 1000 bytes")
 
 
+def test_a_pickle_of_too_many_operations_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(pickle_check, "_OPERATION_LIMIT", 30)
+    for zipped in (False, True):
+        torch.save({"a": torch.ones(3)}, tmp_path / "x.bin", _use_new_zipfile_serialization=zipped)
+        refused(tmp_path / "x.bin", "a pickle too long for names of tensors")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_names_each_entry_once(tmp_path):
+    """Of two of one name torch would take one, and the check the other."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.bin")
+    with zipfile.ZipFile(tmp_path / "x.bin") as given:
+        name = next(name for name in given.namelist() if name.endswith("data.pkl"))
+        content = given.read(name)
+    with zipfile.ZipFile(tmp_path / "x.bin", "a") as given:
+        given.writestr(name, content)
+    refused(tmp_path / "x.bin", "twice or not whole")
+
+
 def test_a_compressed_archive_is_not_inflated(tmp_path):
     archive(tmp_path / "x.bin", b"\x80\x02}" + b"}0" * (50 << 20) + b".", compression=zipfile.ZIP_DEFLATED)
     assert (tmp_path / "x.bin").stat().st_size < 1 << 20
@@ -139,6 +158,10 @@ def test_what_an_index_leaves_out(tmp_path):
     assert refused(tmp_path, "and again in").tensor == "w1"
     index(tmp_path, w1="model-00002-of-00002.safetensors", w9="model-00001-of-00002.safetensors")
     refused(tmp_path, "does not hold it|again in|by its name")
+    # Both shards are read whichever way round they are named, and still the index is another checkpoint's.
+    save_file({"w2": torch.ones(2)}, tmp_path / "blob")
+    index(tmp_path, w1="model-00002-of-00002.safetensors", w2="model-00001-of-00002.safetensors")
+    assert refused(tmp_path, "which does not hold it").tensor == "w1"
 
 
 def safetensors(path, header, data=b""):

@@ -9,7 +9,7 @@ import pytest
 
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.formats.msgpack_files import stream
+from easytorch.bridge.formats.msgpack_files import stream, walk
 from easytorch.bridge.load_tree import load_tree
 from easytorch.bridge.save_tree import save_tree
 
@@ -132,6 +132,13 @@ def test_malformed_files(tmp_path, content, message):
         load_tree(tmp_path)
     assert "flax_model.msgpack" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_more_leaves_than_a_checkpoint_has_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "flax_model.msgpack").write_bytes(msgpack.packb({str(number): number for number in range(9)}))
+    monkeypatch.setattr(walk, "_MAX_LEAVES", 8)
+    with pytest.raises(CheckpointError, match="more than 8 leaves"):
+        load_tree(tmp_path)
 
 
 def test_a_leaf_and_a_branch_of_one_name_are_refused():

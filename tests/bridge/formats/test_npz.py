@@ -14,6 +14,7 @@ import pytest
 from easytorch.bridge.core.array_source import ArraySource
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.numpy_files.npy_header import HEADER_BYTES, read_npy_header
 from easytorch.bridge.formats.numpy_files.npz import Npz
 
 RNG = np.random.default_rng(0)
@@ -198,3 +199,15 @@ def test_a_flipped_bit_of_a_deflated_member(tmp_path):
     (tmp_path / "a.npz").write_bytes(bytes(content))
     with pytest.raises(CheckpointError, match=r"damaged|inflated"):
         Npz().open(tmp_path / "a.npz").read("a")
+
+
+@pytest.mark.parametrize("size", [HEADER_BYTES, HEADER_BYTES + 1, 1 << 20])
+def test_a_header_longer_than_numpys_is_not_parsed(size, tmp_path):
+    text = b"{'descr': '<f4', 'fortran_order': False, 'shape': (3,)}".ljust(size - 12)
+    content = b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text
+    assert len(content) == size
+    if size <= HEADER_BYTES:
+        assert read_npy_header(content, tmp_path, "a").shape == (3,)
+        return
+    with pytest.raises(CheckpointError, match="is no header"):
+        read_npy_header(content, tmp_path, "a")

@@ -23,6 +23,7 @@ from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats import array_chunks, pending_writes
+from easytorch.bridge.formats.orbax_trees.index import CHECKPOINT_METADATA, find_tree
 from easytorch.bridge.formats.orbax_trees.tree import OrbaxTree, OrbaxZarr
 from easytorch.bridge.formats.zarr_metadata import parse
 from easytorch.bridge.load_tree import load_tree
@@ -436,3 +437,25 @@ def test_what_is_written_under_odd_names_can_be_read(tmp_path, name, held):
             continue
         save_tree(tree, tmp_path / target, to=target)
         assert np.array_equal(load_tree(tmp_path / target)[name], tree[name])
+
+
+def test_an_item_that_was_not_finished_is_none(tmp_path):
+    """Nor is a step, whatever it is called: Orbax renames what is complete."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / CHECKPOINT_METADATA).write_text("{}")
+    write(OrbaxZarr(), tmp_path / "run" / "weights.orbax-checkpoint-tmp-12", {"a": np.ones(3)})
+    assert find_tree(tmp_path / "run") is None
+    write(OrbaxZarr(), tmp_path / "run" / "weights", {"a": np.ones(3)})
+    assert find_tree(tmp_path / "run") == tmp_path / "run" / "weights"
+
+
+def test_two_leaves_of_one_path_are_refused(tmp_path):
+    write(OrbaxZarr(), tmp_path / "c", {"a/b": np.ones(3), "c": np.ones(3)})
+    file = tmp_path / "c" / "_METADATA"
+    content = json.loads(file.read_text())
+    entries = content["tree_metadata"]
+    label = next(one for one in entries if "b" in one)
+    content["tree_metadata"] = {**entries, f"{label} again": entries[label]}
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="two leaves of the tree read the same"):
+        OrbaxTree().open(tmp_path / "c")

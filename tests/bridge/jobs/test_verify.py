@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import transformers
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from easytorch.bridge.convert import convert
 from easytorch.bridge.core.config import read_config
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.jobs import verify
+from easytorch.bridge.formats import registry
+from easytorch.bridge.jobs import verify, verify_source
 from easytorch.bridge.state import load_torch_state_dict
 
 TINY = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 50}
@@ -86,6 +90,56 @@ def test_what_a_plan_drops_is_noticed(tmp_path, monkeypatch, to, lost):
     with pytest.raises(CheckpointError, match=rf"'{lost}' comes back with other values from what was written"):
         convert(tmp_path / "torch", tmp_path / "out", to=to, verify=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_outputs_of_nan_on_one_side_are_a_difference(saved_torch, tmp_path, monkeypatch):
+    folder = saved_torch(CONFIGS["bert"])
+    convert(folder, tmp_path / "flax", to="flax")
+    outputs = verify._jax_outputs
+
+    def spoiled(*args):
+        found, with_head = outputs(*args)
+        found = np.array(found)
+        found.flat[3] = np.nan
+        return found, with_head
+
+    monkeypatch.setattr(verify, "_jax_outputs", spoiled)
+    with pytest.raises(CheckpointError, match="outputs differ by nan"):
+        verify.compare_outputs(folder, tmp_path / "flax", read_config(folder))
+
+
+def test_every_tensor_is_read_back(tmp_path):
+    """One that was not written, one of other values, one of another dtype."""
+    arrays = {"a": np.ones((2, 3), np.float32), "b": np.arange(3, dtype=np.float32)}
+    save_arrays(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    format_ = registry.find(tmp_path, prefer="torch")[0]
+    assert verify.wrong_tensor(tmp_path, format_, _Given(arrays)) is None
+    for changed in ({"c": arrays["a"]}, {"b": arrays["b"] + 1}, {"b": arrays["b"].astype(np.float16)}):
+        assert verify.wrong_tensor(tmp_path, format_, _Given({**arrays, **changed})) == next(iter(changed))
+
+
+class _Given:
+    """Arrays as an open checkpoint."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.tensors = {name: TensorInfo(name, one.shape, one.dtype.name) for name, one in arrays.items()}
+
+    def read(self, name):
+        return self.arrays[name]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_counts_as_the_same(rounds):
+    one = np.ones((2, 3), np.float32)
+    tolerance = verify_source._COMPUTED
+    assert verify_source._same(one, one * np.float32(1 + tolerance / 2), tolerance, rounds)
+    for other in (one[:1], one[0], one.T, one[None], np.ones((2, 1), np.float32), one * np.float32(1 + 8 * tolerance),
+                  np.where(np.eye(2, 3), np.nan, one).astype(np.float32), one.astype(np.int32)):  # fmt: skip
+        assert not verify_source._same(one, other, tolerance, rounds), other
+    large = one * 1000  # the tolerance is relative to the largest number
+    assert verify_source._same(large, large + np.float32(300 * tolerance), tolerance, rounds)
+    assert not verify_source._same(large, large + np.float32(3000 * tolerance), tolerance, rounds)
 
 
 def test_a_leaf_that_makes_no_tensor_is_an_error(tmp_path, monkeypatch):

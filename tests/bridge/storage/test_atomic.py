@@ -116,6 +116,34 @@ def test_existing_destinations_are_left_alone(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "file", "late", "link"]
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["renameat2", "rename"])
+def test_a_rename_overwrites_nothing(own, tmp_path, monkeypatch):
+    if not own:
+        monkeypatch.setattr(exchange, "_renameat2", lambda *arguments: False)
+    (tmp_path / "source").write_text("new")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            exchange.rename_new(tmp_path / "source", tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").is_symlink()
+    with pytest.raises(FileNotFoundError):
+        exchange.rename_new(tmp_path / "none", tmp_path / "other")
+    exchange.rename_new(tmp_path / "source", tmp_path / "other")
+    assert (tmp_path / "other").read_text() == "new"
+
+
+def test_an_exchange_that_fails_is_an_error(tmp_path):
+    """And no file system that has none: the caller would then rename twice."""
+    (tmp_path / "one").write_text("1")
+    (tmp_path / "two").write_text("2")
+    if not exchange.exchange(tmp_path / "one", tmp_path / "two"):
+        pytest.skip("no renameat2 here")
+    assert (tmp_path / "one").read_text() == "2"
+    with pytest.raises(FileNotFoundError):
+        exchange.exchange(tmp_path / "one", tmp_path / "none")
+
+
 def test_parents_are_made_and_permissions_are_ordinary(tmp_path):
     with new_folder(tmp_path / "a" / "b") as folder:
         (folder / "x").write_text("1")
