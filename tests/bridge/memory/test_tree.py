@@ -14,6 +14,7 @@ import torch
 
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.memory import dtensors
 from easytorch.bridge.memory.tree import MemoryTree
 from easytorch.bridge.rules.transforms import Transform
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
@@ -345,3 +346,16 @@ made = flat(bridge.load_tree(sys.argv[1] + "/new", framework="jax", shardings=la
 assert all(made[path].sharding == leaf.sharding and np.array_equal(made[path], leaf) for path, leaf in leaves.items())
 """
     run(code, tmp_path)
+
+
+def test_a_dimension_that_does_not_divide_is_split_as_torch_splits_it() -> None:
+    """Of any size over any number of processes: the last have less, or nothing."""
+    for size in range(14):
+        for parts in range(1, 7):
+            expected = list(torch.arange(size).chunk(parts)) if size else []
+            expected += [torch.arange(0)] * (parts - len(expected))
+            for place in range(parts):
+                found = torch.arange(size)[dtensors._chunk(slice(0, size), parts, place)]
+                assert torch.equal(found, expected[place]), (size, parts, place)
+                moved = dtensors._chunk(slice(5, 5 + size), parts, place)  # split over another axis before
+                assert torch.equal(torch.arange(5 + size)[moved], expected[place] + 5)
