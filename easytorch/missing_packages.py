@@ -15,6 +15,9 @@ _EXTRAS = {
     "gcsfs": "gcs",
     "matplotlib": "train",
     "tokenizers": "train",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "jinja2": "serve",
 }
 
 

@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # What is imported under another name than it is installed under, and what comes with a package of an extra.
-IMPORTED_AS = {"orbax-checkpoint": "orbax", "jax": "jax jaxlib", "jaxlib": "jaxlib"}
+IMPORTED_AS = {
+    "orbax-checkpoint": "orbax",
+    "jax": "jax jaxlib",
+    "jaxlib": "jaxlib",
+    "fastapi": "fastapi starlette pydantic",
+}
 
 
 def modules() -> Iterator[str]:

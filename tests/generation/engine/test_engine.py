@@ -44,7 +44,7 @@ def llama():
 @pytest.mark.parametrize("family", BLOCKS)
 def test_tokens_are_those_of_one_request(family):
     model = model_of(family)
-    requests = arrivals(14, seed=3)
+    requests = arrivals(14, 3)
     memory = memory_for_a_third(model, requests, at_once=6)
     engine = Engine(model, max_memory=memory, page_size=PAGE_SIZE, max_batch_tokens=24, max_requests=6)
     run(engine, requests)
@@ -63,7 +63,7 @@ def test_every_native_family_is_carried_or_refused_by_name():
                 Engine(model)
             refused.add(family)
             continue
-        requests = arrivals(2, seed=1, aborts=False)
+        requests = arrivals(2, 1, aborts=False)
         run(Engine(model, max_memory=1 << 20, page_size=PAGE_SIZE, max_batch_tokens=24), requests)
         assert [found for one in requests if (found := difference(model, one)) is not None] == [], family
     assert refused == REFUSED
@@ -87,7 +87,7 @@ SAMPLED = [
 
 
 def test_samples_depend_on_their_seed_alone(llama):
-    prompts = [one.prompt for one in arrivals(10, seed=5)]
+    prompts = [one.prompt for one in arrivals(10, 5)]
     params = [SamplingParams(seed=i, max_tokens=10, ignore_eos=True, **SAMPLED[i % 5]) for i in range(10)]
     together = LLM(llama, max_memory=1 << 20, page_size=PAGE_SIZE, max_batch_tokens=16).generate(prompts, params)
     alone = LLM(llama, max_memory=1 << 20, page_size=PAGE_SIZE, prefix_reuse=False)
@@ -190,7 +190,7 @@ def test_a_shared_prefix_is_computed_once_even_in_one_step(llama):
 
 
 def test_a_step_that_fails_changes_no_request(llama, monkeypatch):
-    requests = arrivals(6, seed=2, aborts=False)
+    requests = arrivals(6, 2, aborts=False)
     engine = Engine(llama, max_memory=1 << 20, page_size=PAGE_SIZE, max_batch_tokens=16)
     inner, calls = engine._run, []
 

@@ -47,7 +47,7 @@ def families() -> list[str]:
     return [name for name in CAUSAL if name in FAMILIES]
 
 
-def arrivals(count: int, seed: int, *, aborts: bool = True, **params: Any) -> list[Arrival]:
+def arrivals(count: int, seed: int, /, *, aborts: bool = True, **params: Any) -> list[Arrival]:
     """`count` requests over some steps; half of them begin with one of three prefixes, a tenth are aborted."""
     draw = random.Random(seed)
 

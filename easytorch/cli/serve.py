@@ -1,0 +1,92 @@
+"""Serve a model over HTTP, by OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from easytorch.cli.generate import DTYPES, check_causal, find_device, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A model folder or hub id: a causal language model, or an encoder.")],
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EASYTORCH_API_KEY", help="Asked of every request but /health.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)} (as stored).")] = "auto",
+    max_memory: Annotated[float | None, typer.Option(min=0.001, help="GiB for keys and values.")] = None,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 2048,
+    max_requests: Annotated[int, typer.Option(min=1, help="That run at once; others wait.")] = 256,
+    max_model_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a request, output included.")] = None,
+    prefix_reuse: Annotated[bool, typer.Option(help="Compute what prompts begin with once.")] = True,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests under way, beyond which new ones get 429.")] = 1024,
+    max_body: Annotated[float, typer.Option(min=0.001, help="MiB of a request's body.")] = 8.0,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds, after which a request is ended.")] = 600.0,
+    drain_timeout: Annotated[int, typer.Option(min=1, help="Seconds for requests under way after SIGTERM.")] = 60,
+) -> None:
+    """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    if api_key == "":
+        raise typer.BadParameter("an empty key would let everybody in; leave it out for that", param_hint="--api-key")
+
+    import torch
+    from transformers import AutoConfig
+
+    from easytorch.generation.engine import Engine
+    from easytorch.serving.app import create_app
+    from easytorch.serving.embedder import Embedder, pooling_of
+    from easytorch.serving.run import server_of
+
+    place = find_device(device)
+    weights = "auto" if dtype == "auto" else getattr(torch, dtype)
+    served: dict[str, Any]
+    if generates(AutoConfig.from_pretrained(model)):
+        loaded = _load("AutoModelForCausalLM", model, weights, place)
+        served = {
+            "engine": Engine(
+                loaded, load_tokenizer(model), max_memory=None if max_memory is None else int(max_memory * _GIB),
+                max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_model_length=max_model_length,
+                prefix_reuse=prefix_reuse,
+            )
+        }  # fmt: skip
+    else:
+        encoder = _load("AutoModel", model, weights, place)
+        served = {"embedder": Embedder(encoder, load_tokenizer(model), pooling_of(model))}
+    app = create_app(
+        served_model_name or model, api_key=api_key, max_body=int(max_body * _MIB), max_queue=max_queue,
+        request_timeout=request_timeout, **served,
+    )  # fmt: skip
+    server_of(app, host, port, drain_timeout=drain_timeout).run()
+
+
+def generates(config: Any) -> bool:
+    """Whether a checkpoint is a causal language model's; `ValueError` for one that neither generates so nor embeds."""
+    names = config.architectures or []
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type} has an encoder and a decoder; this serves causal models and encoders")
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return True
+    if any(name.endswith("ForConditionalGeneration") for name in names):
+        raise ValueError(f"{names[0]} reads images beside text; this serves models of text alone")
+    return False
+
+
+def _load(auto: str, model: str, weights: Any, place: torch.device) -> Any:
+    import easytorch
+
+    loaded, info = getattr(easytorch, auto).from_pretrained(model, dtype=weights, output_loading_info=True)
+    if auto == "AutoModelForCausalLM":
+        check_causal(loaded, info["missing_keys"], model)
+    return loaded.to(place).eval()

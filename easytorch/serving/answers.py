@@ -1,0 +1,178 @@
+"""Chat and completions: the engine's outputs as OpenAI's objects, at once or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from easytorch.generation.engine import CompletionOutput, Logprob, RequestOutput
+from easytorch.serving.errors import APIError
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+class Kind(Protocol):
+    """What chat and completions say in their own ways."""
+
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def choice(self, index: int, output: RequestOutput) -> dict[str, Any]: ...
+
+    def opening(self, index: int, output: RequestOutput) -> dict[str, Any] | None: ...
+
+    def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]: ...
+
+
+class Chat:
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, top_logprobs: int) -> None:
+        self._top_logprobs = top_logprobs
+
+    def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        completion = output.outputs[0]
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        return {
+            "index": index, "message": message, "logprobs": self._logprobs(completion, 0),
+            "finish_reason": completion.finish_reason,
+        }  # fmt: skip
+
+    def opening(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]:
+        return {
+            "index": index, "delta": {"content": text} if text else {},
+            "logprobs": self._logprobs(completion, known), "finish_reason": completion.finish_reason,
+        }  # fmt: skip
+
+    def _logprobs(self, completion: CompletionOutput, known: int) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        content = []
+        for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
+            # the chosen token is there too, and may be none of the likeliest
+            best = sorted(given.values(), key=lambda one: one.rank)[: self._top_logprobs]
+            content.append(_of_token(given[token]) | {"top_logprobs": [_of_token(one) for one in best]})
+        return {"content": content, "refusal": None}
+
+
+class Completions:
+    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, echoes: Sequence[str] | None) -> None:
+        """echoes: the prompts' texts, where the answer is to begin with them; one for each choice."""
+        self._echoes = echoes
+
+    def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        completion = output.outputs[0]
+        return self.piece(index, self._echo(index) + completion.text, completion, 0)
+
+    def opening(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        if self._echoes is None:
+            return None
+        return {"index": index, "text": self._echo(index), "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]:
+        logprobs = self._logprobs(completion, known)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+
+    def _echo(self, index: int) -> str:
+        return "" if self._echoes is None else self._echoes[index]
+
+    @staticmethod
+    def _logprobs(completion: CompletionOutput, known: int) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        tokens, values, tops = [], [], []
+        offsets = []
+        earlier = zip(completion.token_ids[:known], completion.logprobs[:known], strict=True)
+        before = sum(len(_text(given[token])) for token, given in earlier)
+        for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
+            tokens.append(_text(given[token]))
+            values.append(given[token].logprob)
+            tops.append({_text(one): one.logprob for one in given.values()})
+            offsets.append(before)
+            before += len(tokens[-1])
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _text(logprob: Logprob) -> str:
+    return logprob.decoded_token or ""
+
+
+def _of_token(logprob: Logprob) -> dict[str, Any]:
+    return {"token": _text(logprob), "logprob": logprob.logprob, "bytes": list(_text(logprob).encode())}
+
+
+class Usage:
+    """Tokens of a request: its prompts once, whatever the number of continuations."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._last: dict[int, RequestOutput] = {}
+
+    def see(self, place: int, output: RequestOutput) -> None:
+        self._last[place] = output
+
+    def body(self) -> dict[str, Any]:
+        prompts = [output for place, output in self._last.items() if place % self._n == 0]
+        given = sum(len(output.prompt_token_ids) for output in prompts)
+        made = sum(len(output.outputs[0].token_ids) for output in self._last.values())
+        cached = sum(output.num_cached_tokens for output in prompts)
+        return {
+            "prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
+
+
+def head(kind: Kind, model: str, object_: str) -> dict[str, Any]:
+    return {"id": f"{kind.prefix}{uuid.uuid4().hex}", "object": object_, "created": int(time.time()), "model": model}
+
+
+async def answer(kind: Kind, model: str, outputs: Outputs, n: int) -> dict[str, Any]:
+    """The whole answer, when every continuation has ended."""
+    usage, last = Usage(n), dict[int, RequestOutput]()
+    async for place, output in outputs:
+        usage.see(place, output)
+        last[place] = output
+    choices = [kind.choice(place, last[place]) for place in sorted(last)]
+    return head(kind, model, kind.object) | {"choices": choices, "usage": usage.body()}
+
+
+async def stream(kind: Kind, model: str, outputs: Outputs, n: int, *, include_usage: bool) -> AsyncGenerator[str, None]:
+    """The data of events, a token or a few each; an error in the middle is an event too, as the status is sent."""
+    begin = head(kind, model, kind.chunk_object)
+    if include_usage:
+        begin |= {"usage": None}
+    usage, shown, known = Usage(n), dict[int, int](), dict[int, int]()
+
+    def event(choice: Mapping[str, Any]) -> str:
+        return json.dumps(begin | {"choices": [choice]})
+
+    try:
+        async for place, output in outputs:
+            usage.see(place, output)
+            completion = output.outputs[0]
+            if place not in shown:
+                shown[place] = known[place] = 0
+                if (opening := kind.opening(place, output)) is not None:
+                    yield event(opening)
+            text = completion.text[shown[place] :]
+            # log probabilities wait for the text of their tokens
+            if text or output.finished:
+                yield event(kind.piece(place, text, completion, known[place]))
+                shown[place], known[place] = len(completion.text), len(completion.token_ids)
+        if include_usage:
+            yield json.dumps(begin | {"choices": [], "usage": usage.body()})
+        yield "[DONE]"
+    except APIError as error:
+        yield json.dumps(error.body())
+    finally:
+        await outputs.aclose()

@@ -1,0 +1,47 @@
+"""Conversations as prompts, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from easytorch.serving.errors import APIError
+from easytorch.serving.schemas import Message
+
+
+def prompt_of(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any] | None) -> list[int]:
+    """The tokens of a conversation, up to where the assistant begins. more: what the template is given besides."""
+    if not tokenizer.chat_template:
+        raise APIError(400, "this model's tokenizer has no chat template; use /v1/completions")
+    conversation = [_plain(message) for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True, **(dict(more) if more else {})
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template refuses in its own ways
+        raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+    tokens: list[int] = tokenizer(encodable(text), add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def encodable(text: str) -> str:
+    """`text`; an error where it has half of a surrogate pair, which JSON can say and no tokenizer can read."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise APIError(400, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return text
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    given = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        parts = []
+        for part in message.content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise APIError(400, f"a part of type {part.get('type')!r}: this server reads text", param="messages")
+            parts.append(part["text"])
+        given["content"] = "".join(parts)
+    if message.role == "developer":  # OpenAI's newer name
+        given["role"] = "system"
+    return given

@@ -1,0 +1,57 @@
+"""Errors as OpenAI's API states them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class APIError(HTTPException):
+    """An HTTPException, which FastAPI lets through where it reads a body; other errors there are its 400 to it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(self.status)
+        # ASCII: a message may quote text that has no UTF-8 (half of a surrogate pair)
+        return Response(json.dumps(self.body()), self.status, headers, "application/json")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error of `app` has that body; what nobody foresaw is logged, and named without its traceback."""
+
+    @app.exception_handler(APIError)
+    async def of_api(request: Request, error: APIError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def of_body(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        if first["type"] == "json_invalid":
+            return APIError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}").response()
+        if first["type"] == "extra_forbidden":
+            return APIError(400, f"unrecognized argument: {place}", param=place).response()
+        message = first["msg"].removeprefix("Value error, ")
+        return APIError(400, f"{place}: {message}" if place else message, param=place or None).response()
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> Response:
+        return APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+
+    @app.exception_handler(Exception)
+    async def of_server(request: Request, error: Exception) -> Response:
+        return APIError(500, f"the server failed ({type(error).__name__}); its log says more").response()

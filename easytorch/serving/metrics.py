@@ -1,0 +1,57 @@
+"""Counts in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from easytorch.generation.engine import EngineStats
+
+_OF_ENGINE = {
+    "requests_running": ("gauge", "Requests that run.", "running"),
+    "requests_waiting": ("gauge", "Requests that wait for pages.", "waiting"),
+    "pages": ("gauge", "Pages of the cache.", "num_pages"),
+    "pages_free": ("gauge", "Pages that nobody holds.", "free_pages"),
+    "prompt_tokens_total": ("counter", "Tokens of prompts.", "prompt_tokens"),
+    "prompt_tokens_cached_total": ("counter", "Those of them that were found in pages.", "cached_tokens"),
+    "generated_tokens_total": ("counter", "Tokens generated.", "generated_tokens"),
+    "preemptions_total": ("counter", "Requests that gave their pages back and began anew.", "preemptions"),
+    "steps_total": ("counter", "Steps of the engine.", "steps"),
+}
+
+
+def text(stats: EngineStats | None, answers: Mapping[tuple[str, int], int]) -> str:
+    """answers: how many, by path and status."""
+    lines = []
+    for name, (kind, help_, field) in _OF_ENGINE.items() if stats is not None else ():
+        lines += _head(name, kind, help_)
+        lines.append(f"easytorch_{name} {getattr(stats, field)}")
+    lines += _head("http_requests_total", "counter", "Answers, by path and status.")
+    for (path, status), count in sorted(answers.items()):
+        lines.append(f'easytorch_http_requests_total{{path="{path}",status="{status}"}} {count}')
+    return "\n".join(lines) + "\n"
+
+
+def _head(name: str, kind: str, help_: str) -> list[str]:
+    return [f"# HELP easytorch_{name} {help_}", f"# TYPE easytorch_{name} {kind}"]
+
+
+class CountAnswers:
+    """ASGI middleware. paths: those that are counted by name; others are "other", or anybody could add names."""
+
+    def __init__(self, app: Any, *, counts: Counter[tuple[str, int]], paths: frozenset[str]) -> None:
+        self.app, self.counts, self.paths = app, counts, paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self.paths else "other"
+                self.counts[path, message["status"]] += 1
+            await send(message)
+
+        await self.app(scope, receive, counted)

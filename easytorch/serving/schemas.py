@@ -1,0 +1,176 @@
+"""The requests that the server takes, by OpenAI's names; beside them vLLM's further sampling parameters.
+
+What has no meaning here is refused unless it asks for nothing; an unknown field is an error that names it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from easytorch.generation.engine import SamplingParams
+
+Token = Annotated[StrictInt, Field(ge=0)]
+# Values of what the server does not do, that ask for nothing.
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "none", "auto")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(BaseModel):
+    """Fields that change nothing: user, metadata, store, service_tier, safety_identifier, prompt_cache_key."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class SamplingRequest(_Request):
+    n: StrictInt = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: StrictInt | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> SamplingRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for stream=true")
+        if isinstance(self.stop, list) and len(self.stop) > 16:
+            raise ValueError("stop: at most 16 strings")
+        if not 1 <= self.n <= 128:
+            raise ValueError("n must be between 1 and 128")
+        for token in self.logit_bias or {}:
+            if not token.isdecimal():
+                raise ValueError(f"logit_bias: {token!r} is no token id")
+        return self
+
+    def _given(self) -> dict[str, Any]:
+        names = (
+            "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+            "ignore_eos", "skip_special_tokens",
+        )  # fmt: skip
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        return given
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")  # a template may read more
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatCompletionRequest(SamplingRequest):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: StrictInt | None = None
+    max_completion_tokens: StrictInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: StrictInt | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        refuse_all(
+            self, "tools", "tool_choice", "functions", "function_call", "audio", "prediction", "reasoning_effort",
+            "verbosity", "web_search_options",
+        )  # fmt: skip
+        if self.response_format not in (None, {"type": "text"}):
+            raise ValueError('response_format: this server answers {"type": "text"} alone')
+        if self.modalities not in (None, ["text"]):
+            raise ValueError('modalities: this server answers ["text"] alone')
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs are for logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+        return self
+
+    def params(self) -> SamplingParams:
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return SamplingParams(**self._given(), max_tokens=most, logprobs=logprobs)
+
+
+class CompletionRequest(SamplingRequest):
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: StrictInt | None = 16
+    logprobs: StrictInt | None = None
+    echo: bool = False
+    best_of: StrictInt | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix: this server does not fill in the middle")
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of: this server gives every continuation it makes; ask for n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs: this server gives those of new tokens alone")
+        if not self.prompt:
+            raise ValueError("prompt is empty")
+        return self
+
+    def prompts(self) -> list[Any]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self._given(), max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class EmbeddingRequest(_Request):
+    input: str | list[str] | list[Token] | list[list[Token]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: StrictInt | None = None
+
+    def inputs(self) -> list[Any]:
+        if not self.input:
+            raise ValueError("input is empty")
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return list(self.input)
+
+
+def refuse_all(request: BaseModel, *names: str) -> None:
+    for name in names:
+        if getattr(request, name) not in _NOTHING:
+            raise ValueError(f"{name}: this server does not do that; leave it out")

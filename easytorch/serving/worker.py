@@ -1,0 +1,150 @@
+"""`EngineWorker`: the thread that owns an engine, for the tasks of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
+
+from easytorch.generation.engine import Engine, RequestOutput, SamplingParams
+from easytorch.serving.errors import APIError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Listener = Callable[[RequestOutput | APIError], None]
+
+
+class EngineWorker:
+    """max_queue: requests, running and waiting, beyond which new ones are refused (429)."""
+
+    def __init__(self, engine: Engine, *, max_queue: int) -> None:
+        self.engine, self.max_queue = engine, max_queue
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, Listener] = {}
+        self._stopped = False
+        self._thread = threading.Thread(target=self._loop, name="easytorch-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; what still runs gets an error."""
+
+        def stop() -> None:
+            self._stopped = True
+
+        self._commands.put(stop)
+        self._thread.join()
+
+    def call(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Runs `function` in the engine's thread, between two steps."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # the boundary of the thread: raised where the future is awaited
+                future.set_exception(error)
+
+        self._commands.put(run)
+        return future
+
+    async def generate(
+        self, make_prompts: Callable[[], Sequence[Any]], params: SamplingParams, timeout: float
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(prompt's number * n + continuation's number, output) as they come; closing it aborts what is left.
+
+        make_prompts: gives the prompts, in the engine's thread, which the tokenizer belongs to. The first item is given
+        after all were accepted: `ValueError` before it for what the engine refuses, `APIError` of a full queue. After
+        `timeout` seconds it is an `APIError`.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
+        ids: list[str] = []
+
+        def add() -> None:
+            prompts = make_prompts()
+            total = len(prompts) * params.n
+            if len(self._listeners) + total > self.max_queue:
+                raise APIError(
+                    429, f"{len(self._listeners)} requests are under way, {total} more are asked for, and "
+                    f"{self.max_queue} may be: try again later", code="rate_limit_exceeded",
+                )  # fmt: skip
+            for number, prompt in enumerate(prompts):
+                for index in range(params.n):
+                    ids.append(self.engine.add_request(prompt, params, index=index))
+                    self._listeners[ids[-1]] = _listener(loop, arrived, number * params.n + index)
+
+        def drop() -> None:
+            for request_id in ids:
+                self.engine.abort(request_id)
+                self._listeners.pop(request_id, None)
+
+        late = APIError(504, f"the request was not done after {timeout:g} seconds", code="timeout")
+        timer = loop.call_later(timeout, arrived.put_nowait, (0, late))
+        try:
+            await asyncio.wrap_future(self.call(add))
+            left = len(ids)
+            while left:
+                place, output = await arrived.get()
+                if isinstance(output, APIError):
+                    raise output
+                left -= output.finished
+                yield place, output
+        finally:
+            timer.cancel()
+            # after `add`, of which it takes back what a refusal or a cancellation left
+            self._commands.put(drop)
+
+    def _loop(self) -> None:
+        while not self._stopped:
+            self._obey()
+            if self._stopped:
+                break
+            try:
+                outputs = self.engine.step()
+            except Exception:  # the boundary of the thread: the server lives on, and the requests are told
+                logger.exception("a step of the engine failed; its requests are ended")
+                self._fail(APIError(500, "a step of the engine failed; the server's log says why"))
+                outputs = []
+            for output in outputs:
+                if (listener := self._listeners.get(output.request_id)) is not None:
+                    listener(output)
+                if output.finished:
+                    self._listeners.pop(output.request_id, None)
+        self._fail(APIError(503, "the server is stopping"))
+
+    def _obey(self) -> None:
+        """Runs the commands that there are, and waits for one where there is nothing else to do."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_unfinished_requests)
+            except queue.Empty:
+                return
+            command()
+            if self._stopped:
+                return
+
+    def _fail(self, error: APIError) -> None:
+        self.engine.abort_all()
+        for listener in self._listeners.values():
+            listener(error)
+        self._listeners.clear()
+
+
+def _listener(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any], place: int) -> Listener:
+    def tell(output: RequestOutput | APIError) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(arrived.put_nowait, (place, output))
+
+    return tell

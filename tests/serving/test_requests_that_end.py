@@ -1,0 +1,249 @@
+"""Clients that go, queues that are full, steps that fail, a server that stops: the application by itself, no sockets.
+
+A gate holds the engine where a test wants it, so that nothing depends on how fast it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+
+import openai
+import pytest
+
+from easytorch.generation.engine import SamplingParams
+from easytorch.serving.app import create_app
+from tests.serving.conftest import serving
+
+BODY = {"model": "small", "prompt": "the class", "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+
+
+class Gate:
+    """Lets `free` steps of an engine run, and the rest once it is open."""
+
+    def __init__(self, engine, free: int) -> None:
+        self.open, self.aborted, self._free = threading.Event(), threading.Event(), free
+        self._step, self._abort = engine.step, engine.abort
+        engine.step, engine.abort = self.step, self.abort
+
+    def step(self):
+        if self._free == 0 and not self.open.wait(0.01):
+            return []
+        self._free = max(0, self._free - 1)
+        return self._step()
+
+    def abort(self, request_id):
+        if found := self._abort(request_id):
+            self.aborted.set()
+        return found
+
+
+class Client:
+    """One request of an ASGI application; `gone` is set when the client goes."""
+
+    def __init__(self, app, body, path="/v1/completions") -> None:
+        self.gone, self.begun, self.sent, self._given = asyncio.Event(), asyncio.Event(), [], False
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+            "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
+        }  # fmt: skip
+        self._body = json.dumps(body).encode()
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if not self._given:
+            self._given = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message):
+        self.sent.append(message)
+        if message.get("body"):
+            self.begun.set()
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def text(self):
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+
+def in_loop(app, scenario):
+    async def run():
+        async with app.router.lifespan_context(app):
+            await asyncio.wait_for(scenario(), 300)
+
+    asyncio.run(run())
+
+
+def all_free(engine):
+    stats = engine.stats()
+    return stats.free_pages == stats.num_pages and not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_pages(stream, make_engine):
+    engine = make_engine()
+    gate, app = Gate(engine, free=2), create_app("small", engine=engine)
+
+    async def scenario():
+        client = Client(app, BODY | {"stream": stream, "n": 3})
+        if stream:
+            await client.begun.wait()
+        else:  # until the engine has it
+            while not await asyncio.wrap_future(app.state.worker.call(lambda: engine.has_unfinished_requests)):
+                await asyncio.sleep(0)
+        client.gone.set()
+        await client.task
+        # what the engine's thread does next comes after the abort
+        assert await asyncio.wrap_future(app.state.worker.call(lambda: all_free(engine)))
+        assert gate.aborted.is_set()
+        gate.open.set()
+        other = Client(app, BODY)
+        await other.task
+        assert other.status == 200 and json.loads(other.text)["usage"]["completion_tokens"] == 20
+
+    in_loop(app, scenario)
+
+
+def test_a_full_queue_is_429_and_the_others_go_on(make_engine):
+    engine = make_engine()
+    gate, app = Gate(engine, free=1), create_app("small", engine=engine, max_queue=3)
+
+    async def scenario():
+        first = Client(app, BODY | {"n": 2, "stream": True})
+        await first.begun.wait()
+        second = Client(app, BODY | {"n": 2})
+        await second.task
+        assert second.status == 429
+        error = json.loads(second.text)["error"]
+        assert error["type"] == "rate_limit_error" and "2 requests are under way, 2 more" in error["message"]
+        gate.open.set()
+        await first.task
+        assert first.text.rstrip().endswith("[DONE]")
+
+    in_loop(app, scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_takes_too_long_is_ended(stream, make_engine):
+    engine = make_engine()
+    gate, app = Gate(engine, free=0), create_app("small", engine=engine, request_timeout=0.05)
+
+    async def scenario():
+        client = Client(app, BODY | {"stream": stream})
+        await client.task
+        assert client.status == 504 and "not done after 0.05 seconds" in client.text
+        assert await asyncio.wrap_future(app.state.worker.call(lambda: all_free(engine)))
+        gate.open.set()
+
+    in_loop(app, scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_step_that_fails_is_told_and_the_server_lives(stream, make_engine, caplog):
+    engine = make_engine()
+    app = create_app("small", engine=engine)
+    inner, left = engine._run, [1, 1]
+
+    def failing(*args):
+        if args[0] and not left.pop():
+            raise RuntimeError("out of memory, say")
+        return inner(*args)
+
+    left.insert(0, 0)  # after two steps
+    engine._run = failing
+
+    async def scenario():
+        client = Client(app, BODY | {"stream": stream})
+        await client.task
+        if stream:  # 200 was sent: the error is an event
+            last = [line for line in client.text.split("\n") if line][-1]
+            assert client.status == 200 and "a step of the engine failed" in last
+        else:
+            assert client.status == 500 and json.loads(client.text)["error"]["type"] == "server_error"
+        assert "Traceback" not in client.text and "out of memory" not in client.text
+        engine._run = inner
+        other = Client(app, BODY)
+        await other.task
+        assert other.status == 200 and all_free(engine)
+
+    in_loop(app, scenario)
+    assert "out of memory, say" in caplog.text
+
+
+def test_what_still_runs_when_the_server_stops_is_told(make_engine):
+    engine = make_engine()
+    Gate(engine, free=1)
+    app = create_app("small", engine=engine)
+
+    async def run():
+        async with app.router.lifespan_context(app):
+            client = Client(app, BODY | {"stream": True})
+            await client.begun.wait()
+        await client.task
+        assert "the server is stopping" in client.text
+        assert not app.state.worker.alive and all_free(engine)
+
+    asyncio.run(run())
+
+
+def test_many_clients_half_of_whom_go(make_engine, model, tokenizer):
+    engine = make_engine(max_batch_tokens=64, max_requests=8)
+    app = create_app("small", engine=engine)
+    prompts = [f"the class {'name ' * (i % 7)}{i}" for i in range(24)]
+    right = {}
+    for prompt in prompts:
+        params = SamplingParams(temperature=0.7, seed=1, max_tokens=12, ignore_eos=True)
+        right[prompt] = list(make_engine().stream(prompt, params))[-1].outputs[0].text
+
+    async def scenario():
+        body = {"model": "small", "temperature": 0.7, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+        clients = [Client(app, body | {"prompt": prompt, "stream": i % 3 == 0}) for i, prompt in enumerate(prompts)]
+        for i, client in enumerate(clients):
+            if i % 2:
+                if i % 4 == 1:
+                    await asyncio.sleep(0.001 * i)
+                client.gone.set()
+        await asyncio.gather(*(client.task for client in clients))
+        for i, (prompt, client) in enumerate(zip(prompts, clients, strict=True)):
+            if i % 2:
+                continue
+            assert client.status == 200
+            if i % 3:
+                text = json.loads(client.text)["choices"][0]["text"]
+            else:
+                events = [line.removeprefix("data: ") for line in client.text.split("\n\n")]
+                pieces = [json.loads(event)["choices"] for event in events if event and event != "[DONE]"]
+                text = "".join(choice["text"] for choices in pieces for choice in choices)
+            assert text == right[prompt]
+        assert await asyncio.wrap_future(app.state.worker.call(lambda: all_free(engine)))
+        assert app.state.worker._listeners == {}
+
+    in_loop(app, scenario)
+
+
+def test_sigterm_lets_requests_come_to_their_end(make_engine):
+    """By its handler: a thread's server, as here, gets no signals."""
+    engine = make_engine()
+    gate, app = Gate(engine, free=1), create_app("small", engine=engine)
+    http = openai.DefaultHttpxClient(trust_env=False, timeout=300)
+    with serving(app) as (url, server):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
+        stream = client.completions.create(**{name: BODY[name] for name in BODY if name != "ignore_eos"}, stream=True)
+        pieces = [next(iter(stream)).choices[0].text]
+        server.handle_exit(signal.SIGTERM, None)
+        while any(one.is_serving() for one in server.servers):  # until no one else is let in
+            time.sleep(0.01)
+        assert not gate.aborted.is_set()
+        gate.open.set()
+        pieces += [chunk.choices[0].text for chunk in stream]
+    alone = make_engine().stream(BODY["prompt"], SamplingParams(temperature=0, max_tokens=20))
+    assert "".join(pieces) == list(alone)[-1].outputs[0].text

@@ -1,0 +1,214 @@
+"""The server by the real `openai` client, over HTTP."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from easytorch.generation.engine import LLM, SamplingParams
+from easytorch.serving.app import create_app
+from tests.serving.conftest import serving
+
+KEY = "a secret"
+MESSAGES = [{"role": "developer", "content": "the class"}, {"role": "user", "content": "binds a name"}]
+
+
+@pytest.fixture(scope="module")
+def address(model, tokenizer):
+    from easytorch.generation.engine import Engine
+
+    engine = Engine(model, tokenizer, max_memory=1 << 21)
+    with serving(create_app("small", engine=engine, api_key=KEY, max_body=20_000)) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    # no proxy of the environment: the server is on this machine
+    http = openai.DefaultHttpxClient(trust_env=False, timeout=300)
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, http_client=http)
+
+
+@pytest.fixture(scope="module")
+def expected(model, tokenizer):
+    llm = LLM(model, tokenizer, max_memory=1 << 21)
+    return lambda prompt, **params: llm.generate(prompt, SamplingParams(**params))[0].outputs
+
+
+def test_models(client):
+    assert [one.id for one in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").owned_by == "easytorch"
+    with pytest.raises(openai.NotFoundError, match="the model 'large' is not served here; 'small' is"):
+        client.models.retrieve("large")
+
+
+def test_chat(client, expected, tokenizer):
+    text = "system: the class\nuser: binds a name\nassistant:"
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    right = expected(prompt, temperature=0.8, seed=5, max_tokens=12, n=2)
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, temperature=0.8, seed=5, max_tokens=12, n=2
+    )
+    assert [one.message.content for one in answer.choices] == [one.text for one in right]
+    assert [one.finish_reason for one in answer.choices] == [one.finish_reason for one in right]
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in right)
+    parts = [{"type": "text", "text": "binds "}, {"type": "text", "text": "a name"}]
+    same = client.chat.completions.create(
+        model="small", messages=[MESSAGES[0], {"role": "user", "content": parts}], temperature=0.8, seed=5,
+        max_completion_tokens=12, user="somebody", metadata={"some": "thing"},
+    )  # fmt: skip
+    assert same.choices[0].message.content == right[0].text
+
+
+def test_a_chat_stream_joins_to_the_answer(client):
+    settings = {"model": "small", "messages": MESSAGES, "temperature": 0.9, "seed": 3, "max_tokens": 15, "n": 2}
+    settings |= {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**settings)
+    texts, logprobs, reasons, usage = {}, {}, {}, None
+    for chunk in client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
+        assert chunk.object == "chat.completion.chunk"
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            if choice.index not in texts:
+                assert choice.delta.role == "assistant"
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            logprobs.setdefault(choice.index, []).extend(choice.logprobs.content if choice.logprobs else [])
+            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content and reasons[choice.index] == choice.finish_reason
+        assert len(choice.logprobs.content) == len(logprobs[choice.index])
+        for one, same in zip(choice.logprobs.content, logprobs[choice.index], strict=True):
+            assert one.token == same.token and len(one.top_logprobs) == 2
+            assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+            assert one.logprob <= one.top_logprobs[0].logprob
+    # the second time the prompt's pages are there
+    assert usage.total_tokens == whole.usage.total_tokens
+    assert usage.prompt_tokens_details.cached_tokens >= 16
+
+
+def test_completions(client, expected, tokenizer):
+    prompts = ["the class", "binds a name to"]
+    answer = client.completions.create(model="small", prompt=prompts, temperature=0, max_tokens=8, logprobs=1, n=1)
+    for choice, prompt in zip(answer.choices, prompts, strict=True):
+        right = expected(prompt, temperature=0, max_tokens=8, logprobs=1)[0]
+        assert choice.text == right.text and choice.finish_reason == right.finish_reason
+        values = [given[token].logprob for token, given in zip(right.token_ids, right.logprobs, strict=True)]
+        assert choice.logprobs.token_logprobs == pytest.approx(values, abs=1e-4)
+        assert choice.logprobs.text_offset[0] == 0 and len(choice.logprobs.top_logprobs) == len(values)
+    assert answer.usage.prompt_tokens == sum(len(tokenizer(one)["input_ids"]) for one in prompts)
+    tokens = tokenizer(prompts[0])["input_ids"]
+    again = client.completions.create(model="small", prompt=tokens, temperature=0, max_tokens=8, echo=True)
+    assert again.choices[0].text == prompts[0] + answer.choices[0].text
+    pieces = client.completions.create(
+        model="small", prompt=[tokens, tokens], temperature=0, max_tokens=8, echo=True, stream=True
+    )
+    texts = {}
+    for chunk in pieces:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    assert texts == {0: again.choices[0].text, 1: again.choices[0].text}
+
+
+def test_stop_strings_end_the_text(client):
+    settings = {"model": "small", "prompt": "the class", "temperature": 0, "max_tokens": 40}
+    whole = client.completions.create(**settings).choices[0].text
+    stop = whole[5:8]
+    cut = whole.index(stop)
+    answer = client.completions.create(**settings, stop=[stop, "not there"]).choices[0]
+    assert (answer.text, answer.finish_reason) == (whole[:cut], "stop")
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**settings, stop=stop, stream=True)]
+    assert "".join(pieces) == whole[:cut], "nothing of the stop string was shown"
+    kept = client.completions.create(**settings, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == whole[: cut + len(stop)]
+
+
+def test_vllm_s_parameters(client, expected):
+    more = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2, "ignore_eos": True, "min_tokens": 2}
+    answer = client.completions.create(model="small", prompt="the", seed=2, max_tokens=9, extra_body=more)
+    assert answer.choices[0].text == expected("the", seed=2, max_tokens=9, **more)[0].text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": -1}, "temperature=-1.0 must be finite"),
+        ({"top_p": 0}, "top_p=0.0 must be above 0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": 500}, "max_tokens=500 follow, which is more than the 128"),
+        ({"messages": [{"role": "user", "content": "the class " * 200}]}, "a request at most 128"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses these messages: no tools here"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "'image_url': this server reads text",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: this server does not do that"),
+        ({"response_format": {"type": "json_object"}}, "response_format: this server answers"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000"),
+        ({"stop": [""]}, "none of them empty"),
+        ({"n": 0}, "n must be between 1 and 128"),
+        ({"top_logprobs": 2}, "top_logprobs are for logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 50}, "logprobs=50 must be at most 20"),
+        ({"extra_body": {"temprature": 1}}, "unrecognized argument: temprature"),
+        ({"extra_body": {"seed": "x"}}, "seed: Input should be a valid integer"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_400_and_say_why(change, message, stream, client):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**{"model": "small", "messages": MESSAGES, "stream": stream} | change)
+    assert message in error.value.body["message"]
+    assert error.value.body["type"] == "invalid_request_error"
+    assert "Traceback" not in error.value.response.text
+
+
+def test_the_other_errors_have_openai_s_body(client, address):
+    with pytest.raises(openai.NotFoundError) as error:
+        client.chat.completions.create(model="large", messages=MESSAGES)
+    assert error.value.body["code"] == "model_not_found"
+    with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="small generates text and embeds none"):
+        client.embeddings.create(model="small", input="x")
+    http = client._client
+    headers = {"Authorization": f"Bearer {KEY}"}
+    post = lambda content, **more: http.post(  # noqa: E731
+        f"{address}/v1/completions", content=content, headers=headers | {"Content-Type": "application/json"} | more
+    )
+    for content, status, message in (
+        (b'{"model": "small", ', 400, "the body is no JSON"),
+        (b"[" * 5000, 400, ""),
+        (b"\xff\xfe", 400, ""),
+        (b"", 400, ""),
+        (b'"text"', 400, ""),
+        (b'{"model": "small", "prompt": "\\ud800"}', 400, "half of a surrogate pair"),
+        (b'{"model": "\\ud800", "prompt": "x"}', 404, "is not served here"),
+        (b'{"model": "small", "prompt": "x", "\\ud800": 1}', 400, ""),
+        (b'{"model": "small", "prompt": "x", "temperature": NaN}', 400, "temperature=nan must be a number"),
+        (b'{"model": "small", "prompt": "x", "temperature": 1e999}', 400, "must be finite"),
+        (b'{"model": "small", "prompt": [-1]}', 400, ""),
+        (b'{"model": "small", "prompt": [99999999]}', 400, "token 99999999"),
+        (b'{"model": "small", "prompt": []}', 400, "prompt is empty"),
+        (b'{"model": "small", "prompt": ["x", ""]}', 400, "the prompt has no tokens"),
+        (b" " * 20_001, 413, "larger than the 20000 bytes"),
+    ):
+        answer = post(content)
+        assert answer.status_code == status, (content[:40], answer.text)
+        assert message in answer.json()["error"]["message"], answer.text
+    chunks = (b" " * 5000 for _ in range(5))  # its length is not said before
+    assert post(chunks).status_code == 413
+    assert http.get(f"{address}/v1/nothing", headers=headers).json()["error"]["type"] == "not_found_error"
+    assert http.get(f"{address}/v1/completions", headers=headers).status_code == 405
+
+
+def test_health_and_metrics(client, address):
+    assert client._client.get(f"{address}/health").json() == {"status": "ok"}, "without a key"
+    client.completions.create(model="small", prompt="the", max_tokens=3)
+    lines = client._client.get(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert int(values["easytorch_generated_tokens_total"]) > 0
+    assert values["easytorch_pages_free"] == values["easytorch_pages"] and values["easytorch_requests_running"] == "0"
+    assert int(values['easytorch_http_requests_total{path="/v1/completions",status="200"}']) > 0
