@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ def prompt_of(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, An
     if not tokenizer.chat_template:
         raise APIError(400, "this model's tokenizer has no chat template; use /v1/completions")
     conversation = [_plain(message) for message in messages]
+    given = dict(more or {})
+    # the tokenizer's own arguments: a template of the client's would run for as long as it likes
+    if reserved := given.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+        raise APIError(400, f"chat_template_kwargs: {min(reserved)!r} is not for requests to set")
     try:
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True, **(dict(more) if more else {})
-        )
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template refuses in its own ways
         raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
     tokens: list[int] = tokenizer(encodable(text), add_special_tokens=False)["input_ids"]

@@ -153,6 +153,8 @@ def test_vllm_s_parameters(client, expected):
         ({"top_logprobs": 2}, "top_logprobs are for logprobs=true"),
         ({"logprobs": True, "top_logprobs": 50}, "logprobs=50 must be at most 20"),
         ({"extra_body": {"temprature": 1}}, "unrecognized argument: temprature"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}}, "'chat_template' is not for requests"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "'tokenize' is not for requests"),
         ({"extra_body": {"seed": "x"}}, "seed: Input should be a valid integer"),
     ],
 )
