@@ -5,7 +5,8 @@ beside scores or a bias beyond 1024, products and a softmax with gradients of th
 which has no numbers to look at, the fused kernel stays.
 
 Its maximum of fewer scores than a vector holds skips NaN, so a query of NaN would attend to nothing and give zeros: a
-mask that hides nothing takes the kernel's other path, which keeps it.
+mask that hides nothing takes the kernel's other path, which keeps it. In a graph, which may be of any number of keys,
+rows whose first score is NaN are made NaN.
 """
 
 from __future__ import annotations
@@ -26,20 +27,41 @@ LANES = 16
 
 def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     """`F.scaled_dot_product_attention`."""
-    if (
-        settings.get("attn_mask") is None and query.is_cpu and untraced() and 0 < (keys := key.shape[2]) < LANES
-    ):  # fmt: skip
+    loses_nan = settings.get("attn_mask") is None and query.is_cpu
+    if not untraced():
+        output = F.scaled_dot_product_attention(query, key, value, **settings)
+        return output * _nan_or_one(query, key).to(output.dtype) if loses_nan and _may_be_few(key) else output
+    if loses_nan and 0 < (keys := key.shape[2]) < LANES:
         # ATen's causal aligns the first query and key, as its callers have as many of both.
         causal = settings.pop("is_causal", False)
         rows, right = (query.shape[2], 0) if causal else (1, None)
         settings["attn_mask"] = kept_scores(rows, keys, None, right, query.dtype)
     output = F.scaled_dot_product_attention(query, key, value, **settings)
     if (
-        output.requires_grad and untraced() and type(output) is Tensor and output.is_cpu
+        output.requires_grad and type(output) is Tensor and output.is_cpu
         and not _differentiable(output, query, key, value, settings)
     ):  # fmt: skip
         return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **settings)[0]
     return output
+
+
+def _may_be_few(key: Tensor) -> bool:
+    """Whether the graph may be run on fewer keys than `LANES`."""
+    if torch.jit.is_tracing():
+        return True
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not statically_known_true(key.shape[2] >= LANES)
+
+
+def _nan_or_one(query: Tensor, key: Tensor) -> Tensor:
+    """(B, H, T, 1): NaN for the queries whose score with the first key is NaN. Without a mask each query sees that
+    key, so where it is a number the kernel has not skipped all."""
+    grouped = query.detach().unflatten(1, (key.shape[1], -1))[..., None, :]
+    first = key.detach()[:, :, None, None, :1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (grouped.to(wide) * first.to(wide)).sum(-1)
+    return torch.where(scores.isnan().any(-1, keepdim=True), torch.nan, 1.0).flatten(1, 2)
 
 
 def _differentiable(output: Tensor, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> bool:

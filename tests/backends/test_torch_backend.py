@@ -309,6 +309,23 @@ def test_attention_to_nothing_is_zero(
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol={2: 2e-2, 4: 1e-5}[found.itemsize])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [1, 6, 15, 16, 17])
+def test_a_query_of_nan_attends_to_nan(backend: backends.Backend, keys: int, causal: bool, dtype: torch.dtype) -> None:
+    """Beside few keys the maximum of ATen's kernel skips it, and its row would be zeros."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, heads, keys, 8, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    given[0][0, 1, -1] = torch.nan
+    builder = backend.builder("attention")
+    ops = [builder.parameter(f"x{number}", make_shape(x.dtype, tuple(x.shape))) for number, x in enumerate(given)]
+    executable = builder.compile(builder.scaled_dot_product_attention(*ops, is_causal=causal))
+    found = backend.buffer_to_torch(executable.execute([backend.buffer_from_torch(x) for x in given])[0])
+    wanted = torch.zeros_like(found, dtype=torch.bool)
+    wanted[0, 1, -1] = True
+    assert torch.equal(found.isnan(), wanted)
+
+
 def test_one_rounding_from_wide_to_narrow(backend: backends.Backend) -> None:
     # Just above the middle of two float16: rounded to float32 first, they would fall on the middle and go to the even.
     close = np.array([1 + 2.0**-11 + 2.0**-40, -1 - 2.0**-11 - 2.0**-40, 65519.9999999, 2.0**-25 + 2.0**-60])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.dispatch.impl import UnsupportedOperationError
@@ -110,19 +111,77 @@ def test_no_query_still_gives_gradients(name: str) -> None:
         assert tensor.grad is not None and not tensor.grad.any()
 
 
+IMPLEMENTATIONS = ["attention", "sdpa", "flash", "blocksparse", "ring", "vanilla", "decode"]
+
+
+def with_nan(name: str, keys: int, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Query, key and value, one row of the query NaN, and where the output has to be NaN."""
+    generator = torch.Generator().manual_seed(0)
+    length = 1 if name == "decode" else keys
+    tensors = [torch.randn(1, rows, 4, 16, generator=generator).to(dtype) for rows in (length, keys, keys)]
+    tensors[0][0, -1, 1] = torch.nan
+    tensors[1:] = (tensor[:, :, :2] for tensor in tensors[1:])
+    wanted = torch.zeros_like(tensors[0], dtype=torch.bool)
+    wanted[0, -1, 1] = True
+    return tensors, wanted
+
+
+class Causal(torch.nn.Module):
+    def __init__(self, name: str, causal: bool) -> None:
+        super().__init__()
+        self.operation, self.causal = OperationRegistry.create(name), causal
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.operation(query, key, value, causal=self.causal).attention_outputs
+        return output
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["attention", "sdpa", "flash", "blocksparse", "ring", "vanilla", "decode"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_query_of_nan_gives_nan_in_its_row_alone(name: str, causal: bool, dtype: torch.dtype) -> None:
     """Beside few keys the maximum of ATen's kernel skips it, and its row would be zeros."""
-    generator = torch.Generator().manual_seed(0)
     for keys in (1, 6, 15, 16, 17, 40):
-        length = 1 if name == "decode" else keys
-        query, key, value = (
-            torch.randn(1, rows, 2, 16, generator=generator).to(dtype) for rows in (length, keys, keys)
-        )
-        query[0, -1, 0] = torch.nan
-        got = OperationRegistry.create(name)(query, key, value, causal=causal).attention_outputs
-        wanted = torch.zeros_like(query, dtype=torch.bool)
-        wanted[0, -1, 0] = True
-        assert torch.equal(got.isnan(), wanted), keys
+        tensors, wanted = with_nan(name, keys, dtype)
+        assert torch.equal(Causal(name, causal)(*tensors).isnan(), wanted), keys
+
+
+@pytest.mark.parametrize("way", ["compile", "export", "trace", "vmap", "make_fx"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_query_of_nan_gives_nan_in_a_graph(name: str, way: str) -> None:
+    for keys, causal in ((6, True), (15, False)):
+        tensors, wanted = with_nan(name, keys)
+        module: Any = Causal(name, causal)
+        if way == "vmap":
+            found = torch.vmap(module)(*(tensor[None] for tensor in tensors))[0]
+        elif way == "compile":
+            torch._dynamo.reset()
+            found = torch.compile(module, backend="aot_eager")(*tensors)
+        elif way == "export":
+            found = torch.export.export(module, tuple(tensors)).module()(*tensors)
+        elif way == "trace":
+            found = torch.jit.trace(module, tuple(tensors), check_trace=False)(*tensors)
+        else:
+            found = make_fx(module)(*tensors)(*tensors)
+        assert torch.equal(found.isnan(), wanted), (keys, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["sdpa", "decode"])
+def test_a_query_of_nan_gives_nan_in_a_graph_of_any_length(name: str, causal: bool) -> None:
+    """Made for many keys and run on few."""
+    module, (tensors, _) = Causal(name, causal), with_nan(name, 24)
+    length = torch.export.Dim("length", min=2, max=64)
+    rows = {} if name == "decode" else {1: length}
+    torch._dynamo.reset()
+    graphs = {
+        "export": torch.export.export(module, tuple(tensors), dynamic_shapes=(rows, {1: length}, {1: length})).module(),
+        "compile": torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True),
+        "trace": torch.jit.trace(module, tuple(tensors), check_trace=False),
+    }
+    for keys in (24, 40, 15, 2):
+        tensors, wanted = with_nan(name, keys)
+        plain_query = tensors[0].nan_to_num()
+        for way, graph in graphs.items():
+            assert torch.equal(graph(*tensors).isnan(), wanted), (way, keys)
+            torch.testing.assert_close(graph(plain_query, *tensors[1:]), module(plain_query, *tensors[1:]))

@@ -15,6 +15,9 @@ from easytorch.backends.aten.storage_dtypes import narrow, wide
 from easytorch.backends.dtypes import DType
 from easytorch.backends.types import OpType
 
+# Keys below which ATen's CPU kernel, without a mask, takes a query of NaN for one that sees nothing.
+_LANES = 16
+
 
 def _along(context: NodeContext) -> list[int]:
     """The shape under which a vector goes along the features of the operand."""
@@ -127,9 +130,13 @@ def _attention(context: NodeContext) -> Kernel:
             query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
 
+    triangle = torch.ones((length, keys), dtype=torch.bool, device=context.device).tril() if is_causal else None
+    if not masks and keys < _LANES:
+        all_keys = torch.ones((1, keys), dtype=torch.bool, device=context.device)
+        seen = all_keys if triangle is None else triangle
+        return plain(lambda query, key, value: attend(query, key, value, seen, False))(context)
     if not masks:
         return plain(lambda query, key, value: attend(query, key, value, None, is_causal))(context)
-    triangle = torch.ones((length, keys), dtype=torch.bool, device=context.device).tril() if is_causal else None
 
     def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         mask = mask.reshape([1] * (4 - mask.ndim) + list(mask.shape))
