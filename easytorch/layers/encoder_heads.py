@@ -286,6 +286,10 @@ class EncoderSequenceClassification(EncoderHead):
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
 
+    def with_labels(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The logits (B, num_labels) as the loss of `labels` is computed of them, and as they are then returned."""
+        return logits
+
     @can_return_tuple
     def forward(
         self,
@@ -307,6 +311,7 @@ class EncoderSequenceClassification(EncoderHead):
             **kwargs,
         )
         logits = self.classify(outputs, attention_mask)
+        logits = logits if labels is None else self.with_labels(logits, labels)
         return SequenceClassifierOutput(
             loss=None if labels is None else self.loss_of(logits, labels),
             logits=logits,

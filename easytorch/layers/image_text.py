@@ -35,6 +35,14 @@ class ArgumentsInOrder(_Base):
             family.forward = in_order(cls.forward, cls.arguments)
 
 
+def is_token(token: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
+    """(B, T): True where input_ids (B, T) is `token`; without them, where inputs_embeds (B, T, D) is its embedding."""
+    if input_ids is not None:
+        return input_ids == token
+    embedded = embedding(torch.tensor(token, device=inputs_embeds.device))
+    return (inputs_embeds == embedded).all(-1)
+
+
 class ImageTextModel(ArgumentsInOrder):
     """The decoder over embeddings in which the features of the images stand in place of the image tokens.
 
@@ -84,11 +92,7 @@ class ImageTextModel(ArgumentsInOrder):
         Without input_ids they are those with the embedding of the image token.
         """
         image_token = self.config.image_token_id
-        if input_ids is None:
-            token = torch.tensor(image_token, device=inputs_embeds.device)
-            is_image = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
-        else:
-            is_image = input_ids == image_token
+        is_image = is_token(image_token, input_ids, inputs_embeds, self.get_input_embeddings())
         count, features = is_image.sum(), image_features.shape[:-1].numel()
         torch_compilable_check(
             count == features,
@@ -166,7 +170,7 @@ class ImageTextHead(ArgumentsInOrder, CausalLMHead):
     _pp_plan = None
     _fsdp_plan = None
 
-    def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+    def get_image_features(self, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's."""
         backbone: Any = self.base_model
-        return backbone.get_image_features(pixel_values, **kwargs)
+        return backbone.get_image_features(pixel_values, *args, **kwargs)

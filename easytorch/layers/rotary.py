@@ -48,7 +48,7 @@ class RotaryEmbedding(RotaryTables):
 
     partial: ClassVar[bool] = False  # rotates only `partial_rotary_factor` of a head if True, else all of it
     mrope_section: ClassVar[Sequence[int] | None] = None  # where the rope parameters have none
-    mrope_interleaved: ClassVar[bool] = False
+    mrope_interleaved: ClassVar[bool] = False  # of the family, whatever a config says of it
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
@@ -87,9 +87,10 @@ class RotaryEmbedding(RotaryTables):
             frequencies = self.frequencies(self.config, self.config.rope_parameters, device=x.device, seq_len=longest)
         rope = self.config.rope_parameters
         section = rope.get("mrope_section", self.mrope_section) if position_ids.dim() == 3 else None
-        interleaved = bool(rope.get("mrope_interleaved", self.mrope_interleaved))
         dtype = self.table_dtype or x.dtype
-        return cos_sin(position_ids, frequencies, dtype, mrope_section=section, mrope_interleaved=interleaved)
+        return cos_sin(
+            position_ids, frequencies, dtype, mrope_section=section, mrope_interleaved=self.mrope_interleaved
+        )
 
 
 class PartialRotaryEmbedding(RotaryEmbedding):

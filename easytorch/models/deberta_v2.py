@@ -305,12 +305,17 @@ class DebertaV2ForSequenceClassification(EncoderSequenceClassification, DebertaV
     def classify(self, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
         return linear(self.classifier, self.dropout(self.pooler(outputs.last_hidden_state)))
 
+    def with_labels(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Those of one label are (B,) and of the labels' dtype, unless `config.problem_type` is set."""
+        plain = self.num_labels != 1 or self.config.problem_type is not None
+        return logits if plain else logits.view(-1).to(labels.dtype)
+
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Without `config.problem_type` the labels say: floats of one label, classes (negative: ignored), or shares."""
         if self.config.problem_type is not None:
             return super().loss_of(logits, labels)
         if self.num_labels == 1:
-            return F.mse_loss(logits.view(-1).to(labels.dtype), labels.view(-1))
+            return F.mse_loss(logits, labels.view(-1))
         if labels.dim() > 1 and labels.shape[-1] > 1:
             return -(F.log_softmax(logits, dim=-1) * labels).sum(-1).mean()
         classes = labels.flatten().long()

@@ -11,7 +11,6 @@ import torch
 from transformers import GenerationMixin, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast, LlavaModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import select_hidden_states
 
 from easytorch.layers.basics import activation
 from easytorch.layers.image_text import ImageTextHead, ImageTextModel
@@ -59,7 +58,6 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
 
     @merge_with_config_defaults
     @can_return_tuple
-    @select_hidden_states("vision_feature_layer")
     def get_image_features(
         self,
         pixel_values: torch.Tensor,
@@ -76,7 +74,8 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
         """
         if image_sizes is not None:
             kwargs["image_sizes"] = image_sizes
-        outputs = self.vision_tower(pixel_values, return_dict=True, **kwargs)
+        # all of them: older versions of transformers have no choice of some
+        outputs = self.vision_tower(pixel_values, **kwargs | {"return_dict": True, "output_hidden_states": True})
         layers = [vision_feature_layer] if isinstance(vision_feature_layer, int) else vision_feature_layer or []
         first = int(vision_feature_select_strategy == "default")
         states = [outputs.hidden_states[layer][:, first:] for layer in layers]

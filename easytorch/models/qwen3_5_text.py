@@ -12,7 +12,7 @@ from easytorch.layers.gated_delta_net import GatedDeltaNet
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
 from easytorch.layers.hybrid import HybridBackbone, HybridLayer
 from easytorch.layers.linear import linear
-from easytorch.layers.masks import Masks
+from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import PartialRotaryEmbedding
 from easytorch.models.mistral import MistralMLP
@@ -42,29 +42,13 @@ class Qwen3_5DecoderLayer(HybridLayer):
     norm_class = ZeroCenteredRMSNorm
 
 
-class Qwen3_5TextRotaryEmbedding(PartialRotaryEmbedding):
+class Qwen3_5TextRotaryEmbedding(MultimodalRotaryEmbedding, PartialRotaryEmbedding):
     mrope_section = (11, 11, 10)
     mrope_interleaved = True
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(x, position_ids[1:] if _has_text(position_ids) else position_ids)
 
-
-class Qwen3_5Backbone(HybridBackbone):
-    """position_ids may be (3, B, T): time, height and width; or (4, B, T): those of the text before them."""
-
+class Qwen3_5Backbone(MultimodalPositions, HybridBackbone):
     rotary_class = Qwen3_5TextRotaryEmbedding
-
-    def make_masks(
-        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any, position_ids: torch.Tensor | None
-    ) -> Masks:
-        if position_ids is not None and position_ids.dim() == 3:
-            position_ids = position_ids[0] if _has_text(position_ids) else None
-        return super().make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
-
-
-def _has_text(position_ids: torch.Tensor) -> bool:
-    return position_ids.dim() == 3 and position_ids.shape[0] == 4
 
 
 class Qwen3_5PreTrainedModel(NativeDecoder):

@@ -47,6 +47,11 @@ class RobertaEmbeddings(BertEmbeddings):
                 f"{config.model_type}: config.pad_token_id is None; positions are counted from it, so give the "
                 f"number of the padding token"
             )
+        if config.pad_token_id >= config.max_position_embeddings:
+            raise ValueError(
+                f"{config.model_type}: config.pad_token_id={config.pad_token_id} is not among the "
+                f"config.max_position_embeddings={config.max_position_embeddings} positions, which are counted from it"
+            )
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.position_embeddings = nn.Embedding(

@@ -85,7 +85,20 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
             from_state_dict=load,
             check=check_loaded,
         )
+        model.freeze_again()
         return (model, info) if output_loading_info else model
+
+    def post_init(self) -> None:
+        finish: Any = super().post_init
+        finish()
+        self._frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+
+    def freeze_again(self) -> None:
+        """Parameters that the constructor froze, which a load makes anew, as ones that learn."""
+        parameters = dict(self.named_parameters())
+        for name in self._frozen:
+            if name in parameters:  # not where quantization or adapters put a module around it
+                parameters[name].requires_grad_(False)
 
     @classmethod
     def refusal(cls, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> str | None:
@@ -161,6 +174,12 @@ class NativeImageText(NativeDecoder):
 
     input_modalities: Any = ("image", "text")
     new_part = staticmethod(new_part)
+
+
+class NativeVideoText(NativeDecoder):
+    """The same for a family of images, videos and text, whose tower and decoder are its own."""
+
+    input_modalities: Any = ("image", "video", "text")
 
 
 class NativeMoeDecoder(NativeDecoder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import cast
 
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
@@ -11,11 +12,19 @@ from easytorch.layers.attention import OURS
 
 
 def native_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Our class for one of transformers' own: that of the same name in the family's file, or the class itself."""
-    family = getattr(model_class.config_class, "model_type", "").replace("-", "_")
-    if not model_class.__module__.startswith("transformers.") or family not in families():
+    """Our class for one of transformers' own: that of the same name in the family's file, or the class itself.
+
+    The tower and the decoder of a family of images may stand in its file too, as they do in transformers.
+    """
+    if not model_class.__module__.startswith("transformers.models."):
         return model_class
-    return getattr(importlib.import_module(f"easytorch.models.{family}"), model_class.__name__, model_class)
+    own = getattr(model_class.config_class, "model_type", "").replace("-", "_")
+    whole = model_class.__module__.split(".")[2]
+    for family in (name for name in (own, whole) if name in families()):
+        found = vars(importlib.import_module(f"easytorch.models.{family}")).get(model_class.__name__)
+        if found is not None:
+            return cast(type[PreTrainedModel], found)
+    return model_class
 
 
 def new_part(config: PreTrainedConfig) -> PreTrainedModel:

@@ -103,8 +103,8 @@ def cos_sin(
     """position_ids (..., T) -> cos and sin (..., T, R), the second half of R repeats the first; the angles are float32.
 
     mrope_section: how many of the R / 2 pairs rotate by each of three positions (time, height, width); position_ids is
-    then (3, ..., T). The sections follow one another (Qwen2-VL) or are interleaved: pair i takes axis i % 3 while that
-    has pairs left, then time (Qwen3-VL).
+    then (3, ..., T). The sections follow one another and add up to R / 2 (Qwen2-VL), or are interleaved: pair i takes
+    axis i % 3 while that has pairs left, then time (Qwen3-VL).
     """
     inverse, factor = frequencies
     angles = position_ids[..., None].float() * inverse.to(position_ids.device, torch.float32)
@@ -119,9 +119,9 @@ def cos_sin(
 
 def _axes(section: Sequence[int], pairs: int, interleaved: bool, device: torch.device) -> Tensor:
     """(pairs,): the position axis of each pair."""
-    if sum(section) != pairs:
-        raise ValueError(f"mrope_section {list(section)} must add up to the {pairs} pairs that turn")
     if not interleaved:
+        if sum(section) != pairs:
+            raise ValueError(f"mrope_section {list(section)} must add up to the {pairs} pairs that turn")
         return torch.arange(len(section), device=device).repeat_interleave(torch.tensor(section, device=device))
     turns = len(section)
     axes = [i % turns if i < section[i % turns] * turns else 0 for i in range(pairs)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Gemma3Config, LlavaConfig
+from transformers import Gemma3Config, LlavaConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
 from tests.models.family import Family
 
-IMAGE_TOKEN = 96
+IMAGE_TOKEN, VIDEO_TOKEN = 96, 95
 _VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -43,6 +43,20 @@ _GEMMA = _TEXT | {
     "layer_types": ["sliding_attention", "full_attention"],
     "tie_word_embeddings": False,
 }
+# Patches of 2 x 2 pixels in 2 frames; a square of 2 x 2 of them is a token.
+_PATCHES = {"depth": 3, "num_heads": 2, "in_channels": 3, "patch_size": 2, "temporal_patch_size": 2}
+_PATCHES |= {"spatial_merge_size": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_OTHER_ROPE = {"type": "mrope", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+_QWEN = _TEXT | {"rope_parameters": _ROPE}
+_QWEN3 = _QWEN | {"head_dim": 8, "num_hidden_layers": 3}
+_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN, "tie_word_embeddings": False}
+_QWEN2_VISION = _PATCHES | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+_QWEN2_5_VISION = _PATCHES | {"hidden_size": 16, "intermediate_size": 40, "out_hidden_size": 32}
+_QWEN2_5_VISION |= {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+_QWEN3_VISION = _PATCHES | {"hidden_size": 16, "intermediate_size": 40, "out_hidden_size": 32}
+_QWEN3_VISION |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 IMAGE_TEXT_FAMILIES = {
     "llava": Family(
         LlavaConfig,
@@ -72,7 +86,41 @@ IMAGE_TEXT_FAMILIES = {
             {"text_config": _GEMMA | {"use_bidirectional_attention": True, "attention_bias": True}},
         ),
     ),
+    "qwen2_vl": Family(
+        Qwen2VLConfig,
+        ("Qwen2VLModel", "Qwen2VLForConditionalGeneration"),
+        _TOKENS | {"vision_config": _QWEN2_VISION, "text_config": _QWEN},
+        variants=(
+            {"vision_config": _QWEN2_VISION | {"hidden_act": "gelu", "num_heads": 4}, "tie_word_embeddings": True},
+            {"vision_config": _QWEN2_VISION | {"temporal_patch_size": 1, "in_channels": 6}},
+            {"text_config": _QWEN | {"rope_parameters": _OTHER_ROPE}},
+        ),
+    ),
+    "qwen2_5_vl": Family(
+        Qwen2_5_VLConfig,
+        ("Qwen2_5_VLModel", "Qwen2_5_VLForConditionalGeneration"),
+        _TOKENS | {"vision_config": _QWEN2_5_VISION, "text_config": _QWEN},
+        variants=(
+            {"vision_config": _QWEN2_5_VISION | {"window_size": 4, "fullatt_block_indexes": []}},
+            {"vision_config": _QWEN2_5_VISION | {"window_size": 12, "hidden_act": "gelu"}, "tie_word_embeddings": True},
+            {"text_config": _QWEN | _WINDOWS},
+        ),
+    ),
+    "qwen3_vl": Family(
+        Qwen3VLConfig,
+        ("Qwen3VLModel", "Qwen3VLForConditionalGeneration"),
+        _TOKENS | {"vision_config": _QWEN3_VISION, "text_config": _QWEN3},
+        attentions=3,
+        variants=(
+            {"vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": [0, 1, 2]}},  # a layer each
+            {"vision_config": _QWEN3_VISION | {"deepstack_visual_indexes": []}, "tie_word_embeddings": True},
+            {"vision_config": _QWEN3_VISION | {"num_position_embeddings": 9, "hidden_act": "gelu"}},
+            {"text_config": _QWEN3 | {"attention_bias": True, "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}},
+        ),
+    ),
 }
+# Families whose images are patches of any number, with the grid of each.
+OF_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _HEADS = {head: family for family, row in IMAGE_TEXT_FAMILIES.items() for head in row.heads}
 
 
@@ -85,10 +133,29 @@ def image_text_inputs(head: str) -> dict[str, Any] | None:
     second = [0, 0, 4, *[IMAGE_TOKEN] * tokens, 90, 12]
     ids = torch.tensor([first, second])
     given = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    given["pixel_values"] = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    given |= images(_HEADS[head])
     if _HEADS[head] == "gemma3":
         given["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    if _HEADS[head] in OF_GRIDS:
+        given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     return given
+
+
+def images(family: str, count: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Images of 9 tokens each, as the family takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    if family not in OF_GRIDS:
+        return {"pixel_values": torch.randn(count, 3, 12, 12, generator=generator)}
+    grids = torch.tensor([[1, 6, 6], [1, 2, 18]])[torch.arange(count) % 2]
+    return {"pixel_values": torch.randn(36 * count, 24, generator=generator), "image_grid_thw": grids}
+
+
+def first_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The first row of a batch of one image a row."""
+    rows = {name: one[:1] for name, one in inputs.items()}
+    if "image_grid_thw" in inputs:
+        rows["pixel_values"] = inputs["pixel_values"][: inputs["image_grid_thw"][0].prod()]
+    return rows
 
 
 def image_text_labels(head: str) -> dict[str, Any]:

@@ -223,6 +223,9 @@ def test_files_of_one_head_load_under_every_head(make_pair, tmp_path) -> None:
     loaded = easytorch.AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path)
     assert type(loaded) is type(ours) and loaded.easytorch_report.native
     assert loaded.proj_out.weight is loaded.model.decoder.embed_tokens.weight
+    # the sinusoids of the encoder, which the constructor freezes and transformers' loading makes learn
+    frozen = {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"model.encoder.embed_positions.weight"}
     weights = theirs.state_dict()
     name = "model.decoder.layers.1.encoder_attn.v_proj.bias"
     kept = {other: one for other, one in weights.items() if other != name}

@@ -118,15 +118,17 @@ def test_the_length_dependence_compiles(name: str) -> None:
         torch.testing.assert_close(compiled(torch.empty(0), positions), module(torch.empty(0), positions))
 
 
-@pytest.mark.parametrize(("model", "interleaved"), [("qwen2_vl", False), ("qwen3_vl", True)])
-def test_multimodal_sections(model: str, interleaved: bool) -> None:
+@pytest.mark.parametrize(("model", "interleaved", "section"), [
+    ("qwen2_vl", False, [6, 3, 3]), ("qwen3_vl", True, [6, 3, 3]), ("qwen3_vl", True, [16, 8, 8]),
+    ("qwen3_vl", True, [2, 1, 1]),
+])  # fmt: skip
+def test_multimodal_sections(model: str, interleaved: bool, section: list[int]) -> None:
     from importlib import import_module
 
     classes = {"qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding"),
                "qwen3_vl": ("Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding")}  # fmt: skip
     config_name, module_name = classes[model]
     module = import_module(f"transformers.models.{model}.modeling_{model}")
-    section = [6, 3, 3]
     config = getattr(import_module(f"transformers.models.{model}.configuration_{model}"), config_name)(
         hidden_size=2 * HEAD_DIM, num_attention_heads=2, head_dim=HEAD_DIM,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": section},

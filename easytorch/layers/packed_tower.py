@@ -1,0 +1,168 @@
+"""Towers over images and videos of any size, whose patches stand side by side in one row (arXiv:2409.12191).
+
+Legend: N patches of all images together, D hidden size, I images and videos.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from easytorch.layers.attention import interface_of
+from easytorch.layers.config import attn_implementation
+from easytorch.layers.encoder import check_heads
+from easytorch.layers.linear import linear, watched
+from easytorch.layers.norm import LayerNorm
+from easytorch.layers.patches import pair
+from easytorch.layers.rotary import RotaryTables, rotary
+
+Segments = list[tuple[int, int]]  # runs of segments of one length: how many, and of how many patches each
+
+
+def segments_of(boundaries: torch.Tensor) -> Segments:
+    """boundaries (S + 1,): where each of the S parts that attend to themselves starts, and the length."""
+    lengths = boundaries.diff().tolist()
+    return [(len(list(run)), length) for length, run in itertools.groupby(lengths) if length]
+
+
+class PackedPatches(nn.Module):
+    """A token of each patch: (N, channels * frames * height * width of a patch) -> (N, D)."""
+
+    def __init__(self, config: Any, hidden_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        size = (pair(config.temporal_patch_size)[0], *pair(config.patch_size))
+        self.proj = nn.Conv3d(config.in_channels, hidden_size, kernel_size=size, stride=size, bias=bias)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        layer = self.proj
+        shape = (layer.in_channels, *layer.kernel_size)
+        if patches.dim() != 2 or patches.shape[1] != torch.Size(shape).numel():
+            raise ValueError(
+                f"pixel values {tuple(patches.shape)} must be (patches, {torch.Size(shape).numel()}): {shape[0]} "
+                f"channels of {shape[1]} frames of {shape[2]} x {shape[3]} pixels, as the processor makes them"
+            )
+        weight = layer._parameters.get("weight")
+        if watched(layer) or weight is None:
+            return layer(patches.unflatten(1, shape).to(layer.weight.dtype)).flatten(1)
+        # a convolution whose patches are apart already is one product, which it takes many small ones for
+        return F.linear(patches.to(weight.dtype), weight.flatten(1), layer.bias)
+
+
+class AxialRotaryEmbedding(RotaryTables):
+    """cos and sin of rows and columns, each of which turns half of a head."""
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: Any, hidden_size: int) -> None:
+        super().__init__(config)
+        check_heads(hidden_size, config.num_heads)
+        self.head_dim = hidden_size // config.num_heads
+        # older versions of transformers have one base for every tower, and none in the config
+        self.rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {"rope_type": "axial"}
+        kind = self.rope["rope_type"]
+        if kind != "axial":
+            raise ValueError(f"{config.model_type}: config.rope_parameters has rope type {kind!r}; a tower has 'axial'")
+        self.register_buffer("inv_freq", self._inverse(), persistent=False)
+        self.register_buffer("original_inv_freq", self._inverse(), persistent=False)
+
+    def _inverse(self) -> torch.Tensor:
+        half = self.head_dim // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+        return 1.0 / self.rope.get("rope_theta", 10000.0) ** exponents
+
+    def init_buffers(self) -> None:
+        for buffer in (self.inv_freq, self.original_inv_freq):
+            initialization.copy_(buffer, self._inverse())
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids (N, 2), row and column of each patch -> cos and sin (N, head_dim), float32."""
+        if self.head_dim % 4:  # here, as in transformers such a model still carries text
+            heads = self.config.num_heads
+            raise ValueError(
+                f"{self.config.model_type}: config.num_heads={heads} gives heads of {self.head_dim}, which must be a "
+                f"multiple of 4: rows and columns each turn pairs of half a head"
+            )
+        angles = (position_ids[..., None].float() * self.inv_freq.to(x.device, torch.float32)).flatten(1)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+class PackedAttention(nn.Module):
+    """Attention of each patch to those of its segment, an image, a frame or a window: (N, D) -> (N, D)."""
+
+    is_causal = False
+    num_key_value_groups = 1
+
+    def __init__(self, config: Any, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_heads
+        self.head_dim = hidden_size // config.num_heads
+        self.scaling = self.head_dim**-0.5
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        segments: Segments,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """position_embeddings: cos and sin (N, head_dim), in float32, in which queries and keys are rotated."""
+        qkv = linear(self.qkv, hidden_states).view(1, -1, 3, self.num_heads, self.head_dim)
+        query, key, value = qkv.unbind(2)
+        cos, sin = (table[None] for table in position_embeddings)
+        query, key = rotary(query, key, cos, sin)
+        attend, start, attended = interface_of(attn_implementation(self.config)), 0, []
+        for count, length in segments:  # one call for all neighbours of a length, where transformers makes one for each
+            here = slice(start, start := start + count * length)
+            parts = (one[0, here].unflatten(0, (count, length)).transpose(1, 2) for one in (query, key, value))
+            output, _ = attend(self, *parts, None, scaling=self.scaling, dropout=0.0, is_causal=False, **kwargs)
+            attended.append(output.reshape(count * length, -1))
+        return linear(self.proj, torch.cat(attended))
+
+
+class PackedBlock(GradientCheckpointingLayer):
+    """x + attn(norm1(x)), then x + mlp(norm2(x)): (N, D) -> (N, D)."""
+
+    norm_class: ClassVar[type[nn.Module]] = LayerNorm
+    attention_class: ClassVar[type[PackedAttention]]
+
+    def __init__(self, config: Any, hidden_size: int, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1: nn.Module = self.norm_class(hidden_size, eps=1e-6)
+        self.norm2: nn.Module = self.norm_class(hidden_size, eps=1e-6)
+        self.attn = self.attention_class(config, hidden_size)
+        self.mlp = mlp
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        hidden_states = hidden_states + self.attn(self.norm1(hidden_states), **kwargs)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+def check_grids(patches: torch.Tensor, grids: torch.Tensor | None, merge: int) -> torch.Tensor:
+    """grids (I, 3) of the patches (N, ...). `ValueError` where they are not theirs, or cannot be merged."""
+    if grids is None:
+        raise ValueError(
+            "images need image_grid_thw, and videos video_grid_thw: (number, 3), the frames, rows and columns of "
+            "patches of each, as the processor gives them"
+        )
+    if torch.compiler.is_compiling():
+        return grids
+    found = int(grids.prod(-1).sum())
+    if found != patches.shape[0]:
+        raise ValueError(
+            f"pixel values {tuple(patches.shape)} have {patches.shape[0]} patches; grids {grids.tolist()} have {found}"
+        )
+    if bool((grids[:, 1:] % merge).any()):
+        raise ValueError(f"grids {grids.tolist()}: rows and columns must be multiples of spatial_merge_size={merge}")
+    return grids

@@ -1,0 +1,247 @@
+"""Qwen3-VL (arXiv:2511.21631): Qwen 3's decoder, whose first layers are given features of layers of the tower too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, Qwen3VLConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+from transformers.vision_utils import (
+    get_vision_attention_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.head_norm import HeadNormAttention
+from easytorch.layers.linear import linear
+from easytorch.layers.mlp import PlainMLP
+from easytorch.layers.multimodal_positions import Grid, MultimodalPositions, MultimodalRotaryEmbedding
+from easytorch.layers.norm import LayerNorm
+from easytorch.layers.packed_tower import (
+    AxialRotaryEmbedding,
+    PackedAttention,
+    PackedBlock,
+    PackedPatches,
+    segments_of,
+)
+from easytorch.layers.video_text import VideoTextHead, VideoTextModel
+from easytorch.models.qwen3 import Qwen3MLP
+from easytorch.protocol.native import NativeVideoText
+
+_INPUTS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "mm_token_type_ids",
+)
+
+
+class Qwen3VLVisionAttention(PackedAttention):
+    pass
+
+
+class Qwen3VLVisionMLP(PlainMLP):
+    up_name, down_name = "linear_fc1", "linear_fc2"
+
+
+class Qwen3VLVisionBlock(PackedBlock):
+    attention_class = Qwen3VLVisionAttention
+
+    def __init__(self, config: Any) -> None:
+        mlp = Qwen3VLVisionMLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)
+        super().__init__(config, config.hidden_size, mlp)
+
+
+class Qwen3VLVisionPatchMerger(nn.Module):
+    """The patches of a square, side by side, as one token of the decoder: (N, D of the tower) -> (N / merge**2, D).
+
+    use_postshuffle_norm: they are normalised side by side, not each by itself.
+    """
+
+    def __init__(self, config: Any, *, use_postshuffle_norm: bool = False) -> None:
+        super().__init__()
+        self.hidden_size = config.hidden_size * config.spatial_merge_size**2
+        self.use_postshuffle_norm = use_postshuffle_norm
+        self.norm = LayerNorm(self.hidden_size if use_postshuffle_norm else config.hidden_size, eps=1e-6)
+        self.linear_fc1 = nn.Linear(self.hidden_size, self.hidden_size)
+        self.act_fn = nn.GELU()
+        self.linear_fc2 = nn.Linear(self.hidden_size, config.out_hidden_size)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        squares = patches.view(-1, self.hidden_size) if self.use_postshuffle_norm else patches
+        squares = self.norm(squares).view(-1, self.hidden_size)
+        return linear(self.linear_fc2, self.act_fn(linear(self.linear_fc1, squares)))
+
+
+class Qwen3VLTextRotaryEmbedding(MultimodalRotaryEmbedding):
+    mrope_section = (24, 20, 20)
+    mrope_interleaved = True
+
+
+class Qwen3VLTextAttention(HeadNormAttention):
+    pass
+
+
+class Qwen3VLTextDecoderLayer(DecoderLayer):
+    """Qwen 3's; the first ones add features of layers of the tower to their output, where images and videos stand."""
+
+    attention_class = Qwen3VLTextAttention
+    mlp_class = Qwen3MLP
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        visual_pos_masks: torch.Tensor | None = None,
+        deepstack_visual_embeds: list[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # not in `forward`: what hooks record is without them, as in transformers, and a checkpoint computes it alone
+        hidden_states = super().__call__(hidden_states, *args, **kwargs)
+        if deepstack_visual_embeds is None or self.layer_idx >= len(deepstack_visual_embeds):
+            return hidden_states
+        return _added(hidden_states, visual_pos_masks, deepstack_visual_embeds[self.layer_idx])
+
+
+def _added(hidden_states: torch.Tensor, here: Any, features: torch.Tensor) -> torch.Tensor:
+    """hidden_states (B, T, D) plus features (n, D) at the n places that `here` (B, T) marks."""
+    here, features = here.to(hidden_states.device), features.to(hidden_states.device, hidden_states.dtype)
+    return hidden_states + torch.zeros_like(hidden_states).masked_scatter(here[..., None], features)
+
+
+class Qwen3VLPreTrainedModel(NativeVideoText):
+    config: Qwen3VLConfig
+    config_class = Qwen3VLConfig
+    _no_split_modules = ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": Qwen3VLTextDecoderLayer,
+        "attentions": Qwen3VLTextAttention,
+    }
+
+
+class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
+    config: Qwen3VLVisionConfig
+    config_class = Qwen3VLVisionConfig
+    input_modalities = ("image", "video")
+    _can_record_outputs = {"hidden_states": Qwen3VLVisionBlock, "attentions": Qwen3VLVisionAttention}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.spatial_merge_size = config.spatial_merge_size
+        self.patch_embed = PackedPatches(config, width, bias=True)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, width)
+        self.num_grid_per_side = int(config.num_position_embeddings**0.5)
+        self.rotary_pos_emb = AxialRotaryEmbedding(config, width)
+        self.blocks = nn.ModuleList(Qwen3VLVisionBlock(config) for _ in range(config.depth))
+        self.merger = Qwen3VLVisionPatchMerger(config)
+        self.deepstack_merger_list = nn.ModuleList(
+            Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=True) for _ in config.deepstack_visual_indexes
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any
+    ) -> BaseModelOutputWithDeepstackFeatures:
+        """hidden_states (N, a patch's), grid_thw (I, 3) -> last_hidden_state (N, D), pooler_output (N / merge**2, the
+        decoder's D), and deepstack_features, the like of each layer `config.deepstack_visual_indexes`."""
+        near, shares = get_vision_interpolation_indices_and_weights(
+            grid_thw,
+            num_grid_per_side=self.num_grid_per_side,
+            mode="bilinear",
+            align_corners=True,
+            spatial_merge_size=self.spatial_merge_size,
+            kwargs=kwargs,
+        )
+        positions = get_vision_position_ids(grid_thw, self.spatial_merge_size, kwargs=kwargs)
+        segments = segments_of(get_vision_attention_seqlens(grid_thw, self.config, kwargs=kwargs)[0])
+        hidden_states = self.patch_embed(hidden_states)
+        learned = (self.pos_embed(near) * shares[:, :, None]).sum(1)
+        hidden_states = hidden_states + learned.to(hidden_states.dtype)
+        rotations = self.rotary_pos_emb(hidden_states, positions)
+        indexes, features = list(self.config.deepstack_visual_indexes), []
+        for index, block in enumerate(self.blocks):
+            hidden_states = block(hidden_states, segments=segments, position_embeddings=rotations, **kwargs)
+            if index in indexes:
+                features.append(self.deepstack_merger_list[indexes.index(index)](hidden_states))
+        return BaseModelOutputWithDeepstackFeatures(
+            last_hidden_state=hidden_states,
+            pooler_output=self.merger(hidden_states),
+            deepstack_features=features,
+        )
+
+
+class Qwen3VLTextModel(MultimodalPositions, DecoderBackbone, Qwen3VLPreTrainedModel):
+    config: Qwen3VLTextConfig
+    config_class = Qwen3VLTextConfig
+    input_modalities = ("text",)
+    layer_class = Qwen3VLTextDecoderLayer
+    rotary_class = Qwen3VLTextRotaryEmbedding
+
+
+class Qwen3VLModel(VideoTextModel, Qwen3VLPreTrainedModel):
+    tower_class = Qwen3VLVisionModel
+    decoder_class = Qwen3VLTextModel
+    arguments = (
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "inputs_embeds",
+        *_INPUTS,
+        "mm_encoder_outputs",
+    )
+
+    def split(self, outputs: Any, sizes: list[int]) -> Any:
+        outputs.deepstack_features = [torch.split(level, sizes) for level in outputs.deepstack_features]
+        return super().split(outputs, sizes)
+
+    def grids_of(self, kind: str, grids: torch.Tensor) -> list[Grid]:
+        """The text tells the time of each frame of a video, so that they stand apart."""
+        if kind == "image":
+            return super().grids_of(kind, grids)
+        return [[1, height, width] for time, height, width in grids.tolist() for _ in range(time)]
+
+    def decoder_arguments(self, found: dict[str, tuple[Any, torch.Tensor]]) -> dict[str, Any]:
+        if not found:
+            return {}
+        levels = [[torch.cat(tuple(level)) for level in outputs.deepstack_features] for outputs, _ in found.values()]
+        masks = [here for _, here in found.values()]
+        if len(masks) == 1:
+            return {"visual_pos_masks": masks[0], "deepstack_visual_embeds": levels[0]}
+        here = masks[0] | masks[1]
+        joint = []
+        for of_images, of_videos in zip(*levels, strict=True):
+            features = of_images.new_zeros(*here.shape, of_images.shape[-1])
+            features = features.masked_scatter(masks[0][..., None], of_images)
+            joint.append(features.masked_scatter(masks[1][..., None], of_videos)[here])
+        return {"visual_pos_masks": here, "deepstack_visual_embeds": joint}
+
+
+class Qwen3VLForConditionalGeneration(VideoTextHead, Qwen3VLPreTrainedModel, GenerationMixin):
+    backbone_class = Qwen3VLModel
+    accepts_loss_kwargs = False
+    arguments = (
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "inputs_embeds",
+        "labels",
+        *_INPUTS,
+        "logits_to_keep",
+        "mm_encoder_outputs",
+    )
