@@ -1,4 +1,4 @@
-"""Random configs of every native decoder family, against transformers' class with the same weights.
+"""Random configs of every native family of text, and of images and text, against transformers' class and weights.
 
     python scripts/fuzz_models.py                              400 cases over all families
     python scripts/fuzz_models.py qwen3 phi --cases 200 --seed 7
@@ -8,7 +8,9 @@ A case draws a config (sizes, biases, heads, windows, rope parameters, activatio
 and inputs (padding on either side, embeddings, labels, packed positions), and then compares logits, loss and gradients,
 steps through a cache, generated tokens, bfloat16 and files. "bad" makes one entry of the config wrong. A config that
 our class refuses must be refused with a `ValueError` that names an entry of it, and one that transformers' class cannot
-run is counted, not compared. The exit code is 1 where a case differs. CI runs tests/scripts/test_fuzz_models.py.
+run is counted, not compared. Of encoders, encoder-decoders, and models of images and text (scripts/model_fuzzing) it
+compares numbers, tokens, bfloat16 and files. The exit code is 1 where a case differs. CI runs
+tests/scripts/test_fuzz_models.py.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES  # noqa: E402
+from scripts.model_fuzzing import other_families as others  # noqa: E402
+from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, LANGUAGE, SEQ2SEQ  # noqa: E402
 
 VOCABULARY, LONGEST = 61, 48
 ACTIVATIONS = (
@@ -512,6 +515,82 @@ def check_bad_config(rng: random.Random, family: str, config: Any) -> None:
     same(f"{name}={value!r}", ours(**inputs).logits, expected)
 
 
+def _other(rng: random.Random, family: str, config: Any, head: str) -> tuple[Any, Any, dict[str, Any], Any]:
+    """Our model and transformers', inputs, and the positions that are compared: none of padding before a text."""
+    ours, theirs = pair(family, head, config)
+    inputs = others.draw_inputs(rng, family, head, config)
+    rows = inputs["attention_mask"].bool() if family in others.IMAGE_TEXT else None
+    return ours, theirs, inputs, rows
+
+
+def check_other_numbers(rng: random.Random, family: str, config: Any) -> None:
+    """Outputs, loss and gradients of a head."""
+    head = rng.choice(others.heads_of(family))
+    ours, theirs, inputs, rows = _other(rng, family, config, head)
+    inputs["output_hidden_states"] = rng.random() < 0.3
+    expected, given = run(theirs, inputs), ours(**inputs)
+    if set(given) != set(expected):
+        raise Different(f"{head}: {sorted(given)} for {sorted(expected)}")
+    for name, value in expected.items():
+        if name != "past_key_values":
+            same(f"{head} {name}", given[name], value, rows)
+    if "loss" in expected and expected["loss"].requires_grad and expected["loss"].isfinite():
+        for output in (given, expected):
+            output["loss"].backward()
+        compare_gradients(head, ours, theirs)
+
+
+@torch.no_grad()
+def check_other_generate(rng: random.Random, family: str, config: Any) -> None:
+    """The same tokens after a text, or after images and text."""
+    ours, theirs, inputs, _ = _other(rng, family, config, LANGUAGE[family])
+    if family not in SEQ2SEQ and not ours.can_generate():
+        raise NotRun("an encoder")
+    inputs.pop("labels", None)
+    settings = {"max_new_tokens": 8, "eos_token_id": -1, "do_sample": False} | rng.choice(_GENERATIONS)
+    settings |= {"pad_token_id": 0, "suppress_tokens": [others.IMAGE, others.VIDEO]}
+    tokens = []
+    for model in (theirs, ours):
+        torch.manual_seed(11)
+        try:
+            tokens.append(model.generate(**inputs, **settings))
+        except Exception as error:  # as in `run`
+            if model is ours:
+                raise
+            raise NotRun(f"generate: {type(error).__name__}") from error
+    if not torch.equal(*tokens):
+        raise Different(f"generate {settings}: {tokens[1].tolist()} for {tokens[0].tolist()}")
+
+
+@torch.no_grad()
+def check_other_bfloat16(rng: random.Random, family: str, config: Any) -> None:
+    """No further from float64 than transformers' class, but for a half."""
+    ours, theirs, inputs, rows = _other(rng, family, config, LANGUAGE[family])
+    kept = ... if rows is None else rows
+    exact = run(copy.deepcopy(theirs).double(), inputs).logits[kept]
+    errors = [(run(model.bfloat16(), inputs).logits[kept] - exact).square().mean().sqrt() for model in (ours, theirs)]
+    if errors[0] > 1.5 * errors[1] + 1e-3 * exact.square().mean().sqrt():
+        raise Different(f"bfloat16: {errors[0]:.2e} off where transformers is {errors[1]:.2e}")
+
+
+@torch.no_grad()
+def check_other_files(rng: random.Random, family: str, config: Any) -> None:
+    """What transformers saves, our class loads, and the other way round: the same logits."""
+    ours, theirs, inputs, rows = _other(rng, family, config, LANGUAGE[family])
+    for saved, other in ((ours, theirs), (theirs, ours)):
+        with tempfile.TemporaryDirectory() as folder:
+            saved.save_pretrained(folder)
+            reference = FAMILIES[family].reference if other is theirs else None
+            loaded = type(other).from_pretrained(folder, attn_implementation=reference)
+            same("loaded", loaded(**inputs).logits, run(other, inputs).logits, rows, rtol=1e-6)
+
+
+OTHER_CHECKS: dict[str, tuple[int, Callable[[random.Random, str, Any], None]]] = {
+    "numbers": (5, check_other_numbers),
+    "generate": (2, check_other_generate),
+    "bfloat16": (1, check_other_bfloat16),
+    "files": (1, check_other_files),
+}
 CHECKS: dict[str, tuple[int, Callable[[random.Random, str, Any], None]]] = {
     "numbers": (5, check_numbers),
     "cache": (2, check_cache),
@@ -521,20 +600,27 @@ CHECKS: dict[str, tuple[int, Callable[[random.Random, str, Any], None]]] = {
     "files": (1, check_files),
     "bad": (2, check_bad_config),
 }
-_WEIGHTED = [name for name, (weight, _) in CHECKS.items() for _ in range(weight)]
+
+
+def draw_case(rng: random.Random, family: str) -> dict[str, Any]:
+    """Keywords of the config of a family of any kind."""
+    return draw_changes(rng, family) if family in DECODERS else others.draw_config(rng, family, draw_changes)
 
 
 def run_case(case: Case, only: str | None = None) -> tuple[str, str]:
     """(outcome, words): "equal", "refused", "not run" by transformers, or "different"."""
     rng = random.Random(zlib.crc32(str(case).encode()))
-    changes = draw_changes(rng, case.family)
-    name = only or rng.choice(_WEIGHTED)
+    changes = draw_case(rng, case.family)
+    checks = CHECKS if case.family in DECODERS else OTHER_CHECKS
+    name = only or rng.choice([name for name, (weight, _) in checks.items() for _ in range(weight)])
+    if name not in checks:
+        return "not run", f"{name} is of decoders"
     try:
         config = FAMILIES[case.family].config_class(**changes)
     except Exception as error:  # transformers' own validation
         return "not run", f"config: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     try:
-        CHECKS[name][1](rng, case.family, config)
+        checks[name][1](rng, case.family, config)
     except NotRun as reason:
         return "not run", str(reason)
     except Different as found:
@@ -542,7 +628,8 @@ def run_case(case: Case, only: str | None = None) -> tuple[str, str]:
     except Exception as error:  # a refusal by name, or a defect: the report has the line
         first = (str(error).strip().splitlines() or [""])[0]
         fields = [field for field in (*vars(config), "head_dim") if field.lstrip("_") in first]
-        if type(error) is ValueError and (case.family in first or first.startswith("rope type")) and fields:
+        named = first.startswith("rope type") or any(name in first for name in (case.family, config.model_type))
+        if type(error) is ValueError and named and fields:
             return "refused", first
         return "different", f"{name}: {type(error).__name__}: {first}"
     return "equal", name
@@ -561,12 +648,12 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("easytorch").setLevel(logging.ERROR)
-    families = arguments.families or list(DECODERS)
+    families = arguments.families or [*DECODERS, *others.OTHERS]
     cases = [Case(families[i % len(families)], arguments.seed * 100_000 + i) for i in range(arguments.cases)]
     if arguments.case:
         family, seed = arguments.case.split(":")
         cases = [Case(family, int(seed))]
-        print(draw_changes(random.Random(zlib.crc32(str(cases[0]).encode())), family))
+        print(draw_case(random.Random(zlib.crc32(str(cases[0]).encode())), family))
     outcomes: collections.Counter[str] = collections.Counter()
     for case in cases:
         outcome, words = run_case(case, arguments.only)

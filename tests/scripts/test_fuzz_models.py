@@ -27,6 +27,13 @@ def test_drawn_configs(family) -> None:
     assert any(outcome == "equal" for outcome, _ in outcomes)
 
 
+@pytest.mark.parametrize("family", fuzz_models.others.OTHERS)
+def test_drawn_configs_of_other_families(family) -> None:
+    outcomes = [fuzz_models.run_case(fuzz_models.Case(family, seed)) for seed in range(3)]
+    assert not [words for outcome, words in outcomes if outcome == "different"]
+    assert any(outcome == "equal" for outcome, _ in outcomes)
+
+
 @pytest.mark.parametrize("check", ["numbers", "cache", "generate", "packed"])
 def test_a_wrong_scale_is_seen(check, monkeypatch) -> None:
     made = GroupedAttention.__init__

@@ -1,0 +1,1 @@
+"""What scripts/fuzz_models.py draws for families that are no decoders."""
