@@ -102,3 +102,20 @@ def test_every_seed_step_and_rank_draws_its_own_dropout():
     drawn = {dropout_seed(seed, step, rank) for seed in (0, 1, 7) for step in range(50) for rank in range(8)}
     assert len(drawn) == 3 * 50 * 8
     torch.manual_seed(dropout_seed(2**40, 10**6, 63))  # torch takes 64 bits
+
+
+def test_the_held_out_loss_is_the_mean_of_the_held_out_blocks(settings):
+    """Without dropout, of all blocks alike, in pieces that do not divide them; the last blocks of the text."""
+    config = settings(model=DROPOUT, steps=1, eval_fraction=0.158, eval_every=1, micro_batch_size=4)
+    result = train(config)
+    ((_, found),) = series(read_metrics(Path(config.output) / "metrics.jsonl"), "eval_loss")
+    tokens = np.load(Path(config.output) / "data" / "tokens.npy")
+    count = len(tokens) // config.block_size
+    blocks = torch.from_numpy(tokens[: count * config.block_size].astype(np.int64)).view(count, -1)
+    held_out = blocks[-max(1, round(count * config.eval_fraction)) :]
+    piece = config.share(1)[1]
+    assert len(held_out) > piece > 1 and len(held_out) % piece, "pieces of unlike sizes"
+    model = transformers.AutoModelForCausalLM.from_pretrained(result.checkpoint).eval()
+    with torch.no_grad():
+        losses = [float(model(input_ids=one[None], labels=one[None]).loss) for one in held_out]
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-4)

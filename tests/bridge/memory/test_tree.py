@@ -14,7 +14,7 @@ import torch
 
 from easytorch.bridge.core.nested import flat
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.memory import dtensors
+from easytorch.bridge.memory import dtensors, jax_arrays
 from easytorch.bridge.memory.tree import MemoryTree
 from easytorch.bridge.rules.transforms import Transform
 from easytorch.bridge.state import state_dict_to_tree, tree_to_state_dict
@@ -359,3 +359,31 @@ def test_a_dimension_that_does_not_divide_is_split_as_torch_splits_it() -> None:
                 assert torch.equal(found, expected[place]), (size, parts, place)
                 moved = dtensors._chunk(slice(5, 5 + size), parts, place)  # split over another axis before
                 assert torch.equal(torch.arange(5 + size)[moved], expected[place] + 5)
+
+
+def test_parts_that_are_elsewhere_are_an_error(monkeypatch) -> None:
+    """An array of which this process holds a part: nothing is left to what memory held."""
+    whole = np.arange(12.0).reshape(4, 3)
+    parts = [((slice(0, 2), slice(0, 3)), whole[:2]), ((slice(3, 4), slice(0, 3)), whole[3:])]
+    monkeypatch.setattr(jax_arrays, "_shards", lambda leaf: iter(parts))
+    rows, columns = slice(0, 4), slice(0, 3)
+    for region, left in (((rows, columns), 3), ((slice(1, 3), slice(1, 3)), 2), ((slice(2, 3), columns), 3)):
+        target = np.empty([part.stop - part.start for part in region])
+        said = f"{left} of its {target.size} elements are on the devices of other processes"
+        with pytest.raises(CheckpointError, match=said):
+            jax_arrays.fill(target, region, whole, "a/kernel")
+    target = np.empty((2, 2))
+    jax_arrays.fill(target, (slice(0, 2), slice(1, 3)), whole, "a/kernel")
+    assert np.array_equal(target, whole[:2, 1:])
+
+
+def test_memory_outside_of_an_array_is_not_shared() -> None:
+    """A view of other memory, or one that reaches over the end, makes no tensor."""
+    import jax.numpy as jnp
+
+    leaf = jnp.arange(64, dtype=jnp.float32)
+    own = jax_arrays.host(leaf)
+    assert jax_arrays.share(leaf, own[8:16]) is not None
+    beyond = np.lib.stride_tricks.as_strided(own[60:], (8,), own.strides, writeable=False)
+    for view in (np.ones(64, np.float32), jax_arrays.host(jnp.ones(64)), beyond):
+        assert jax_arrays.share(leaf, view) is None

@@ -104,3 +104,9 @@ def test_the_tree_that_an_error_names_can_be_chosen():
     for wrapper in ("params", "x"):
         assert list(unwrapped(at(f"{wrapper}/g", f"{wrapper}/d"), "g").names) == list(PARAMETERS)
     assert compile_rules(RULES).unknown_flax("b/head/bias", at("a", "b")).count("a, b") == 1
+
+
+def test_two_leaves_of_one_parameter_are_named():
+    """A variable that stands twice, under both of its names: neither is passed over."""
+    with pytest.raises(CheckpointError, match="are one parameter; remove one"):
+        unwrapped(["a/kernel/value", "a/kernel/raw_value", "b/kernel/value"])

@@ -5,6 +5,7 @@ import pytest
 
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.rules.computed_transforms import unfolded
 from easytorch.bridge.rules.head_transforms import heads_bias, heads_in, heads_out, stacked, with_batch
 from easytorch.bridge.rules.plan import plan_from_torch, plan_to_torch
 from easytorch.bridge.rules.table import compile_rules
@@ -84,3 +85,13 @@ def test_leaves_that_make_no_tensor(change, match):
 def test_heads_that_do_not_divide():
     with pytest.raises(CheckpointError, match="not a multiple of its 3 heads"):
         heads_out(3).flax_shape([(10, 4)])
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (6, 4), (1, 6, 4), (2, 2, 4)])
+def test_a_stack_of_other_sizes_is_refused(shape):
+    """Of as many elements too: they would be those of other layers and experts."""
+    transform = unfolded(stacked("identity", 6, 0), (2, 3))
+    assert len(transform.to_torch(np.zeros((2, 3, 4)))) == 6
+    for refuses in (lambda: transform.to_torch(np.zeros(shape)), lambda: transform.torch_shapes(shape)):
+        with pytest.raises(CheckpointError, match="is no stack of 2 times 3"):
+            refuses()

@@ -344,3 +344,16 @@ def test_gemma_3_of_any_depth_comes_back(tmp_path, layers):
     with open_checkpoint(tmp_path / "maxtext") as checkpoint:
         assert checkpoint.scheme == "maxtext"
         assert len(checkpoint.in_scheme("torch").reader.tensors) == 13 * layers + 2
+
+
+def test_queries_carry_the_scale_that_the_config_says(tmp_path):
+    """MaxText scales the weights of Gemma 2's queries, not the scores: by what need not be head_dim."""
+    for scalar in (5, 12):
+        made = model("gemma2", query_pre_attn_scalar=scalar)
+        convert(saved(made, tmp_path / f"torch{scalar}"), tmp_path / f"maxtext{scalar}", to="maxtext")
+        tree = read_tree(tmp_path / f"maxtext{scalar}")
+        leaves = [leaf.astype(np.float64) for name, leaf in tree.items() if name.endswith("query/kernel")]
+        weights = [one for name, one in made.named_parameters() if name.endswith("q_proj.weight")]
+        scaled = sum(float((leaf**2).sum()) for leaf in leaves)
+        plain = sum(float(one.detach().double().square().sum()) for one in weights)
+        assert leaves and scaled == pytest.approx(plain / scalar, rel=1e-5)
