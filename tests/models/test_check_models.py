@@ -29,3 +29,7 @@ def test_quick_cases(case, family) -> None:
 @pytest.mark.parametrize("case", SLOW)
 def test_slow_cases(case) -> None:
     check_models.CASES[case](SLOW[case])
+
+
+def test_a_model_of_images_is_exported_with_them() -> None:
+    check_models.CASES["export"]("llava")
