@@ -260,7 +260,7 @@ def implementations(name: str) -> list[str | None]:
         if backend == "native" or operation.path("cpu")[1] == backend or operation.emulates(backend, "cpu"):
             found.append(backend)
     if name == "attention":
-        found += ["flash:aten", "blocksparse:aten", "sdpa:aten", "flash:xla"]
+        found += ["flash:aten", "flash:cpu", "blocksparse:aten", "sdpa:aten", "flash:xla"]
     return found
 
 

@@ -5,6 +5,7 @@
 namespace easytorch {
 
 void register_decode(Library& library);
+void register_flash(Library& library);
 void register_glu(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
@@ -17,6 +18,7 @@ namespace {
 struct Registration {
   Registration() {
     register_decode(library);
+    register_flash(library);
     register_glu(library);
     register_linear(library);
     register_quantized_matmul(library);

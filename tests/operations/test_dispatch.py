@@ -11,6 +11,7 @@ import torch
 
 from easytorch.kernels.attention import native
 from easytorch.kernels.interop import installed
+from easytorch.kernels.linear import preference
 from easytorch.operations import (
     Attention,
     BaseOperation,
@@ -354,6 +355,13 @@ IDS = torch.zeros(1, 1024, dtype=torch.int64)
 DOCUMENTS = {"query_segment_ids": IDS, "key_segment_ids": IDS}
 
 
+@pytest.fixture
+def without_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU on which no operator in C++ comes first; tests/kernels/attention/test_cpu.py asks where they do."""
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+
+
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize(
     ("length", "heads", "features", "float32", "bfloat16", "training"),
     [
@@ -392,6 +400,7 @@ def test_the_automatic_choice_on_the_cpu(
         assert chosen(torch.bfloat16, True) == bfloat16
 
 
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize(
     ("features", "bfloat16"),
     [({}, "sdpa"), ({"causal": False}, "sdpa"), ({"causal": True}, "flash"), (WINDOW, "flash"), (DOCUMENTS, "flash")],
@@ -405,6 +414,7 @@ def test_flash_is_chosen_where_tiles_are_skipped(features: dict[str, Any], bfloa
     assert attention().choose(q, q, q, **features).implementation == "flash"
 
 
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize(
     ("length", "window", "expected"),
     [

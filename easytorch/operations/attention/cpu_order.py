@@ -45,6 +45,8 @@ Features that ATen's kernel lacks, `flash` over the definition; 64, 256, 1024 ro
     window of half the rows              1.12, 1.18 / 1.67, 1.70
     sinks                                1.06, 1.15 / 1.02, 1.15
     129 keys around it, 1024, 2048 rows  0.84, 0.37   float32
+
+Before all of them `attention` asks the operators in C++: kernels/attention/preference.py, and `decode` for one query.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 
-from easytorch.kernels.attention import blocked, varlen
+from easytorch.kernels.attention import blocked, cpu, varlen
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming, transforming_in_graph
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64, xla_refusal
 from easytorch.operations.dispatch.base import backend
@@ -29,14 +29,18 @@ class FlashFeatures(AttentionFeatures, total=False):
 class FlashAttention(AttentionImpl):
     """Every feature of the contract: ATen's products on CPU, Triton on GPU, XLA on TPU, the definition elsewhere.
 
+    `attention` chooses `flash:cpu` for inference where it is faster: an operator in C++, without segments and dropout.
     XLA (jax) runs on the CPU too where it is forced: `backend="flash:xla"`.
     With `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,) the tokens are sequences of different lengths packed in one
     row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself only: see `varlen`.
     """
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
     folder = "attention"
-    functions: ClassVar = {"aten": "aten_op.attention", "triton": "triton_flash.flash_attention"}
+    functions: ClassVar = {
+        "aten": "aten_op.attention", "cpu": "cpu.attention", "triton": "triton_flash.flash_attention",
+    }  # fmt: skip
+    cpp_reason = "inference: tiles of scores stay in the caches, bfloat16 is multiplied by dot products"
     takes_seed = frozenset({"native", "aten", "xla", "triton"})
 
     @classmethod
@@ -46,6 +50,9 @@ class FlashAttention(AttentionImpl):
     def refusal(
         self, backend: str, query: Tensor, key: Tensor, value: Tensor, features: AttentionFeatures
     ) -> str | None:
+        if backend == "cpu":
+            packed = any(features.get(name) is not None for name in _PACKED)
+            return "packed sequences are ATen's" if packed else cpu.supports(query, key, value, features)
         if backend == "aten":
             return REFUSAL if transforming_in_graph() else None
         if backend == "xla":

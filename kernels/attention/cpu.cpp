@@ -1,0 +1,110 @@
+// The operator easytorch_cpu::flash.
+#include "cpu_flash.h"
+
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "../cpu/levels.h"
+#include "../cpu/torch_abi.h"
+
+EASYTORCH_TABLE(FlashFunctions, flash)
+
+namespace easytorch {
+namespace {
+
+// Scores below which another thread would cost more than it saves.
+constexpr int64_t GRAIN = 1 << 13;
+// How far a band may reach: positions are added to it.
+constexpr int64_t FARTHEST = static_cast<int64_t>(1) << 48;
+
+FlashTensor heads_of(const Tensor& tensor) {
+  require(tensor.sizes[3] <= 1 || tensor.strides[3] == 1, "flash: heads whose numbers lie side by side");
+  return {tensor.data, tensor.strides[0], tensor.strides[2], tensor.strides[1], 1};
+}
+
+// (B, H, T, S), or one dimension for none.
+FlashTensor matrix_of(const Tensor& tensor, const FlashCall& call, int64_t batch) {
+  if (tensor.dim == 1) return {nullptr, 0, 0, 0, 0};
+  const bool fits = tensor.dim == 4 && tensor.sizes[0] == batch && tensor.sizes[1] == call.heads &&
+                    tensor.sizes[2] == call.length && tensor.sizes[3] == call.keys;
+  require(fits, "flash: mask and bias are (B, H, T, S)");
+  return {tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[2], tensor.strides[3]};
+}
+
+// query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv); mask, bias and sinks (0,) for none, softcap 0 too; left and
+// right of no bound are FARTHEST -> (B, T, H, Dv).
+void flash(uint64_t* stack, uint64_t, uint64_t) {
+  const Tensor query(stack[0]), key(stack[1]), value(stack[2]), mask(stack[3]), bias(stack[4]), sinks(stack[5]);
+  const double scale = number_of(stack[6]), softcap = number_of(stack[7]);
+  const int64_t left = static_cast<int64_t>(stack[8]), right = static_cast<int64_t>(stack[9]);
+  const int64_t level = static_cast<int64_t>(stack[10]);
+  require(query.dim == 4 && key.dim == 4 && value.dim == 4, "flash takes query, key and value of four dimensions");
+  FlashCall call{};
+  const int64_t batch = query.sizes[0];
+  call.length = query.sizes[1], call.heads = query.sizes[2], call.dim = query.sizes[3];
+  call.keys = key.sizes[1], call.kv_heads = key.sizes[2], call.value_dim = value.sizes[3];
+  require(call.dim > 0 && call.kv_heads > 0 && call.heads > 0 && call.heads % call.kv_heads == 0,
+          "flash takes heads a multiple of those of the keys");
+  require(key.sizes[0] == batch && key.sizes[3] == call.dim && value.sizes[0] == batch && value.sizes[1] == call.keys &&
+              value.sizes[2] == call.kv_heads,
+          "flash: query, key and value do not fit");
+  require(key.dtype == query.dtype && value.dtype == query.dtype, "flash takes one dtype");
+  call.dtype = element_of(query.dtype), call.bias_dtype = element_of(bias.dtype);
+  call.sinks_dtype = element_of(sinks.dtype);
+  require(call.dtype >= 0 && call.bias_dtype >= 0 && call.sinks_dtype >= 0,
+          "flash takes float32, bfloat16 or float16");
+  require(mask.dtype == aoti_torch_dtype_bool(), "flash: a mask is boolean");
+  require(sinks.dim == 1 && (sinks.sizes[0] == 0 || (sinks.sizes[0] == call.heads &&
+                                                     (call.heads == 1 || sinks.strides[0] == 1))),
+          "flash: sinks are (H,)");
+  require(left >= -FARTHEST && left <= FARTHEST && right >= -FARTHEST && right <= FARTHEST, "flash: a band is too wide");
+  call.query = heads_of(query), call.key = heads_of(key), call.value = heads_of(value);
+  call.mask = matrix_of(mask, call, batch), call.bias = matrix_of(bias, call, batch);
+  call.sinks = sinks.sizes[0] == 0 ? nullptr : sinks.data;
+  call.scale = static_cast<float>(scale), call.softcap = static_cast<float>(softcap);
+  call.left = left, call.right = right;
+  const int64_t sizes[4] = {batch, call.length, call.heads, call.value_dim};
+  Tensor output(empty(4, sizes, query.dtype));
+  call.output = output.data;
+  const int64_t queries = batch * call.heads * call.length;
+  if (queries == 0 || call.value_dim == 0) {
+    stack[0] = output.release();
+    return;
+  }
+
+  const FlashFunctions& functions = flash_of(level);
+  const FlashSizes bytes = functions.sizes(&call);
+  const int64_t pairs = batch * call.kv_heads;
+  const std::unique_ptr<char[]> keys(new char[static_cast<size_t>(pairs * bytes.packed_keys)]);
+  const std::unique_ptr<char[]> values(new char[static_cast<size_t>(pairs * bytes.packed_values)]);
+  call.keys_memory = keys.get(), call.values_memory = values.get();
+  parallel_for(pairs, 1 + GRAIN / (call.keys * (call.dim + call.value_dim) + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) functions.pack(&call, i / call.kv_heads, i % call.kv_heads);
+  });
+  const int64_t blocks = (call.length + bytes.query_rows - 1) / bytes.query_rows, tasks = batch * call.heads * blocks;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> short_of_memory{false};
+  // A thread takes the next task when it has done one, the last queries first: they see most where a call is causal.
+  parallel_for(tasks, 1 + tasks * GRAIN / (queries * (call.keys + 1)), [&](int64_t, int64_t) {
+    const std::unique_ptr<char[]> scratch(new (std::nothrow) char[static_cast<size_t>(bytes.scratch)]);
+    if (scratch == nullptr) short_of_memory = true;
+    for (int64_t task = next++; task < tasks && scratch != nullptr; task = next++) {
+      const int64_t b = task / (call.heads * blocks), block = blocks - 1 - task / call.heads % blocks;
+      functions.attend(&call, b, task % call.heads, block * bytes.query_rows, scratch.get());
+    }
+  });
+  require(!short_of_memory, "flash: not enough memory for a tile of scores");
+  stack[0] = output.release();
+}
+
+}  // namespace
+
+void register_flash(Library& library) {
+  library.define(
+      "flash(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor bias, Tensor sinks, float scale, float softcap, "
+      "int left, int right, int level) -> Tensor",
+      "flash", flash);
+}
+
+}  // namespace easytorch

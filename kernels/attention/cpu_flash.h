@@ -1,0 +1,42 @@
+// Attention of many query tokens: what is computed, and the functions that each instruction set has of it.
+#pragma once
+
+#include "../cpu/skinny.h"
+
+// (B, T, heads, D), or a matrix (B, H, T, S) broadcast by strides of 0; strides in numbers, those of the last dimension of
+// query, key and value are 1. data null: there is none.
+struct FlashTensor {
+  const void* data;
+  int64_t of_batch, of_head, of_row, of_column;
+};
+
+struct FlashCall {
+  int32_t dtype;  // of query, key, value and output
+  int64_t length, keys, heads, kv_heads, dim, value_dim;
+  FlashTensor query, key, value;
+  FlashTensor mask;  // a byte for each score: 0 hides it
+  FlashTensor bias;
+  int32_t bias_dtype;
+  const void* sinks;  // H numbers, or null
+  int32_t sinks_dtype;
+  float scale, softcap;  // softcap 0: none
+  int64_t left, right;   // the band around the diagonal that ends at the last query and key
+  void* output;          // (B, T, H, Dv), contiguous
+  // Keys and values of every (b, kv head), as `pack` leaves them: `packed_keys` and `packed_values` bytes each.
+  char *keys_memory, *values_memory;
+};
+
+// Bytes of memory; see FlashFunctions.
+struct FlashSizes {
+  int64_t query_rows;                     // of a task
+  int64_t packed_keys, packed_values;     // of one (b, kv head)
+  int64_t scratch;                        // of a task
+};
+
+struct FlashFunctions {
+  FlashSizes (*sizes)(const FlashCall* call);
+  // The keys and values of a (b, kv head) as `attend` reads them.
+  void (*pack)(const FlashCall* call, int64_t b, int64_t kv);
+  // Queries [row, row + query_rows) of (b, h).
+  void (*attend)(const FlashCall* call, int64_t b, int64_t h, int64_t row, char* scratch);
+};
