@@ -44,7 +44,7 @@ OF_JAX = {
     "generate(prng_key)": "torch.manual_seed seeds sampling",
     "generate(trace)": "torch.compile compiles",
     "init_cache(shardings)": "a cache lies on one device",
-    "shard_model(mesh), gather_model(mesh)": "a mesh of several devices is refused",
+    "shard_model(mesh), gather_model(mesh)": "a mesh is torch's DeviceMesh, and each process calls them",
     "quantize(runtime_dtype, jax_native)": "the input's dtype decides",
 }
 

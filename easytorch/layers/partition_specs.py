@@ -1,32 +1,11 @@
-"""Partition specs, one mesh axis name, tuple of names or None a dimension, of tensors and of their products."""
+"""Partition specs of products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
+from easytorch.distributed.specs import Axes, PartitionSpec, axis_names, entry, get_sharding, without_axes
 from easytorch.layers.tensor_parallel import MatrixMultiplyMethod
-
-Axes = str | tuple[str, ...] | None
-PartitionSpec = tuple[Axes, ...]
-
-
-def get_sharding(arr: Tensor) -> PartitionSpec | None:
-    """The spec of a DTensor, one entry a dimension; None for any other tensor.
-
-    An axis without a name is `dim_<i>`. Placements other than Shard (replicated, partial) name no dimension.
-    """
-    if not isinstance(arr, DTensor):
-        return None
-    mesh = arr.device_mesh
-    names = mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
-    axes: list[list[str]] = [[] for _ in range(arr.ndim)]
-    for name, placement in zip(names, arr.placements, strict=True):
-        if isinstance(placement, Shard):
-            axes[placement.dim].append(name)
-    return tuple(_entry(one) for one in axes)
 
 
 def get_output_partition_spec(
@@ -42,13 +21,13 @@ def get_output_partition_spec(
         return None
     method = MatrixMultiplyMethod(method)
     *tokens, features = get_matmul_output_sharding(
-        tuple(_without(axes, axis_name) for axes in specs[0]),
-        specs[1] if method is MatrixMultiplyMethod.ALL_GATHER else tuple(_without(one, axis_name) for one in specs[1]),
+        without_axes(specs[0], [axis_name]),
+        specs[1] if method is MatrixMultiplyMethod.ALL_GATHER else without_axes(specs[1], [axis_name]),
     )
     if method is MatrixMultiplyMethod.REDUCE_SCATTER:
         if not tokens:
             raise ValueError("a reduce-scatter product needs tokens to scatter: lhs must be (..., tokens, features)")
-        tokens[-1] = _entry([*_names(tokens[-1]), axis_name])
+        tokens[-1] = entry([*axis_names(tokens[-1]), axis_name])
     return (*tokens, features)
 
 
@@ -62,20 +41,7 @@ def get_matmul_output_sharding(lhs_pspec: PartitionSpec | None, rhs_pspec: Parti
     seen: set[str] = set()
     output: list[Axes] = []
     for axes in (*lhs_pspec[:-1], *(rhs_pspec[-1:] or (None,))):
-        kept = [name for name in _names(axes) if name not in seen]
+        kept = [name for name in axis_names(axes) if name not in seen]
         seen.update(kept)
-        output.append(tuple(kept) if kept and isinstance(axes, tuple) else _entry(kept))
+        output.append(tuple(kept) if kept and isinstance(axes, tuple) else entry(kept))
     return tuple(output)
-
-
-def _names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else axes or ()
-
-
-def _without(axes: Axes, axis_name: str) -> Axes:
-    return _entry(name for name in _names(axes) if name != axis_name)
-
-
-def _entry(names: Iterable[str]) -> Axes:
-    found = tuple(names)
-    return found[0] if len(found) == 1 else found or None

@@ -15,11 +15,10 @@ optax_state.py       the same from and to JAX: optax's slots
 lazy.py              a model without memory
 dtypes.py            the dtype of its tensors
 display.py           a model as text
-describe.py          forward's switches, the auto class, the sharding
+describe.py          forward's switches and the auto class
 loss.py              a model's forward and the loss of its head; loss_config.py, loss_terms.py
 caches.py            caches, dense and paged, and the inputs that go with them
 quantization.py      weights in few bits; quantization_config.py
-sharding.py          parameters on one device
 attention_inputs.py  packed sequences, as segment ids say them
 lora.py              low-rank adapters, in PEFT's layers
 module.py            these functions as methods of native models
@@ -27,6 +26,7 @@ module.py            these functions as methods of native models
 The functions here take any model of transformers.
 """
 
+from easytorch.distributed.sharding import gather_model, params_sharding, shard_model
 from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.base import BaseModuleProtocol
 from easytorch.protocol.bridge import BridgeMixin
@@ -40,7 +40,7 @@ from easytorch.protocol.caches import (
     update_inputs_for_generation,
 )
 from easytorch.protocol.conversion import from_flax, to_flax, to_torch, transform_fn
-from easytorch.protocol.describe import get_static_arguments, get_torch_loader, params_sharding
+from easytorch.protocol.describe import get_static_arguments, get_torch_loader
 from easytorch.protocol.display import get_module_repr, prettify_nnx, printify_nnx, return_type_adjuster
 from easytorch.protocol.dtypes import float32, half, to_dtype
 from easytorch.protocol.lazy import lazy_init
@@ -55,7 +55,6 @@ from easytorch.protocol.loss_config import LossConfig, LossMetrics, SpecialLossN
 from easytorch.protocol.optax_state import from_optax, to_optax
 from easytorch.protocol.quantization import dequantize, quantize
 from easytorch.protocol.quantization_config import QuantizationConfig
-from easytorch.protocol.sharding import gather_model, shard_model
 from easytorch.protocol.state import (
     GraphDef,
     flatten,

@@ -6,7 +6,6 @@ import inspect
 import re
 from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -52,14 +51,3 @@ def get_torch_loader(model_class: type[PreTrainedModel] | PreTrainedModel) -> An
     # AutoModel stands for base models alone: a head's own auto class says more.
     best = next((auto for auto in own if auto != "AutoModel"), own[0])
     return getattr(transformers, best)
-
-
-def params_sharding(model: torch.nn.Module) -> dict[str, tuple[Any, ...] | None]:
-    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh."""
-    placements = {name: getattr(one, "placements", None) for name, one in model.named_parameters()}
-    return {name: None if found is None else tuple(found) for name, found in placements.items()}
-
-
-def mesh_of(model: torch.nn.Module) -> Any:
-    """The device mesh that the model's parameters are sharded over; None where none is."""
-    return next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerMetadata
-from easytorch.protocol import caches, describe, dtypes, lazy, lora, loss, quantization, sharding, state, train_state
+from easytorch.distributed import sharding
+from easytorch.protocol import caches, describe, dtypes, lazy, lora, loss, quantization, state, train_state
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 from easytorch.protocol.quantization_config import QuantizationConfig
 
@@ -150,9 +151,9 @@ class ModuleMixin(_Base):
         model: Self = quantization.quantize(self, quantization_config, quantize_tensors, verbose, **settings)
         return model
 
-    def shard_model(self, partition_rules: Any = None, mesh: Any = None) -> Self:
-        """Checks the rules, and leaves the parameters on their one device; several are refused."""
-        model: Self = sharding.shard_model(self, partition_rules, mesh)
+    def shard_model(self, partition_rules: Any = None, mesh: Any = None, uneven: sharding.Uneven = "error") -> Self:
+        """Shards the model over the axes `dp`, `fsdp` and `tp` of a mesh; see `distributed.shard_model`."""
+        model: Self = sharding.shard_model(self, partition_rules, mesh, uneven)
         return model
 
     def gather_model(self, partition_rules: Any = None, mesh: Any = None) -> Self:
@@ -211,9 +212,9 @@ class ModuleMixin(_Base):
     @property
     def params_sharding(self) -> dict[str, tuple[Any, ...] | None]:
         """name -> the placements of a parameter over its mesh; None for one that is not sharded."""
-        return describe.params_sharding(self)
+        return sharding.params_sharding(self)
 
     @property
     def mesh(self) -> Any:
         """The device mesh of the parameters; None where they are not sharded."""
-        return describe.mesh_of(self)
+        return sharding.mesh_of(self)

@@ -300,8 +300,8 @@ def test_one_device():
     assert model.shard_model(mesh=Mesh(1)) is model
     for call, error, match in (
         (lambda: model.shard_model(mesh=Mesh(4)), TypeError, "4 devices must be a torch DeviceMesh"),
-        (lambda: model.shard_model(rules, Mesh(4)), NotImplementedError, "leave partition_rules out"),
-        (lambda: model.shard_model((("norm", None),)), ValueError, "no partition rule matches"),
+        (lambda: model.shard_model(rules, Mesh(4)), TypeError, "4 devices must be a torch DeviceMesh"),
+        (lambda: model.shard_model((("nrom", None),)), ValueError, "no parameter matches the partition rule 'nrom'"),
         (lambda: model.shard_model((("(", None),)), ValueError, "regular expression"),
         (lambda: model.gather_model(["norm"]), TypeError, "pairs"),
         (lambda: model.gather_model(mesh="tp"), TypeError, "DeviceMesh"),

@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.kernels.attention import native
 from easytorch.kernels.interop.torch_func import REFUSAL, transforming
 from easytorch.kernels.ring.layout import chunks_of, position_ids, zigzag_shard, zigzag_unshard
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, without_float64, xla_refusal
 from easytorch.operations.attention.ring_mesh import Placement, placement_of, refusal
 from easytorch.operations.dispatch.base import backend
-from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError, mesh_axis_sizes
+from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.kernels.ring.exchange import devices_of
-from easytorch.operations.dispatch.impl import mesh_axis_sizes
 from easytorch.operations.dispatch.metadata import OperationMetadata
 
 AXES = ("sp", "cp", "sequence", "context", "seq")

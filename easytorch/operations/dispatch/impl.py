@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import math
 import re
 import sys
 from abc import abstractmethod
@@ -15,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from easytorch.distributed.mesh import mesh_axis_sizes
+from easytorch.distributed.specs import PartitionSpec, stable_spec
 from easytorch.kernels.interop.arguments import check_dense, check_flag, described
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
@@ -25,8 +26,6 @@ from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
 logger = logging.getLogger(__name__)
-
-PartitionSpec = tuple["str | tuple[str, ...] | None", ...]
 
 
 class UnsupportedOperationError(ValueError, NotImplementedError):
@@ -375,41 +374,9 @@ class OperationImpl(BaseOperation):
         dep: PartitionSpec | bool | None = True,
         tensor: Tensor | None = None,
     ) -> PartitionSpec | None:
-        """A partition spec (one mesh axis name, tuple of names or None for each dimension) with only some axes kept.
-
-        state_ps: the spec to start from. preserved_indices: the dimensions that stay partitioned; the others become
-        None (replicated); None keeps `state_ps` as it is. clone_ps: where the names of the kept dimensions are read
-        instead of `state_ps`, which it may stand in for. dep: a flag or a spec; without one (None, False) there is no
-        spec. tensor: the spec is fitted to it: cut to its dimensions, or filled up with None, and None where the mesh
-        lacks an axis or cannot divide the dimension evenly; () where nothing stays partitioned.
-        """
-        if dep is None or dep is False:
-            return None
-        spec = state_ps
-        if preserved_indices is not None:
-            source = state_ps if clone_ps is None else clone_ps
-            if source is None:
-                return None
-            length = len(source) if state_ps is None else len(state_ps)
-            shared = min(length, len(source))
-            outside = [index for index in preserved_indices if not -shared <= index < shared]
-            if outside:
-                raise ValueError(f"preserved_indices {outside} lie outside the {shared} dimensions of {source}")
-            kept = {index % length for index in preserved_indices}
-            spec = tuple(source[index] if index in kept else None for index in range(length))
-        return spec if tensor is None or spec is None else self._fitted(spec, tensor)
-
-    def _fitted(self, spec: PartitionSpec, tensor: Tensor) -> PartitionSpec:
+        """`stable_spec` over the mesh of the metadata."""
         sizes = mesh_axis_sizes(self.metadata.mesh)
-        fitted: list[str | tuple[str, ...] | None] = [None] * tensor.dim()
-        for dimension, (length, axes) in enumerate(zip(tensor.shape, spec, strict=False)):
-            names = (axes,) if isinstance(axes, str) else axes or ()
-            # without a mesh nothing is known of its axes
-            if not sizes or (
-                all(name in sizes for name in names) and length % math.prod(sizes[name] for name in names) == 0
-            ):
-                fitted[dimension] = axes
-        return tuple(fitted) if any(axes is not None for axes in fitted) else ()
+        return stable_spec(state_ps, preserved_indices, clone_ps, dep, tensor, sizes)
 
 
 def _reason_of(method: str) -> str:
@@ -469,15 +436,6 @@ def _flags_of(definition: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
             keyword = parameter.kind is parameter.KEYWORD_ONLY
             found.append((sys.maxsize if keyword else place, parameter.name))
     return tuple(found)
-
-
-def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
-    """Axis name -> size of a torch `DeviceMesh` or a torch_xla `Mesh`; empty for None."""
-    if mesh is None:
-        return {}
-    if hasattr(mesh, "mesh_dim_names"):
-        return dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
-    return dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
 
 
 _logged: set[tuple[str, str, str]] = set()

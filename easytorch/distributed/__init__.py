@@ -1,0 +1,52 @@
+"""Models over several devices: meshes by name, one declaration of each weight's sharding, and what it is lowered to.
+
+The names load on first use: specs and rules need no `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "easytorch.distributed.declared": ("declared_sharding", "partition_specs"),
+    "easytorch.distributed.mesh": ("AXES", "make_mesh", "mesh_axis_sizes", "read_axes"),
+    "easytorch.distributed.sharding": ("gather_model", "mesh_of", "params_sharding", "shard_model"),
+    "easytorch.distributed.specs": (
+        "PartitionSpec",
+        "from_placements",
+        "get_sharding",
+        "stable_spec",
+        "to_jax",
+        "to_placements",
+        "to_xla",
+    ),
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+
+if TYPE_CHECKING:
+    from easytorch.distributed.declared import declared_sharding as declared_sharding
+    from easytorch.distributed.declared import partition_specs as partition_specs
+    from easytorch.distributed.mesh import AXES as AXES
+    from easytorch.distributed.mesh import make_mesh as make_mesh
+    from easytorch.distributed.mesh import mesh_axis_sizes as mesh_axis_sizes
+    from easytorch.distributed.mesh import read_axes as read_axes
+    from easytorch.distributed.sharding import gather_model as gather_model
+    from easytorch.distributed.sharding import mesh_of as mesh_of
+    from easytorch.distributed.sharding import params_sharding as params_sharding
+    from easytorch.distributed.sharding import shard_model as shard_model
+    from easytorch.distributed.specs import PartitionSpec as PartitionSpec
+    from easytorch.distributed.specs import from_placements as from_placements
+    from easytorch.distributed.specs import get_sharding as get_sharding
+    from easytorch.distributed.specs import stable_spec as stable_spec
+    from easytorch.distributed.specs import to_jax as to_jax
+    from easytorch.distributed.specs import to_placements as to_placements
+    from easytorch.distributed.specs import to_xla as to_xla
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(
+            f"module 'easytorch.distributed' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}"
+        )
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,100 @@
+"""What a model declares of its weights' sharding: its plans of tensor and expert parallelism, as partition specs.
+
+The plans are transformers', a table beside each model's config: module or parameter -> style. Our native classes and
+transformers' own have them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from easytorch.distributed.mesh import mesh_axis_sizes
+from easytorch.distributed.rules import PartitionRules, specs_by_rules
+from easytorch.distributed.specs import PartitionSpec, axis_names, entry
+
+
+class Declared(NamedTuple):
+    """The spec of a parameter; parts: how many tensors its sharded dimension holds one after the other, each of which
+    is sharded by itself (gate and up projection: 2)."""
+
+    spec: PartitionSpec
+    parts: int = 1
+
+
+def declared_sharding(model: nn.Module) -> dict[str, Declared]:
+    """Parameter name -> what the model's plans say of it: axis "tp" by `tp_plan`, "ep" by `ep_plan`."""
+    found = {}
+    plans = {"tp": expanded_plan(model, "tp_plan"), "ep": expanded_plan(model, "ep_plan")}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_axis = {axis: by_style(plan.get(name), parameter.ndim) for axis, plan in plans.items()}
+        entries = [entry(axis for axis, (dim, _) in by_axis.items() if dim == index) for index in range(parameter.ndim)]
+        found[name] = Declared(tuple(entries), max(parts for _, parts in by_axis.values()))
+    return found
+
+
+def partition_specs(
+    model: nn.Module, partition_rules: PartitionRules | None = None, mesh: Any = None
+) -> dict[str, PartitionSpec]:
+    """Parameter name -> its partition spec: what a rule says of it, else what the model declares.
+
+    mesh: whose axes the specs are cut to; where it has "fsdp", that shards the first dimension of each parameter, but
+    where a rule names another. None keeps every axis, and adds none.
+    """
+    sizes = mesh_axis_sizes(mesh)
+    specs = {name: declared.spec for name, declared in declared_sharding(model).items()}
+    specs |= specs_by_rules(model, partition_rules, sizes)
+    if mesh is None:
+        return specs
+    return {name: _on_mesh(spec, sizes) for name, spec in specs.items()}
+
+
+def _on_mesh(spec: PartitionSpec, sizes: Iterable[str]) -> PartitionSpec:
+    names = [[name for name in axis_names(axes) if name in sizes] for axes in spec]
+    if names and "fsdp" in sizes and not any("fsdp" in one for one in names):
+        names[0].append("fsdp")
+    return tuple(map(entry, names))
+
+
+def expanded_plan(model: nn.Module, kind: str) -> dict[str, str]:
+    """Module or parameter name -> style, of every layer, by both names of a tied weight; empty where none is declared.
+
+    kind: "tp_plan" or "ep_plan". A module's parameters stand before it.
+    """
+    plan = getattr(model, kind, None) or {}
+    found: dict[str, str] = {}
+    if not plan:
+        return found
+    for name, module in model.named_modules():
+        own = plan.get(generic_name(name))
+        for key, _ in module.named_parameters(recurse=False):
+            full = f"{name}.{key}" if name else key
+            if (style := plan.get(generic_name(full), own)) is not None:
+                found[full] = style
+        if own is not None:
+            found[name] = own
+    return found
+
+
+def by_style(style: str | None, ndim: int) -> tuple[int | None, int]:
+    """(the dimension of a parameter that the style shards, its parts); (None, 1) where it is replicated."""
+    if style is None:
+        return None, 1
+    if style.startswith("embedding_"):
+        return (0 if style == "embedding_rowwise" else 1), 1
+    if style == "grouped_gemm":
+        return 0, 1
+    parts = 2 if style.startswith("packed_") and ndim > 1 else 1
+    if style.removeprefix("packed_").startswith("colwise"):
+        return max(ndim - 2, 0), parts
+    if style.removeprefix("packed_").startswith("rowwise"):
+        return (None, 1) if ndim == 1 else (ndim - 1, parts)
+    return None, 1
+
+
+def generic_name(name: str) -> str:
+    """Layers by a star, as plans write them."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,83 @@
+"""Data parallelism of a model in place: FSDP2 over the axis "fsdp", replicas of it over "dp" (HSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+
+from easytorch.distributed.declared import generic_name
+from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
+
+AXIS = "fsdp"
+
+
+def shard_fully(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, PartitionSpec]) -> None:
+    """Shard each parameter over "fsdp", on the dimension that a rule names or else the first.
+
+    mesh: of "fsdp", of "dp" and "fsdp", or of "dp", over which each parameter is replicated. Layers are groups of
+    their own, gathered for their forward and again for their backward; the rest is one group, which stays gathered in
+    between.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    dims: dict[int, Shard] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dim = next((dim for dim, axes in enumerate(rules.get(name, ())) if AXIS in axis_names(axes)), 0)
+        if dim:  # FSDP2 pads the first dimension alone
+            spec = tuple(AXIS if index == dim else None for index in range(parameter.ndim))
+            if (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
+                raise ValueError(f"{name}: {why}")
+        dims[id(parameter)] = Shard(dim)
+    groups = [*gathered_apart(model), model]
+    if AXIS not in sizes:
+        for module in groups:
+            replicate(module, mesh=mesh)
+        return
+    for module in groups:
+        fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)))
+
+
+def gathered_apart(model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered one at a time: those of the model's plan, else those that are not to be split."""
+    plan = getattr(model, "fsdp_plan", None) or {}
+    names = {name for name, style in plan.items() if style == "free_full_weight"}
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    tied = {id(one) for one in _tied(model)}
+    found = [
+        module
+        for name, module in model.named_modules()
+        if name and (generic_name(name) in names if names else type(module).__name__ in classes)
+    ]
+    # a weight that is used in two places stays gathered with the rest
+    return [module for module in found if not any(id(one) in tied for one in module.parameters())]
+
+
+def undo(model: nn.Module) -> None:
+    """Take `shard_fully` back, but for the parameters, which stay as they are. torch has no function for it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            module.__class__ = type(module).__mro__[type(module)._orig_cls_mro_index]
+            for key in (STATE_KEY, REGISTRY_KEY):
+                module.__dict__.pop(key, None)
+            _module_state_mapping.pop(module, None)
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(key, None)
+
+
+def _tied(model: nn.Module) -> list[nn.Parameter]:
+    seen: dict[int, nn.Parameter] = {}
+    tied = []
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            tied.append(parameter)
+        seen[id(parameter)] = parameter
+    return tied

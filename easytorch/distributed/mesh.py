@@ -1,0 +1,77 @@
+"""Device meshes whose axes have names, and the sizes of an axis by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# In the order of a mesh's dimensions: neighbouring ranks differ in the last, which communicates most.
+AXES = {
+    "dp": "replicas of the model, each with its own data",
+    "fsdp": "shards of each weight, gathered where they are used; each rank has its own data",
+    "pp": "stages of layers",
+    "ep": "shards of the experts",
+    "tp": "shards of each product; the ranks have the same data",
+    "sp": "shards of each sequence",
+}
+DATA = ("dp", "fsdp")
+
+
+def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
+    """Axis name -> size of a torch `DeviceMesh` or a torch_xla `Mesh`; empty for None."""
+    if mesh is None:
+        return {}
+    if hasattr(mesh, "mesh_dim_names"):
+        return dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    return dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+
+
+def read_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
+    """{"fsdp": 4, "tp": 2} of "fsdp=-1,tp=2" and 8 devices, in the order of `AXES`.
+
+    One size may be -1: it gets the devices that the others leave. `ValueError` where they do not make up `devices`.
+    """
+    given = _parse(axes) if isinstance(axes, str) else dict(axes)
+    if not given:
+        raise ValueError(f"a mesh needs axes, as in 'fsdp=-1,tp=2'; they are {', '.join(AXES)}")
+    for name, size in given.items():
+        if name not in AXES:
+            raise ValueError(f"a mesh has no axis {name!r}; the axes are {', '.join(AXES)}")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(f"the axis {name} has {size!r} devices: give 1 or more, or -1 for those that are left")
+    rest = [name for name, size in given.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"only one axis can have the devices that are left, -1, not {' and '.join(rest)}")
+    named = math.prod(size for size in given.values() if size != -1)
+    words = ", ".join(f"{name}={size}" for name, size in given.items())
+    if devices % named or (not rest and devices != named):
+        raise ValueError(
+            f"the mesh {words} needs {'a multiple of ' if rest else ''}{named} device{'s' if named > 1 else ''}, "
+            f"and there {'are' if devices > 1 else 'is'} {devices}"
+        )
+    return {name: devices // named if given[name] == -1 else given[name] for name in AXES if name in given}
+
+
+def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> DeviceMesh:
+    """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `read_axes` takes them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = read_axes(axes, dist.get_world_size())
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _parse(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        name, equals, size = (one.strip() for one in part.partition("="))
+        if not equals or not size.removeprefix("-").isdecimal():
+            raise ValueError(f"{part!r} is no axis and its size, as in 'tp=2'")
+        if name in found:
+            raise ValueError(f"the axis {name} is given twice")
+        found[name] = int(size)
+    return found

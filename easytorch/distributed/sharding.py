@@ -1,0 +1,151 @@
+"""A model over the devices of a mesh, and back, by EasyDeL's names."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes
+from easytorch.distributed.rules import PartitionRules, specs_by_rules
+
+Uneven = Literal["error", "replicate"]
+_CARRIED_OUT = (*DATA, "tp")
+
+
+def shard_model(
+    model: Any, partition_rules: PartitionRules | None = None, mesh: Any = None, uneven: Uneven = "error"
+) -> Any:
+    """`model`, sharded in place over the axes of `mesh`; each rank calls this, and rank 0's weights count.
+
+    Tensor parallelism over "tp" by the plan that the model declares, FSDP2 over "fsdp" and replicas over "dp", whose
+    ranks pass their own part of a batch and get gradients averaged over them. Without a mesh, or with one of a single
+    device, it is unchanged.
+
+    partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter says how it is stored,
+    and what none matches is as the model declares it. Where a rule stores a weight otherwise than it is computed with,
+    it is redistributed for each use: the numbers are the same.
+    uneven: a dimension that does not divide over "tp" is an error, or its attention, network or embedding is left
+    whole on every rank ("replicate").
+    """
+    if uneven not in ("error", "replicate"):
+        raise ValueError(f"uneven must be 'error' or 'replicate', got {uneven!r}")
+    devices = _devices_of(mesh)
+    if devices == 1:
+        specs_by_rules(model, partition_rules)
+        return model
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"a mesh of {devices} devices must be a torch DeviceMesh, not {type(mesh).__name__}")
+    sizes = _sizes_of(mesh)
+    rules = specs_by_rules(model, partition_rules, sizes)
+    if any(hasattr(one, "placements") for one in model.parameters()):
+        raise ValueError("the model is sharded already: gather_model undoes what shard_model did")
+    _check_axes(sizes)
+    _broadcast(model, mesh)
+    if sizes.get("tp", 1) > 1:
+        from easytorch.distributed.tensor_parallel import parallelize
+
+        parallelize(model, mesh["tp"] if mesh.ndim > 1 else mesh, rules, replicate=uneven == "replicate")
+    if (data := data_mesh(mesh)) is not None:
+        from easytorch.distributed.fully_sharded import shard_fully
+
+        shard_fully(model, data, rules)
+    return model
+
+
+def gather_model(model: Any, partition_rules: PartitionRules | None = None, mesh: Any = None) -> Any:
+    """`model` with every parameter full on its device; those that are sharded are gathered, and tied ones stay tied."""
+    _devices_of(mesh)
+    specs_by_rules(model, partition_rules, mesh_axis_sizes(mesh) if mesh is not None else ())
+    if any(hasattr(module, "reshard") for module in model.modules()):
+        from easytorch.distributed import fully_sharded
+
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        fully_sharded.undo(model)
+    full: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in list(module._parameters.items()):
+            if one is not None and hasattr(one, "full_tensor"):
+                if id(one) not in full:
+                    full[id(one)] = nn.Parameter(one.full_tensor().detach(), one.requires_grad)
+                module._parameters[name] = full[id(one)]
+    if "_applied_tp_plan" in model.__dict__:
+        from easytorch.distributed.tensor_parallel import undo
+
+        undo(model)
+    return model
+
+
+def params_sharding(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
+    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh."""
+    placements = {name: getattr(one, "placements", None) for name, one in model.named_parameters()}
+    return {name: None if found is None else tuple(found) for name, found in placements.items()}
+
+
+def mesh_of(model: nn.Module) -> Any:
+    """The device mesh that the model's parameters are sharded over; None where none is."""
+    return next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
+
+
+def data_mesh(mesh: Any) -> Any:
+    """The part of the mesh whose ranks have data of their own, ("dp", "fsdp") or one of them; None for one rank."""
+    sizes = mesh_axis_sizes(mesh)
+    names = tuple(name for name in DATA if name in sizes)
+    if all(sizes[name] == 1 for name in names):
+        return None
+    names = tuple(name for name in names if name == "fsdp" or sizes[name] > 1)
+    if mesh.ndim == 1:
+        return mesh
+    return mesh[names if len(names) > 1 else names[0]]
+
+
+def _devices_of(mesh: Any) -> int:
+    if mesh is None:
+        return 1
+    size = mesh.size() if callable(getattr(mesh, "size", None)) else getattr(mesh, "size", None)
+    if not isinstance(size, int):
+        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    return size
+
+
+def _sizes_of(mesh: Any) -> dict[str, int]:
+    sizes = mesh_axis_sizes(mesh)
+    if not sizes:
+        raise ValueError(f"the mesh's axes have no names: give mesh_dim_names, of {', '.join(AXES)}")
+    return sizes
+
+
+def _check_axes(sizes: dict[str, int]) -> None:
+    others = [f"{name}={size}" for name, size in sizes.items() if name not in _CARRIED_OUT and size > 1]
+    if others:
+        raise NotImplementedError(
+            f"shard_model carries out the axes {', '.join(_CARRIED_OUT)}, and the mesh has {', '.join(others)}"
+        )
+
+
+@torch.no_grad()
+def _broadcast(model: nn.Module, mesh: Any) -> None:
+    """Give every rank of the mesh the values of its first, along one axis after the other."""
+    import torch.distributed as dist
+
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        source = dist.get_global_rank(group, 0)
+        for one in itertools.chain(model.parameters(), model.buffers()):
+            if not one.is_meta:
+                dist.broadcast(one, source, group)
+
+
+@contextlib.contextmanager
+def last_backward_only(model: nn.Module, last: bool) -> Any:
+    """Gradients of the backward passes within are reduced over the data axes with the `last` one of a step alone."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)
+    yield

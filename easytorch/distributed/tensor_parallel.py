@@ -1,0 +1,238 @@
+"""The tensor parallel plan that a model declares, carried out over a mesh axis, and taken back.
+
+What the styles of a plan do is transformers': they wrap the forward of modules. A rule may store a weight otherwise
+than its style computes with it: it is redistributed where it is read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from easytorch.distributed.declared import by_style, expanded_plan
+from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
+
+AXIS = "tp"
+_PROJECT_KEYS = ("k_proj", "qkv_proj", "query_key_value")  # transformers' get_kv_heads_per_rank knows these
+_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+_APPLIED = "_applied_tp_plan"  # of the model: the modules whose forward is wrapped
+
+Read = Callable[[Tensor], Tensor]
+
+
+def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, PartitionSpec], *, replicate: bool) -> None:
+    """Shard the model over the mesh of the one axis "tp" by its plan. All ranks call it, with equal weights.
+
+    rules: parameter -> the spec it is stored by instead of its style's. replicate: modules whose sizes do not divide
+    are computed by every rank; else they are an error.
+    """
+    if importlib.util.find_spec("transformers.distributed.tensor_parallel") is None:
+        raise NotImplementedError("sharding over a mesh needs a transformers with distributed.tensor_parallel (5.23)")
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    size = ranks.size()
+    stored = _stored_dimensions(model, rules)
+    plan = {} if size == 1 else expanded_plan(model, "tp_plan")
+    if not plan and not any(dim is not None for dim in stored.values()):
+        raise NotImplementedError(
+            f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
+        )
+    plan = _dividing(model, plan, stored, size, replicate)
+    if replicate:
+        stored = {name: None if _uneven(model, name, dim, 1, size) else dim for name, dim in stored.items()}
+    # by the names that the model's modules and parameters have: a tied weight has one of its two
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    reads: dict[str, dict[str, Read]] = {}
+    _store(model, ranks, plan, stored, reads)
+    for name, style in plan.items():
+        if style == _PARTIAL_GRADIENT and name in modules:
+            # transformers reduces what has accumulated: with several backward passes, the first ones' once more
+            for key, _ in modules[name].named_parameters(recurse=False):
+                reads.setdefault(name, {})[key] = _summing_gradient(ranks.get_group())
+    styles = {
+        name: style
+        for name, style in plan.items()
+        if style != _PARTIAL_GRADIENT
+        and (name in modules or (name in parameters and not isinstance(model.get_parameter(name), DTensor)))
+    }
+    apply_tensor_parallelism(model, ranks, styles)
+    for name, of_module in reads.items():
+        _read_through(modules[name], of_module)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    # how transformers' caches know the heads of a rank
+    model.__dict__.update(_tp_size=size, _device_mesh=ranks)
+    model.__dict__[_APPLIED] = tuple(dict.fromkeys([*(name for name in styles if name in modules), *reads]))
+
+
+def undo(model: nn.Module) -> None:
+    """Take `parallelize` back, but for the parameters, which stay as they are."""
+    names = model.__dict__.pop(_APPLIED, ())
+    if not names:
+        return
+    modules = dict(model.named_modules())
+    for name in names:
+        for attribute in ("forward", "_is_hooked"):
+            modules[name].__dict__.pop(attribute, None)
+    model.__dict__.update(_tp_size=None, _device_mesh=None)
+
+
+def _stored_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec]) -> dict[str, int | None]:
+    """Parameter -> the dimension that its rule shards over the axis; both names of a tied weight, which must agree."""
+    found = {
+        name: next((dim for dim, axes in enumerate(spec) if AXIS in axis_names(axes)), None)
+        for name, spec in rules.items()
+    }
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if name in found and found.setdefault(other, found[name]) != found[name]:
+            raise ValueError(f"{other} and {name} are one tied weight, and the partition rules shard them differently")
+        if other in found:
+            found[name] = found[other]
+    return found
+
+
+def _store(
+    model: nn.Module,
+    ranks: DeviceMesh,
+    plan: Mapping[str, str],
+    stored: Mapping[str, int | None],
+    reads: dict[str, dict[str, Read]],
+) -> None:
+    """Shard the parameters that a rule stores otherwise than their style, and note in `reads` how they are read."""
+    done: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name not in stored:
+            continue
+        computed, parts = by_style(plan.get(name), parameter.ndim)
+        dim = stored[name]
+        if dim == computed and (dim is None or parts == 1):
+            continue
+        module, _, key = name.rpartition(".")
+        if id(parameter) not in done:
+            placement = Replicate() if dim is None else Shard(dim)
+            shard = distribute_tensor(parameter.detach(), ranks, [placement], src_data_rank=None)
+            done[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        model.get_submodule(module)._parameters[key] = done[id(parameter)]
+        wanted: Placement = Replicate()
+        if computed is not None:
+            wanted = Shard(computed) if parts == 1 else _StridedShard(computed, split_factor=parts)
+        # a module without a style computes with plain tensors, the same on each rank
+        plain = name not in plan and module not in plan
+        reads.setdefault(module, {})[key] = _redistributing(wanted, plain=plain)
+
+
+def _redistributing(wanted: Placement, *, plain: bool) -> Read:
+    def read(parameter: Tensor) -> Tensor:
+        found = parameter.redistribute(placements=[wanted])  # type: ignore[attr-defined]
+        result: Tensor = found.to_local(grad_placements=[wanted]) if plain else found
+        return result
+
+    return read
+
+
+def _summing_gradient(group: dist.ProcessGroup) -> Read:
+    def read(parameter: Tensor) -> Tensor:
+        result: Tensor = _SumOfGradients.apply(parameter, group)
+        return result
+
+    return read
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The tensor itself; its gradient is that of the rank's own heads, and the sum of them is returned."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
+    """Let the module's forward find what `reads` makes of its parameters."""
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = module._parameters
+        kept = {name: own[name] for name in reads}
+        own.update({name: read(own[name]) for name, read in reads.items()})  # type: ignore[arg-type, misc]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            own.update(kept)
+
+    module.forward = call  # type: ignore[method-assign]
+
+
+def _dividing(
+    model: nn.Module, plan: dict[str, str], stored: Mapping[str, int | None], size: int, replicate: bool
+) -> dict[str, str]:
+    """The plan without the modules whose sizes do not divide over the ranks, which are an error without `replicate`."""
+    dropped: set[str] = set()
+    block_of = _blocks(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = block_of[name]
+        dim, parts = by_style(plan.get(name), parameter.ndim)
+        why = _heads(model, block, plan, size) or _uneven(model, name, dim, parts, size)
+        if why is None and not replicate:
+            why = _uneven(model, name, stored.get(name), 1, size)
+        if why is not None and not replicate:
+            raise ValueError(f"{why}; uneven='replicate' leaves it whole on every rank")
+        if why is not None:
+            dropped.add(block)
+    return {name: style for name, style in plan.items() if block_of[name] not in dropped}
+
+
+def _blocks(model: nn.Module) -> dict[str, str]:
+    """Module or parameter -> the module whose layers exchange shards: an attention, a feed-forward network, the stacked
+    experts, or an embedding or head alone."""
+    found = {}
+    for name, module in model.named_modules():
+        own = [f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False)]
+        alone = isinstance(module, nn.Embedding) or "." not in name or any(True for _ in module.children())
+        stacked = any(one.ndim > 2 for one in module.parameters(recurse=False))
+        block = name if alone or stacked else name.rpartition(".")[0]
+        found.update(dict.fromkeys([name, *own], block))
+    for name, _ in model.named_parameters(remove_duplicate=False):  # a tied weight's other names
+        found.setdefault(name, name.rpartition(".")[0])
+    return found
+
+
+def _heads(model: nn.Module, block: str, plan: Mapping[str, str], size: int) -> str | None:
+    """Why an attention's heads cannot be sharded; None where they can."""
+    if not any(plan.get(f"{block}.{name}") == "colwise" for name in _PROJECT_KEYS):
+        return None
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            return f"{name}={heads} does not divide over {size} ranks: take a divisor of {heads}"
+    return None
+
+
+def _uneven(model: nn.Module, name: str, dim: int | None, parts: int, size: int) -> str | None:
+    """Why the parameter cannot be sharded on this dimension, with the sizes that could be; None where it can."""
+    if dim is None:
+        return None
+    shape = list(model.get_parameter(name).shape)
+    if shape[dim] % parts == 0:
+        shape[dim] //= parts
+    spec = tuple(AXIS if index == dim else None for index in range(len(shape)))
+    why = uneven_dimension(shape, spec, {AXIS: size})
+    return None if why is None else f"{name}: {why}"

@@ -1,0 +1,179 @@
+"""One of four processes: models over meshes, against the same in one piece; prints "rank r ok" when everything held."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import easytorch
+from easytorch.distributed import (
+    from_placements,
+    get_sharding,
+    make_mesh,
+    params_sharding,
+    partition_specs,
+    to_placements,
+)
+from easytorch.distributed.sharding import data_mesh
+from tests.models.families import FAMILIES
+from tests.processes import leave_group
+
+IDS = torch.arange(4 * 9).view(4, 9) * 7 % 96
+# A weight stored otherwise than it is computed with: another dimension, both axes, replicated.
+DENSE_RULES = [
+    ("q_proj", (None, "tp")),
+    ("down_proj", ("tp", None)),
+    ("embed_tokens", (None, ("tp",))),
+    ("gate_proj|up_proj", None),
+    ("layers/0/input_layernorm", ("tp",)),
+]
+EXPERT_RULES = [("experts.gate_up_proj", (None, None, "tp")), ("experts.down_proj", None), ("o_proj", (None, "fsdp"))]
+# family, axes, rules
+CASES: list[tuple[str, str, Any]] = [
+    ("llama", "dp=2,tp=2", None),
+    ("llama", "dp=-1", None),
+    ("llama", "fsdp=2,tp=2", DENSE_RULES),
+    ("qwen3_moe", "fsdp=2,tp=2", None),
+    ("qwen3_moe", "dp=2,fsdp=-1", None),
+    ("qwen3_moe", "fsdp=2,tp=2", EXPERT_RULES),
+]
+
+
+def make(family: str, **settings: Any) -> Any:
+    torch.manual_seed(3)
+    config = FAMILIES[family].config(vocab_size=96, num_hidden_layers=2, tie_word_embeddings=family == "llama")
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return easytorch.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def own_rows(mesh: Any) -> torch.Tensor:
+    """This rank's rows of a batch: those of its place along the data axes."""
+    data = data_mesh(mesh)
+    if data is None:
+        return IDS
+    place = 0
+    for axis, size in enumerate(data.shape):
+        place = place * size + data.get_local_rank(axis)
+    return IDS.chunk(data.size())[place]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_training(family: str, axes: str, rules: Any) -> None:
+    """Gradients, accumulated too, are those of one process; `gather_model` gives back the model as it was."""
+    case = (family, axes, rules is not None)
+    alone, model = make(family), make(family)
+    if dist.get_rank():  # rank 0's weights count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    mesh = make_mesh(axes)
+    assert model.shard_model(rules, mesh) is model
+    specs = partition_specs(model, rules, mesh)
+    for name, parameter in model.named_parameters():
+        found = get_sharding(parameter)
+        assert (found or (None,) * parameter.ndim) == specs[name], (case, name, found, specs[name])
+    wanted_loss = alone(input_ids=IDS, labels=IDS, use_cache=False).loss
+    wanted_loss.backward()
+    rows = own_rows(mesh)
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for passes in (1, 2):
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert abs(float(mean / dist.get_world_size() / wanted_loss.detach()) - 1) < 1e-5, case
+        for name, parameter in model.named_parameters():
+            error = (full(parameter.grad) / passes - expected[name]).norm() / expected[name].norm()
+            assert error < 1e-5, (case, name, passes, float(error))
+    model.gather_model()
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is torch.nn.Parameter, (case, name)
+        assert torch.equal(parameter, alone.get_parameter(name)), (case, name)
+    assert type(model) is type(alone)
+    again = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    again.backward()
+    assert torch.equal(again, wanted_loss), case
+    assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in model.named_parameters()), case
+    model.shard_model(mesh=mesh)
+    assert abs(float(model(input_ids=IDS, labels=IDS, use_cache=False).loss / wanted_loss) - 1) < 1e-5, case
+
+
+def refused(message: str, function: Callable[[], object]) -> None:
+    try:
+        function()
+    except (ValueError, NotImplementedError) as error:
+        assert message in str(error), f"{error} instead of {message}"
+    else:
+        raise AssertionError(f"{message}: was not refused")
+
+
+def check_uneven() -> None:
+    """What does not divide is an error that names it, or is computed by every rank; the numbers stay."""
+    mesh = make_mesh("tp=4")
+    for settings, message in (
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 does not divide over 4 ranks"),
+        ({"vocab_size": 97}, "embed_tokens.weight: dimension 0 of (97, 32), 97, does not divide over the 4 devices"),
+        ({"intermediate_size": 50}, "gate_proj.weight: dimension 0 of (50, 32), 50"),
+    ):
+        settings = {"num_key_value_heads": 4, **settings}
+        alone = make("llama", **settings)
+        refused(message, lambda settings=settings: make("llama", **settings).shard_model(mesh=mesh))
+        model = make("llama", **settings)
+        model.shard_model(mesh=mesh, uneven="replicate")
+        assert any(found is not None for found in params_sharding(model).values()), "what divides is sharded"
+        for one in (alone, model):
+            one(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        for name, parameter in alone.named_parameters():
+            error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-5, (settings, name, float(error))
+
+
+def check_order_of_shards() -> None:
+    """Each rank holds the block that its place along the spec's axes, major first, says."""
+    mesh = make_mesh("fsdp=2,tp=2")
+    x = torch.arange(8.0 * 4).view(8, 4)
+    place = {name: mesh.get_local_rank(name) for name in ("fsdp", "tp")}
+    for spec in itertools.permutations((("fsdp", "tp"), None)):
+        for axes in (spec, tuple(one and one[::-1] for one in spec)):
+            shard = distribute_tensor(x, mesh, to_placements(axes, mesh))
+            dim = next(index for index, one in enumerate(axes) if one)
+            major, minor = axes[dim]
+            block = x.chunk(4, dim)[place[major] * 2 + place[minor]]
+            assert torch.equal(shard.to_local(), block), axes
+            assert from_placements(shard.placements, mesh, 2) == axes
+
+
+def check_refusals() -> None:
+    mesh = make_mesh("fsdp=2,tp=2")
+    refused("the mesh has pp=4", lambda: make("llama").shard_model(mesh=make_mesh("pp=4")))
+    refused("declares no tensor parallel plan", lambda: make("gpt2").shard_model(mesh=mesh))
+    refused("sharded already", lambda: make("llama").shard_model(mesh=mesh).shard_model(mesh=mesh))
+    refused("uneven must be", lambda: make("llama").shard_model(mesh=mesh, uneven="pad"))
+    tied = [("embed_tokens", ("tp",)), ("lm_head", (None, "tp"))]
+    refused("are one tied weight", lambda: make("llama").shard_model(tied, mesh))
+    narrow = make("llama", hidden_size=34, head_dim=8)
+    rules = [("q_proj", (None, "fsdp"))]  # FSDP2 pads the first dimension alone
+    refused("dimension 1 of (32, 34), 34, does not divide", lambda: narrow.shard_model(rules, make_mesh("fsdp=4")))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for one in CASES:
+        check_training(*one)
+    check_uneven()
+    check_order_of_shards()
+    check_refusals()
+    dist.barrier()
+    print(f"rank {dist.get_rank()} ok\n", end="", flush=True)
+    leave_group()
