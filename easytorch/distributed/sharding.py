@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any, Literal
 
@@ -141,11 +140,3 @@ def _broadcast(model: nn.Module, mesh: Any) -> None:
         for one in itertools.chain(model.parameters(), model.buffers()):
             if not one.is_meta:
                 dist.broadcast(one, source, group)
-
-
-@contextlib.contextmanager
-def last_backward_only(model: nn.Module, last: bool) -> Any:
-    """Gradients of the backward passes within are reduced over the data axes with the `last` one of a step alone."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(last)
-    yield

@@ -192,7 +192,5 @@ def get_sharding(arr: Tensor) -> PartitionSpec | None:
 
     An axis without a name is `dim_<i>`. Placements other than shards (replicated, partial) name no dimension.
     """
-    placements = getattr(arr, "placements", None)
-    if placements is None:
-        return None
-    return from_placements(placements, arr.device_mesh, arr.ndim)
+    mesh = getattr(arr, "device_mesh", None)
+    return None if mesh is None else from_placements(getattr(arr, "placements"), mesh, arr.ndim)  # noqa: B009

@@ -66,8 +66,9 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
     apply_tensor_parallelism(model, ranks, styles)
     for name, of_module in reads.items():
         _read_through(modules[name], of_module)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
     # how transformers' caches know the heads of a rank
     model.__dict__.update(_tp_size=size, _device_mesh=ranks)
     model.__dict__[_APPLIED] = tuple(dict.fromkeys([*(name for name in styles if name in modules), *reads]))
@@ -142,7 +143,7 @@ def _redistributing(wanted: Placement, *, plain: bool) -> Read:
 
 def _summing_gradient(group: dist.ProcessGroup) -> Read:
     def read(parameter: Tensor) -> Tensor:
-        result: Tensor = _SumOfGradients.apply(parameter, group)
+        result: Tensor = _SumOfGradients.apply(parameter, group)  # type: ignore[no-untyped-call]
         return result
 
     return read
@@ -176,7 +177,7 @@ def _read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
         finally:
             own.update(kept)
 
-    module.forward = call  # type: ignore[method-assign]
+    module.forward = call
 
 
 def _dividing(

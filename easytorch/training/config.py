@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.errors import nearest
+from easytorch.distributed.mesh import DATA, read_axes
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant")
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
+MESH_AXES = (*DATA, "tp")
 
 # Output and logging settings: a resumed run may change them without affecting training.
 NOT_COMPARED = (
@@ -73,6 +76,8 @@ class TrainingConfig:
     eval_fraction: share of the blocks held out, measured every `eval_every` steps and at the end.
     log_every: steps between lines where there is no terminal.
     save_every: steps between checkpoints, 0 for only the last; the newest `keep_checkpoints` stay.
+    mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
+        gradients and optimizer (FSDP2), "tp" shards the products; one size may be -1, the rest. None means "dp=-1".
     on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step changes nothing and the
         run goes on ("skip"), up to ten in a row. A checkpoint is only written of weights that give a finite loss.
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.
@@ -105,6 +110,7 @@ class TrainingConfig:
     log_every: int = 10
     save_every: int = 500
     keep_checkpoints: int = 2
+    mesh: str | None = None
     on_nonfinite: str = "stop"
     resume: bool = False
     change: tuple[str, ...] = ()
@@ -120,7 +126,7 @@ class TrainingConfig:
             self._require_type(item.name, str(item.type))
         if not self.text:
             raise ValueError(f"{flag('text')} names no file to train on")
-        for name in ("text", "output", "model", "attn_implementation"):
+        for name in ("text", "output", "model", "attn_implementation", "mesh"):
             value = getattr(self, name)
             for path in value if isinstance(value, tuple) else (value,):
                 if isinstance(path, str) and (not path or "\0" in path):
@@ -176,11 +182,24 @@ class TrainingConfig:
         if isinstance(value, tuple) and not all(isinstance(one, str) for one in value):
             raise ValueError(f"{flag(name)} must be {words}, got {list(value)!r}")
 
+    def axes(self, processes: int) -> dict[str, int]:
+        """The axes of the mesh and their sizes; `ValueError` where these processes do not make them up."""
+        try:
+            axes = read_axes(self.mesh or "dp=-1", processes)
+        except ValueError as error:
+            raise ValueError(f"{flag('mesh')}: {error}") from error
+        for name, size in axes.items():
+            self._require("mesh", name in MESH_AXES or size == 1, f"axes of {', '.join(MESH_AXES)}")
+        return axes
+
     def share(self, processes: int) -> tuple[int, int]:
         """(sequences a process takes of a batch, sequences it holds at a time); `ValueError` if they do not divide."""
-        if self.batch_size % processes:
-            raise ValueError(f"{flag('batch_size')} {self.batch_size} does not divide over {processes} processes")
-        share = self.batch_size // processes
+        axes = self.axes(processes)
+        takers = math.prod(axes.get(name, 1) for name in DATA)
+        if self.batch_size % takers:
+            of = f" that have data of their own in the mesh {self.mesh}" if takers != processes else ""
+            raise ValueError(f"{flag('batch_size')} {self.batch_size} does not divide over {takers} processes{of}")
+        share = self.batch_size // takers
         micro = share if self.micro_batch_size is None else self.micro_batch_size
         if share % micro:
             raise ValueError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 class NonFiniteError(ArithmeticError):
@@ -43,7 +44,17 @@ def nonfinite_parameter(model: torch.nn.Module) -> str | None:
 
 def _first(kind: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     for name, tensor in tensors:
-        finite = torch.isfinite(tensor.detach())
-        if not finite.all():
-            return f"{kind} {name} has {int((~finite).sum())} of {finite.numel()} values that are not finite"
+        if (count := _nonfinite_values(tensor.detach())) > 0:
+            return f"{kind} {name} has {count} of {tensor.numel()} values that are not finite"
     return None
+
+
+def _nonfinite_values(tensor: torch.Tensor) -> int:
+    """How many values are NaN or infinite; of a sharded tensor, over all its ranks, each of which asks."""
+    if not isinstance(tensor, DTensor):
+        finite = torch.isfinite(tensor)
+        return 0 if finite.all() else int((~finite).sum())
+    own = (~torch.isfinite(tensor.to_local())).sum()
+    placements = [one if isinstance(one, Replicate) else Partial() for one in tensor.placements]
+    total = DTensor.from_local(own, tensor.device_mesh, placements, run_check=False)
+    return int(total.full_tensor())

@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.training.checkpoint import checkpoint_path, load_state, save_checkpoint
 from easytorch.training.config import TrainingConfig
 from easytorch.training.data import TokenBlocks, step_indices
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
+from easytorch.training.gradients import clip, total_norm
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
-from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer, without_moments
-from easytorch.training.parallel import in_parallel
+from easytorch.training.optim import full_state, learning_rate, load_optimizer, make_optimizer, without_moments
+from easytorch.training.parallel import ParallelModel, in_parallel
 from easytorch.training.plot import plot_loss
 from easytorch.training.prepare import (
     check_inputs,
@@ -75,13 +75,15 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
         tokenizer, blocks = read_tokens(config)
         model = make_model(config, tokenizer, checkpoint, processes.device)
         check_model(model, blocks, config)
+    parallel = in_parallel(model, blocks, processes, config)
+    with processes.together():
         optimizer, step = _make_optimizer(model, config, checkpoint)
-    return _Run(config, processes, tokenizer, blocks, model, optimizer, step, checkpoint, settings).run()
+    return _Run(config, processes, tokenizer, blocks, parallel, optimizer, step, checkpoint, settings).run()
 
 
-def dropout_seed(seed: int, step: int, rank: int) -> int:
+def dropout_seed(seed: int, step: int, place: int) -> int:
     """Dropout is a function of these three, so that a resumed run draws what it would have drawn."""
-    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
+    return ((seed * 1_000_003 + step) * 65_537 + place) % 2**63
 
 
 def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None) -> dict[str, Any]:
@@ -119,18 +121,18 @@ class _Run:
         processes: Processes,
         tokenizer: PreTrainedTokenizerBase,
         blocks: TokenBlocks,
-        model: PreTrainedModel,
+        parallel: ParallelModel,
         optimizer: torch.optim.AdamW,
         step: int,
         checkpoint: Path | None,
         settings: dict[str, Any],
     ) -> None:
         self.config, self.processes, self.tokenizer, self.blocks, self.model, self.settings = (
-            config, processes, tokenizer, blocks, model, settings,
+            config, processes, tokenizer, blocks, parallel.model, settings,
         )  # fmt: skip
         self.share, self.micro = config.share(processes.world)
         self.optimizer, self.step, self.checkpoint = optimizer, step, checkpoint
-        self.parallel = in_parallel(model, blocks, processes) if processes.world > 1 else model
+        self.parallel = parallel
         self.report: ProgressReport | None = None
         self.skipped = self.skipped_in_a_row = 0
 
@@ -164,30 +166,30 @@ class _Run:
     def _train_step(self) -> None:
         """One optimizer step over `batch_size` blocks, of which this process computes its contiguous share."""
         config, start = self.config, time.perf_counter()
-        torch.manual_seed(dropout_seed(config.seed, self.step, self.processes.rank))
+        torch.manual_seed(dropout_seed(config.seed, self.step, self.parallel.place))
         indices = step_indices(self.step, config.batch_size, self.blocks.train_count, config.seed)
-        first = self.processes.rank * self.share
+        first = self.parallel.place * self.share
         mine = self.blocks.batch(indices[first : first + self.share]).to(self.processes.device)
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.parallel.train()
+        self.parallel.module.train()
         pieces = mine.split(self.micro)
         total = torch.zeros((), device=self.processes.device)
         for number, piece in enumerate(pieces, start=1):
             # Gradients are summed over the processes once, with the last piece.
-            with self._without_sync() if number < len(pieces) else nullcontext():
-                loss = self._loss(self.parallel, piece) / len(pieces)
+            with self.parallel.backward_of(last=number == len(pieces)):
+                loss = self._loss(self.parallel.module, piece) / len(pieces)
                 loss.backward()
             total += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
         # The same two numbers in every process, so that all of them take the step or none.
         summed, norms = self.processes.sum(total, norm)
         mean, gradient_norm = summed / self.processes.world, norms / self.processes.world
         if math.isfinite(mean) and math.isfinite(gradient_norm):
             if config.grad_clip:
-                torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
+                clip(parameters, config.grad_clip, norm)
             self.optimizer.step()
             self.skipped_in_a_row = 0
         else:
@@ -243,20 +245,21 @@ class _Run:
             loss: torch.Tensor = module(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
-    def _without_sync(self) -> Any:
-        return self.parallel.no_sync() if isinstance(self.parallel, DistributedDataParallel) else nullcontext()
-
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Loss of the held-out blocks, each computed by one process."""
+        """Loss of the held-out blocks, each computed in one place."""
         self.model.eval()
-        processes, total, count = self.processes, 0.0, 0
+        processes, parallel, total, count = self.processes, self.parallel, 0.0, 0
         first, end = self.blocks.train_count, self.blocks.train_count + self.blocks.eval_count
-        mine = torch.arange(first, end)[processes.rank :: processes.world]
-        for indices in mine.split(self.micro) if len(mine) else ():  # there may be fewer blocks than processes
+        mine = torch.arange(first, end)[parallel.place :: parallel.places]
+        pieces = list(mine.split(self.micro)) if len(mine) else []  # there may be fewer blocks than processes
+        most = math.ceil(math.ceil(self.blocks.eval_count / parallel.places) / self.micro)
+        # Where a call communicates, each process makes as many: one of its calls may count for nothing.
+        spare = [torch.arange(first, first + 1)] * (most - len(pieces) if parallel.sharded else 0)
+        for indices, counted in [*((piece, len(piece)) for piece in pieces), *((piece, 0) for piece in spare)]:
             tokens = self.blocks.batch(indices.numpy()).to(processes.device)
-            total += float(self._loss(self.model, tokens)) * len(indices)
-            count += len(indices)
+            total += float(self._loss(self.model, tokens)) * counted
+            count += counted
         summed, blocks = processes.sum(total, float(count))
         loss = summed / blocks
         if self.report is not None:
@@ -274,26 +277,30 @@ class _Run:
             found = self._nonfinite_next()
         if found is not None:
             self._fail(self.step, f"{found}, with the weights after this step")
+        model, optimizer = self.parallel.to_save(), full_state(self.optimizer)
         with self.processes.together():
             self.checkpoint = checkpoint_path(Path(self.config.output), self.step)
             if self.processes.first:
                 state = {
-                    "optimizer": self.optimizer.state_dict(),
+                    "optimizer": optimizer,
                     "without_moments": without_moments(self.optimizer),
                     "settings": self.settings,
                 }
-                save_checkpoint(
-                    self.checkpoint, self.step, self.model, self.tokenizer, state, self.config.keep_checkpoints
-                )
+                save_checkpoint(self.checkpoint, self.step, model, self.tokenizer, state, self.config.keep_checkpoints)
 
     def _nonfinite_next(self) -> str | None:
         """The first non-finite value in a forward and backward of one block per process, without dropout, if any."""
         self.model.eval()
-        tokens = self.blocks.batch([self.processes.rank % self.blocks.train_count]).to(self.processes.device)
+        tokens = self.blocks.batch([self.parallel.place % self.blocks.train_count]).to(self.processes.device)
         loss = self._loss(self.model, tokens)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+        if self.parallel.sharded:  # FSDP2's shards are no leaves of the graph
+            loss.backward()
+            gradients = [parameter.grad for parameter in trained]
+            self.model.zero_grad(set_to_none=True)
+        else:
+            gradients = list(torch.autograd.grad(loss, trained, allow_unused=True))
+        norm = total_norm(gradient for gradient in gradients if gradient is not None)
         total, norms = self.processes.sum(loss, norm)
         if not math.isfinite(total):
             return f"the loss is {total}"
@@ -307,7 +314,8 @@ class _Run:
             f"{kind.__module__}.{kind.__name__}, {parameters / 1e6:.2f} M parameters; "
             f"vocabulary {len(self.tokenizer)}; "
             f"{blocks.train_count} blocks of {config.block_size} tokens to train on, {blocks.eval_count} held out; "
-            f"{processes.world} process(es) on {processes.device.type}, {torch.get_num_threads()} thread(s) each"
+            f"{processes.world} process(es)" + (f" as {config.mesh}" if config.mesh else "") + f" on "
+            f"{processes.device.type}, {torch.get_num_threads()} thread(s) each"
             + (f"; resuming after step {self.step}" if self.step else "")
         )
         if self.step >= config.steps:

@@ -30,16 +30,19 @@ def count_parameters(architecture: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def needed(parameters: int, processes: int, on_gpu: bool, available: int | None) -> str:
+def needed(parameters: int, processes: int, on_gpu: bool, available: int | None, shards: int = 1) -> str:
     """One line with the memory per process and in total; `ValueError` where the machine has less.
 
-    available: bytes of the CPU's memory, which processes share, or of one GPU's, of which each has its own.
+    shards: over how many processes each tensor is sharded. available: bytes of the CPU's memory, which processes
+    share, or of one GPU's, of which each has its own.
     """
-    each = parameters * BYTES_A_PARAMETER
+    # each process loads every weight before it keeps its shard
+    each = max(parameters * BYTES_A_PARAMETER // shards, parameters * 4)
+    over = f", over {shards} shards" if shards > 1 else ""
     total = each if on_gpu else each * processes
     words = (
         f"{parameters / 1e6:,.2f} M parameters take {human_size(each)} of memory in each of {processes} process(es) "
-        f"(weights, gradients and AdamW: {BYTES_A_PARAMETER} bytes per parameter), and activations come on top"
+        f"(weights, gradients and AdamW: {BYTES_A_PARAMETER} bytes per parameter{over}), and activations come on top"
     )
     if available is not None and total > available:
         raise ValueError(
@@ -74,6 +77,6 @@ def _container_limit() -> int | None:
     return None
 
 
-def describe(architecture: PreTrainedConfig, processes: int, device: torch.device) -> str:
+def describe(architecture: PreTrainedConfig, processes: int, device: torch.device, shards: int = 1) -> str:
     """`needed` for this architecture on this device."""
-    return needed(count_parameters(architecture), processes, device.type == "cuda", available_bytes(device))
+    return needed(count_parameters(architecture), processes, device.type == "cuda", available_bytes(device), shards)

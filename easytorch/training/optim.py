@@ -7,12 +7,16 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from easytorch.training.config import TrainingConfig
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves vectors (norms, biases) alone; the fused kernel, on CPU too."""
+    """AdamW that decays matrices and leaves vectors (norms, biases) alone; the fused kernel, on CPU too.
+
+    Fused kernels take DTensors or plain tensors, not both, which tensor parallelism alone has.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -22,8 +26,20 @@ def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.opti
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
-        fused=True,
+        **({"fused": True} if len({isinstance(p, DTensor) for p in parameters}) == 1 else {"foreach": False}),
     )
+
+
+def full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`state_dict` with every moment full: what one process would have. Each process calls this."""
+    state = optimizer.state_dict()
+    moments = {
+        number: {
+            name: value.full_tensor().cpu() if isinstance(value, DTensor) else value for name, value in own.items()
+        }
+        for number, own in state["state"].items()
+    }
+    return {**state, "state": moments}
 
 
 def without_moments(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -42,9 +58,27 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
         raise ValueError(f"its list of parameters without moments is {absent!r}")
     _check_moments(optimizer, state, absent)
     ours = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict({**state, "state": _sharded(optimizer, state)})
     for group, settings in zip(optimizer.param_groups, ours, strict=True):
         group.update(settings)
+
+
+def _sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Moments that are sharded as their parameters are; each process keeps its own part of the full ones."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = {number: one for number, one in zip(numbers, parameters, strict=True) if isinstance(one, DTensor)}
+    return {
+        number: {name: _shard_like(value, sharded.get(number)) for name, value in own.items()}
+        for number, own in state["state"].items()
+    }
+
+
+def _shard_like(value: Any, parameter: DTensor | None) -> Any:
+    if parameter is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.ndim:
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any], absent: Collection[int]) -> None:

@@ -1,12 +1,21 @@
-"""The model of several processes: gradients are averaged over them."""
+"""The model of several processes, by the axes of their mesh: everything that the loop need not know."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from easytorch.distributed.mesh import DATA, make_mesh
+from easytorch.distributed.sharding import shard_model
+from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import TokenBlocks
 from easytorch.training.processes import Processes
 
@@ -14,7 +23,83 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def in_parallel(model: PreTrainedModel, blocks: TokenBlocks, processes: Processes) -> DistributedDataParallel:
+@dataclass
+class ParallelModel:
+    """The model as a training step calls it, in one process.
+
+    model: the one whose parameters are trained. place, places: this process among those that have data of their own;
+    those of one tensor parallel group have the same place. sharded: each call communicates, evaluation's too.
+    """
+
+    model: PreTrainedModel
+    module: nn.Module
+    place: int = 0
+    places: int = 1
+    sharded: bool = False
+    original: type[PreTrainedModel] | None = None
+
+    def backward_of(self, last: bool) -> AbstractContextManager[Any]:
+        """For the forward and backward of one piece of a batch: gradients are reduced with the `last` one alone."""
+        if isinstance(self.module, DistributedDataParallel):
+            return nullcontext() if last else self.module.no_sync()
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def to_save(self) -> PreTrainedModel:
+        """The model in one piece, with the weights of all shards on the CPU; each process calls this."""
+        if not self.sharded:
+            return self.model
+        assert self.original is not None
+        for one in self.model.modules():
+            if isinstance(one, FSDPModule):
+                one.reshard()  # an evaluation leaves some of them gathered
+        full: dict[int, torch.Tensor] = {}
+        weights = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in full:  # tied weights stay one tensor
+                gathered = value.full_tensor() if isinstance(value, DTensor) else value
+                full[id(value)] = gathered.detach().cpu()
+            weights[name] = full[id(value)]
+        with torch.device("meta"):
+            model = self.original(self.model.config)
+        model.load_state_dict(weights, assign=True)
+        model.tie_weights()
+        model.generation_config = self.model.generation_config
+        return model
+
+
+def in_parallel(
+    model: PreTrainedModel, blocks: TokenBlocks, processes: Processes, config: TrainingConfig
+) -> ParallelModel:
+    """The model over the mesh of the config: replicas alone by DistributedDataParallel, other axes sharded in place.
+
+    To be called before the optimizer is made, of the parameters that this leaves.
+    """
+    if processes.world == 1:
+        return ParallelModel(model, model)
+    axes = config.axes(processes.world)
+    if all(size == 1 for name, size in axes.items() if name != "dp"):
+        module = _replicated(model, blocks, processes)
+        return ParallelModel(model, module, processes.rank, processes.world)
+    mesh = make_mesh(axes, processes.device.type)
+    place, places = 0, 1
+    for name in (name for name in DATA if name in axes):
+        place, places = place * axes[name] + mesh.get_local_rank(name), places * axes[name]
+    # the loop changes no output in place, which is what torch warns of at each forward
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    original, wrong = type(model), None
+    try:
+        shard_model(model, mesh=mesh)
+    except (ValueError, NotImplementedError) as error:  # sizes and plans, which are the same in each process
+        wrong = ValueError(f"{flag('mesh')} {config.mesh}: {error}")
+    with processes.together():
+        if wrong is not None:
+            raise wrong
+    return ParallelModel(model, model, place, places, sharded=True, original=original)
+
+
+def _replicated(model: PreTrainedModel, blocks: TokenBlocks, processes: Processes) -> DistributedDataParallel:
     """The model, of which not every parameter need have a gradient: the loss may not depend on it, and an expert may
     see no token. Without `find_unused_parameters` the second step fails then; where every parameter has one, that costs
     a walk over the graph at each step, and a warning of torch's."""

@@ -57,7 +57,8 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
         if "vocab_size" in config.model:
             notes.append("the model's vocab_size is not used: the tokenizer's is, which --vocab-size sets")
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
-    notes.append(memory.describe(model, processes, device))
+    axes = config.axes(processes)
+    notes.append(memory.describe(model, processes, device, axes.get("fsdp", 1) * axes.get("tp", 1)))
     return Inputs(texts, settings, notes)
 
 
