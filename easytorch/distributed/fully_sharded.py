@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -36,6 +35,8 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, Partitio
         dims[id(parameter)] = Shard(dim)
     groups = [*gathered_apart(model), model]
     if AXIS not in sizes:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
         for module in groups:
             replicate(module, mesh=mesh)
         return
@@ -65,7 +66,8 @@ def undo(model: nn.Module) -> None:
             state = module._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
-            module.__class__ = type(module).__mro__[type(module)._orig_cls_mro_index]
+            # behind those that fully_shard (2) and replicate (3) have put before it
+            module.__class__ = type(module).__mro__[getattr(type(module), "_orig_cls_mro_index", 2)]
             for key in (STATE_KEY, REGISTRY_KEY):
                 module.__dict__.pop(key, None)
             _module_state_mapping.pop(module, None)

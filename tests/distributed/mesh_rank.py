@@ -42,10 +42,8 @@ DENSE_RULES = [
 EXPERT_RULES = [("experts.gate_up_proj", (None, None, "tp")), ("experts.down_proj", None), ("o_proj", (None, "fsdp"))]
 # family, axes, rules
 CASES: list[tuple[str, str, Any]] = [
-    ("llama", "dp=2,tp=2", None),
     ("llama", "dp=-1", None),
     ("llama", "fsdp=2,tp=2", DENSE_RULES),
-    ("qwen3_moe", "fsdp=2,tp=2", None),
     ("qwen3_moe", "dp=2,fsdp=-1", None),
     ("qwen3_moe", "fsdp=2,tp=2", EXPERT_RULES),
 ]
