@@ -19,7 +19,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.contract import kept_scores
 from easytorch.kernels.attention.logsumexp import LARGEST, fits_one_number
-from easytorch.kernels.interop.torch_func import untraced
+from easytorch.kernels.interop.torch_func import transforming, untraced
 
 # Keys below which ATen's kernel loses NaN without a mask: scores in a vector of the widest instructions, AVX-512.
 LANES = 16
@@ -29,8 +29,15 @@ def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     """`F.scaled_dot_product_attention`."""
     loses_nan = settings.get("attn_mask") is None and query.is_cpu
     if not untraced():
+        loses_nan = loses_nan and _may_be_few(key)
+        if loses_nan and _has_numbers(key):
+            rows = query.shape[2] if settings.pop("is_causal", False) else 0
+            hidden = (
+                query.new_full((rows, key.shape[2]), -torch.inf).triu_(1) if rows else query.new_zeros(1, key.shape[2])
+            )
+            return F.scaled_dot_product_attention(query, key, value, **settings | {"attn_mask": hidden})
         output = F.scaled_dot_product_attention(query, key, value, **settings)
-        return output * _nan_or_one(query, key).to(output.dtype) if loses_nan and _may_be_few(key) else output
+        return output * _nan_or_one(query, key).to(output.dtype) if loses_nan else output
     if loses_nan and 0 < (keys := key.shape[2]) < LANES:
         # ATen's causal aligns the first query and key, as its callers have as many of both.
         causal = settings.pop("is_causal", False)
@@ -52,6 +59,12 @@ def _may_be_few(key: Tensor) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return not statically_known_true(key.shape[2] >= LANES)
+
+
+def _has_numbers(key: Tensor) -> bool:
+    """Whether only a mode stands between the call and ATen, one that counts operations for instance."""
+    graph = torch.compiler.is_compiling() or transforming() or torch.jit.is_tracing()
+    return not graph and type(key.shape[2]) is int and key.shape[2] > 0
 
 
 def _nan_or_one(query: Tensor, key: Tensor) -> Tensor:
