@@ -20,6 +20,7 @@ from easytorch.auto.switching import set_attention
 from easytorch.bridge.core.json_files import read_json
 from easytorch.protocol import conversion
 from easytorch.protocol.checkpoint_files import check_config, inferred_config
+from easytorch.protocol.gguf_loading import gguf_config
 from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.loading import load_pretrained
 from easytorch.protocol.native import NativeModel
@@ -201,6 +202,9 @@ def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
             return inferred
         if kwargs.get("gguf_file") is None:
             check_config(folder)
+    if config is None and (stated := gguf_config(path, kwargs)) is not None:
+        kwargs["config"] = stated
+        return stated
     return _config_at(path if config is None else config, where)
 
 

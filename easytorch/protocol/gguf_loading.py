@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
@@ -51,21 +51,38 @@ def gguf_source(name_or_path: Any, kwargs: dict[str, Any]) -> Path | None:
     `{"quant_method": "gguf"}` too) without `dequantize`; with such a config also the GGUF file of a folder. Both
     arguments are popped then.
     """
-    name, given = kwargs.get("gguf_file"), kwargs.get("quantization_config")
-    settings = None if given is None else given if isinstance(given, Mapping) else given.to_dict()
-    of_gguf = settings is not None and settings.get("quant_method") == GGUF
-    if name_or_path is None or not (of_gguf or (name is not None and settings is None)):
-        return None
-    if of_gguf and settings is not None and settings.get("dequantize"):
-        if isinstance(given, Mapping) or name is None:
+    settings = _settings(kwargs)
+    if settings.get("quant_method") == GGUF and settings.get("dequantize"):
+        if isinstance(kwargs["quantization_config"], Mapping) or kwargs.get("gguf_file") is None:
             del kwargs["quantization_config"]
         return None
-    file = _file(name_or_path, name, kwargs)
-    if file is None or not _known(file):
+    file = _kept(name_or_path, kwargs)
+    if file is None or _stated(file) is None:
         return None
     kwargs.pop("gguf_file", None)
     kwargs.pop("quantization_config", None)
     return file
+
+
+def gguf_config(name_or_path: Any, kwargs: Mapping[str, Any]) -> PreTrainedConfig | None:
+    """The config that the file of `gguf_source` states, which may be of a family that transformers does not read."""
+    file = _kept(name_or_path, kwargs)
+    content = None if file is None else _stated(file)
+    return None if content is None else CONFIG_MAPPING[content["model_type"]].from_dict(content)
+
+
+def _settings(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = kwargs.get("quantization_config")
+    return {} if given is None else given if isinstance(given, Mapping) else given.to_dict()
+
+
+def _kept(name_or_path: Any, kwargs: Mapping[str, Any]) -> Path | None:
+    """The file whose blocks are to be kept."""
+    name, settings = kwargs.get("gguf_file"), _settings(kwargs)
+    of_gguf = settings.get("quant_method") == GGUF and not settings.get("dequantize")
+    if name_or_path is None or not (of_gguf or (name is not None and not settings)):
+        return None
+    return _file(name_or_path, name, kwargs)
 
 
 def _file(name_or_path: Any, name: str | None, kwargs: Mapping[str, Any]) -> Path | None:
@@ -83,12 +100,12 @@ def _file(name_or_path: Any, name: str | None, kwargs: Mapping[str, Any]) -> Pat
     return Path(cached_file(name_or_path, name, **where))
 
 
-def _known(file: Path) -> bool:
-    """Whether the bridge knows the names of the file's architecture; transformers may know those of others."""
+def _stated(file: Path) -> dict[str, Any] | None:
+    """config.json's content; None for an architecture whose names the bridge lacks, which transformers may know."""
     if importlib.util.find_spec("gguf") is None:
-        return False
+        return None
     with Gguf().open(file) as reader:
-        return isinstance(reader, GgufReader) and reader.config() is not None
+        return reader.config() if isinstance(reader, GgufReader) else None
 
 
 def load_gguf(

@@ -153,3 +153,22 @@ def test_which_blocks_are_kept_and_when(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "torch", empty)
     with pytest.raises(CheckpointError, match="holds no GGUF file"):
         load(empty, quantization_config={"quant_method": "gguf"})
+
+
+def test_a_family_that_transformers_does_not_read(tmp_path: Path) -> None:
+    """BERT's file, beside a config.json too, and by its path alone."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=97, max_position_embeddings=32, **sizes, dtype="float32")
+    theirs = transformers.BertModel(config, add_pooling_layer=False).eval()
+    theirs.save_pretrained(tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "gguf", to="gguf", dtype="q8_0")
+    file = tmp_path / "gguf" / "model.gguf"
+    with torch.no_grad():
+        plain = easytorch.AutoModel.from_pretrained(tmp_path / "gguf", dtype=torch.float32).eval()
+        expected = plain(IDS).last_hidden_state
+        for folder, name in ((tmp_path / "torch", str(file)), (tmp_path / "gguf", "model.gguf")):
+            model = easytorch.AutoModel.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+            assert blocks_of(model) == ["q8_0"]
+            torch.testing.assert_close(model(IDS).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(expected, theirs(IDS).last_hidden_state, rtol=0, atol=0.05)
