@@ -10,7 +10,7 @@ from torch import nn
 from transformers import initialization
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from easytorch.kernels.grouped_matmul.routing import combine_experts, sort_by_expert
+from easytorch.kernels.grouped_matmul.routing import combine_experts, rows_of_experts, sort_by_expert
 from easytorch.layers.basics import activation
 from easytorch.layers.gate import gated
 from easytorch.operations import OperationRegistry
@@ -32,7 +32,7 @@ def apply_experts(
     """
     order, sizes = sort_by_expert(top_k_index, module.num_experts)
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _project(module, name, hidden_states[order // top_k_index.shape[1]], sizes)
+    rows = _project(module, name, rows_of_experts(hidden_states, order, top_k_index.shape[1]), sizes)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = _project(module, "down_proj", rows, sizes)
     if module.has_post_expert_norm:

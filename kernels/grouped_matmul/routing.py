@@ -21,6 +21,18 @@ def sort_by_expert(expert_indices: torch.Tensor, num_experts: int) -> tuple[torc
     return flat.argsort(stable=True), sizes[:num_experts]
 
 
+def rows_of_experts(hidden: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    """hidden (T, D), order (T * k,) of `sort_by_expert` -> (T * k, D), `hidden[order // k]`.
+
+    The gradient of that index adds a token's k rows in the order in which threads reach them (ATen's index_put, in
+    float32): two equal steps would differ in their last bits. A permutation of repeated rows has one order.
+    """
+    if not (torch.is_grad_enabled() and hidden.requires_grad):
+        return hidden[order // k]
+    repeated = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
+    return repeated.index_select(0, order)
+
+
 def combine_experts(rows: torch.Tensor, order: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
     """rows (T * k, N) as `sort_by_expert` ordered them, expert_weights (T, k) -> (T, N) in rows' dtype.
 
