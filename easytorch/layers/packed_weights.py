@@ -36,19 +36,28 @@ class PackedWeight(NamedTuple):
         scale, zero = self.scale[:, self.groups], self.zero[:, self.groups]
         return (self.codes.float() - zero.float()) * scale
 
-    def parts(self, group_size: int) -> dict[str, Tensor] | None:
-        """The tensors of a `QuantizedLinear` of "affine", or None where its columns or numbers are others.
+    def ordered(self, group_size: int) -> bool:
+        """Whether columns of a group do not lie side by side."""
+        return not torch.equal(self.groups, torch.arange(len(self.groups)) // group_size)
 
-        Of 8 bits it has no zero point but 128.
+    def parts(self, group_size: int, ordered: bool = False) -> dict[str, Tensor] | None:
+        """The tensors of a `QuantizedLinear` of "affine", or None where its groups or numbers are others.
+
+        Of 8 bits it has no zero point but 128. ordered: with `order`, which sorts the columns by groups.
         """
-        if not torch.equal(self.groups, torch.arange(len(self.groups)) // group_size):
+        codes, parts = self.codes, {"scale_bits": self.scale.contiguous().view(torch.int32)}
+        if ordered:
+            order = self.groups.argsort(stable=True)
+            if not torch.equal(self.groups[order], torch.arange(len(order)) // group_size):
+                return None
+            codes, parts["order"] = codes[:, order], order.to(torch.int32)
+        elif self.ordered(group_size):
             return None
-        parts = {"scale_bits": self.scale.contiguous().view(torch.int32)}
         if self.bits == 8:
             if not bool((self.zero == 128).all()):
                 return None
-            return parts | {"codes": (self.codes.to(torch.int16) - 128).to(torch.int8)}
-        return parts | {"codes": pack(self.codes), "zero": self.zero.contiguous()}
+            return parts | {"codes": (codes.to(torch.int16) - 128).to(torch.int8)}
+        return parts | {"codes": pack(codes), "zero": self.zero.contiguous()}
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:

@@ -37,9 +37,12 @@ class QuantizedLinear(nn.Linear):
     """A linear layer of a frozen weight in few bits; gradients go to the input and the bias.
 
     Buffers: `weight_codes`, `weight_scale_bits` (the bits of float32, which no change of dtype rounds) and, of formats
-    with one, `weight_zero`. `weight` is what they decode to, a new tensor whenever it is read, whose `data` may not be
+    with one, `weight_zero`; of columns in an order of their own `weight_order`, the input's column for each column of
+    the codes. `weight` is what they decode to, a new tensor whenever it is read, whose `data` may not be
     set. It is an `nn.Linear`, which PEFT puts an adapter on.
     """
+
+    weight_order: Tensor
 
     def __init__(
         self, in_features: int, out_features: int, settings: FormatSettings, dtype: torch.dtype, bias: Tensor | None
@@ -66,18 +69,25 @@ class QuantizedLinear(nn.Linear):
         """Takes the codes nearest to `weight` (out_features, in_features)."""
         for part, tensor in parts_of(quantize_weight(weight, self.settings)).items():
             self.register_buffer(f"weight_{part}", tensor)
+        if self.settings.ordered:
+            self.register_buffer("weight_order", torch.empty(self.in_features, dtype=torch.int32, device="meta"))
 
     @property
     def quantized(self) -> QuantizedWeight:
+        """The weight of the codes, with its columns as they are stored."""
         return weight_of(self, "weight_", self.settings, (self.out_features, self.in_features))
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        return self.quantized.dequantize(self.compute_dtype).as_subclass(DecodedWeight)
+        return self._dequantized(self.compute_dtype).as_subclass(DecodedWeight)
+
+    def _dequantized(self, dtype: torch.dtype) -> Tensor:
+        weight = self.quantized.dequantize(dtype)
+        return weight[:, self.weight_order.argsort()] if self.settings.ordered else weight
 
     def decoded(self, dtype: torch.dtype | None = None) -> nn.Linear | Conv1D:
         """The plain layer of the weight that the codes stand for, of the class that was there."""
-        weight = self.quantized.dequantize(self.compute_dtype if dtype is None else dtype)
+        weight = self._dequantized(self.compute_dtype if dtype is None else dtype)
         with torch.device("meta"):
             plain: Any = (
                 Conv1D(self.out_features, self.in_features)
@@ -90,6 +100,8 @@ class QuantizedLinear(nn.Linear):
         return made
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.settings.ordered:
+            input = input.index_select(-1, self.weight_order)
         output: Tensor = _OPERATION(input, self.quantized, self.bias)
         return output
 

@@ -36,11 +36,12 @@ GGUF_BLOCKS = tuple(BLOCKS)
 
 class FormatSettings(NamedTuple):
     """format: a name of `STORAGE`, or of `BLOCKS`: those of a GGUF file. group_size: columns that share a scale, None
-    for a row. bits: of affine."""
+    for a row. bits: of affine. ordered: columns are grouped in an order of their own (GPTQ's act-order)."""
 
     format: str
     group_size: int | None
     bits: int | None = None
+    ordered: bool = False
 
     @property
     def storage(self) -> str:
@@ -57,6 +58,7 @@ class FormatSettings(NamedTuple):
         if self.format in BLOCKS:
             return f"{self.format} blocks"
         groups = "rows" if self.group_size is None else f"groups of {self.group_size}"
+        groups += " in an order of their own" if self.ordered else ""
         return f"{self.format}{'' if self.bits is None else f' of {self.bits} bits'} in {groups}"
 
 
@@ -69,6 +71,8 @@ def quantize_weight(weight: Tensor, settings: FormatSettings) -> QuantizedWeight
     s the mean magnitude. `ValueError` for a weight with infinities or NaN.
     """
     size, name = settings.columns(weight.shape[1]), settings.format
+    if settings.ordered and not weight.is_meta:
+        raise ValueError("desc_act is of GPTQ checkpoints, which hold the order of columns; quantize without it")
     if weight.is_meta or name in BLOCKS:
         return _without_values(weight, settings)
     if name in ("int8", "int4", "nf4", "fp8", "fp8_e5m2"):

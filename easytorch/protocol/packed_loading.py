@@ -1,7 +1,7 @@
 """`from_pretrained` of GPTQ, AWQ and torchao checkpoints: their layers become `QuantizedLinear` of the same codes.
 
-A layer whose columns are quantized in another order (GPTQ's act-order), experts, heads and eight bits with a zero point
-are decoded to plain weights, since no quantized layer here says the same.
+Experts, heads, layers whose groups have other sizes than the config says and eight bits with a zero point are decoded
+to plain weights, since no quantized layer here says the same.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class PackedCheckpoint(NamedTuple):
     bits: int
     group_size: int | None
     less_one: bool
+    ordered: bool = False
 
 
 def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedCheckpoint | None:
@@ -77,7 +78,9 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
         raise CheckpointError(
             f"is {method} in the layout {layout!r}; {', '.join(filter(None, known_layouts))} are read", file=file
         )
-    return PackedCheckpoint(folder, method, bits, None if size == -1 else size, layout != "gptq_v2")
+    return PackedCheckpoint(
+        folder, method, bits, None if size == -1 else size, layout != "gptq_v2", bool(settings.get("desc_act"))
+    )
 
 
 def _settings_beside(folder: Path) -> dict[str, Any] | None:
@@ -126,7 +129,7 @@ def _read(
             parts = {part: to_torch(reader.read(f"{name}.{part}")) for part in _PARTS if f"{name}.{part}" in names}
             weight = _weight(packed, name, parts, file)
             layer = _layer(name, layers, prefix)
-            own = None if layer is None else weight.parts(packed.group_size or len(weight.groups))
+            own = None if layer is None else weight.parts(packed.group_size or len(weight.groups), packed.ordered)
             if own is None:
                 decoded.append(name)
                 state[f"{name}.weight"] = weight.dequantized()
@@ -140,7 +143,9 @@ def _read(
     if taken:
         size = -1 if packed.group_size is None else packed.group_size
         pattern = pattern_of(taken, layers)
-        settings = QuantizationConfig("affine", size, packed.bits, pattern=pattern, quantize_tensors=False)
+        settings = QuantizationConfig(
+            "affine", size, packed.bits, pattern=pattern, quantize_tensors=False, desc_act=packed.ordered
+        )
         config.quantization_config = settings.to_dict()
     return config, state
 

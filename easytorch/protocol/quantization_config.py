@@ -23,6 +23,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     default. pattern: a regular expression that is searched for in the names of layers; None is all of them but heads
     and routers. simulate: the weights stay as they are and are rounded in every forward pass, and gradients pass
     straight through (quantization-aware training). quantize_tensors: the stacked weights of experts too.
+    desc_act: of GPTQ checkpoints, whose columns are grouped in the order of activations.
     blocks: of "gguf", what a model loaded from a GGUF file has: the patterns of the layers of each kind of block.
     runtime_dtype, jax_native: of JAX's compiler; refused.
     """
@@ -37,6 +38,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         *,
         block_size: int | None = None,
         quantize_tensors: bool = True,
+        desc_act: bool = False,
         blocks: Mapping[str, str] | None = None,
         runtime_dtype: None = None,
         jax_native: bool = False,
@@ -63,9 +65,11 @@ class QuantizationConfig(QuantizationConfigMixin):
             raise ValueError(f"bits={bits!r} is a number from 2 to 8, of affine alone")
         if pattern is not None and not isinstance(pattern, str):
             raise TypeError(f"pattern={pattern!r} must be a regular expression, as 'mlp|q_proj', or None")
-        for word, flag in (("simulate", simulate), ("quantize_tensors", quantize_tensors)):
+        for word, flag in (("simulate", simulate), ("quantize_tensors", quantize_tensors), ("desc_act", desc_act)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{word}={flag!r} must be True or False")
+        if desc_act and (name != "affine" or simulate):
+            raise ValueError("desc_act is of GPTQ checkpoints: affine, and not simulated")
         if pattern is not None:
             try:
                 re.compile(pattern)
@@ -74,6 +78,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.quant_method: Any = quant_method
         self.dtype, self.group_size, self.bits, self.simulate = name, size, bits, simulate
         self.pattern, self.quantize_tensors = pattern, quantize_tensors
+        self.desc_act = desc_act
         self.blocks = None if blocks is None else dict(blocks)
 
     @property
@@ -81,7 +86,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         if self.dtype == GGUF:
             raise ValueError("GGUF's blocks are read from files: from_pretrained(folder, gguf_file=...)")
         size = STORAGE[self.dtype][1] if self.group_size is None else self.group_size
-        return FormatSettings(self.dtype, None if size == -1 else size, self.bits)
+        return FormatSettings(self.dtype, None if size == -1 else size, self.bits, self.desc_act)
 
     def settings_of(self, name: str) -> FormatSettings:
         """The settings of one layer or stack."""

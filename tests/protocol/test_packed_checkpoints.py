@@ -135,6 +135,10 @@ CASES = {
     "3 bits": {"bits": 3},
     "8 bits": {"bits": 8},
     "columns": {"size": -1},
+    "act-order": {"act_order": True},
+    "act-order, 3 bits": {"act_order": True, "bits": 3},
+    "act-order, 8 bits": {"act_order": True, "bits": 8},
+    "act-order gpt2": {"act_order": True, "name": "gpt2"},
     "v2": {"layout": "gptq_v2"},
     "awq": {"method": "awq"},
     "awq columns": {"method": "awq", "size": -1, "layout": "GEMM"},
@@ -158,7 +162,7 @@ def test_layers_have_the_codes_of_the_checkpoint(case, tmp_path):
 
 
 def test_what_no_layer_holds_is_decoded(tmp_path):
-    for number, settings in enumerate(({"act_order": True}, {"bits": 8, "middle": 120})):
+    for number, settings in enumerate(({"act_order": True, "bits": 8, "middle": 120}, {"bits": 8, "middle": 120})):
         expected = checkpoint(tmp_path / str(number), **settings)
         model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / str(number))
         assert not any(isinstance(one, QuantizedLinear) for one in model.modules())
@@ -185,6 +189,19 @@ def test_settings_beside_the_config(method, tmp_path):
     model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert any(isinstance(one, QuantizedLinear) for one in model.modules())
     assert_as(model, expected)
+
+
+def test_an_order_of_columns_is_the_checkpoints(tmp_path):
+    expected = checkpoint(tmp_path, act_order=True)
+    model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+    layer, right = (one.model.layers[1].mlp.down_proj for one in (model, expected))
+    torch.testing.assert_close(layer.decoded().weight, right.weight)
+    assert not torch.equal(layer.weight_order, layer.weight_order.sort().values)
+    assert_as(easytorch.protocol.dequantize(model), expected)
+    plain = easytorch.AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    for settings in ({"desc_act": True}, {"desc_act": True, "simulate": True}):
+        with pytest.raises(ValueError, match="desc_act is of GPTQ checkpoints"):
+            easytorch.protocol.quantize(plain, "affine", **settings)
 
 
 def test_other_classes_and_dtypes(tmp_path):
