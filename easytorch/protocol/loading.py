@@ -43,6 +43,7 @@ def load_pretrained(
     flax = flax_file(path, from_flax, kwargs) if gguf is None and packed is None else None
     # transformers collects mismatches; `check` decides on them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    source: str | None
     if gguf is not None:
         source, config = str(gguf), kwargs.pop("config", None)
         model, info, weights = load_gguf(from_state_dict, model_class, gguf, path, config, model_args, kwargs)

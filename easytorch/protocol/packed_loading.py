@@ -153,8 +153,10 @@ def _read(
 def _read_torchao(
     reader: Reader, file: Path, layers: Collection[str], prefix: str, config: PreTrainedConfig
 ) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
-    found = weights_in(reader.tensors)
-    names = {layer: {part: f"{layer}.{PREFIX}{part}" for part in parts} for layer, parts in found.items()}
+    names = {
+        layer: {part: f"{layer}.{PREFIX}{part}" for part in parts}
+        for layer, parts in weights_in(reader.tensors).items()
+    }
     packed = {name for parts in names.values() for name in parts.values()}
     state = {name: to_torch(reader.read(name)) for name in reader.tensors if name not in packed}
     weights = {}
@@ -163,7 +165,7 @@ def _read_torchao(
         weights[layer] = torchao_weight(layer, tensors, file)
     if not weights:
         raise CheckpointError("its config says torchao, and it holds no quantized weight", file=file)
-    own = {name: layer for name in weights if (layer := _layer(name, layers, prefix)) is not None}
+    own = {name: found for name in weights if (found := _layer(name, layers, prefix)) is not None}
     common = most_common({name: weights[name] for name in own})
     taken, decoded = [], []
     for name, weight in weights.items():

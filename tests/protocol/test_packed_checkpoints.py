@@ -167,6 +167,12 @@ def test_what_no_layer_holds_is_decoded(tmp_path):
         model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / str(number))
         assert not any(isinstance(one, QuantizedLinear) for one in model.modules())
         assert_as(model, expected)
+    # columns in an order that the config does not state
+    expected = checkpoint(tmp_path / "order", act_order=True)
+    rewrite(tmp_path / "order", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": GROUP})
+    model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "order")
+    assert not any(isinstance(one, QuantizedLinear) for one in model.modules())
+    assert_as(model, expected)
     expected = checkpoint(tmp_path / "experts", name="qwen3_moe")
     model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "experts")
     names = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
