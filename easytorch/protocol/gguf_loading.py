@@ -97,8 +97,8 @@ def _file(name_or_path: Any, name: str | None, kwargs: Mapping[str, Any]) -> Pat
     if name is None:
         return None
     where = {key: kwargs[key] for key in _HUB if kwargs.get(key) is not None}
-    found = cached_file(name_or_path, name, **where)
-    return None if found is None else Path(found)
+    cached = cached_file(name_or_path, name, **where)
+    return None if cached is None else Path(cached)
 
 
 def _stated(file: Path) -> dict[str, Any] | None:
