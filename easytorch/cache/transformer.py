@@ -80,6 +80,12 @@ class TransformerCache(Cache):
     def longest(self) -> int:
         return self.metadata.max_length
 
+    def has_room(self, layer_idx: int, rows: int, tokens: int) -> bool:
+        """Whether `update` would take so many tokens more of so many rows in this layer."""
+        layer: Any = self.layers[layer_idx]
+        past = int(layer.get_seq_length())
+        return (past > 0 or rows <= self.rows) and past + tokens <= self.longest
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ _OPERATIONS = {
 
 # Other keywords that reach the attention through transformers' **kwargs. These do not change the result: positions and
 # packing are already in the mask.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "cache_position",
         "deterministic",
@@ -291,7 +291,7 @@ def _backend_with_weights(backend: str | None) -> str:
 def _check_others(kwargs: dict[str, Any]) -> None:
     """Refuses keywords that would change the result; warns once about unknown ones."""
     for name, value in kwargs.items():
-        if value is None or name in _HARMLESS:
+        if value is None or name in HARMLESS:
             continue
         if name in _REFUSED:
             raise UnsupportedOperationError(

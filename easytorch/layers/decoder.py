@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.layers import decoder_step
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, check_windows, masks_by_layer_type
@@ -71,10 +72,15 @@ class DecoderLayer(GradientCheckpointingLayer):
         return cls.norm_class(config.hidden_size, eps=getattr(config, cls.norm_eps))
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        # by keyword, as transformers calls it: hooks and wrappers of the attention look for `hidden_states` there
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        stepped = None
+        if steps := decoder_step.steps(hidden_states):
+            stepped = decoder_step.attention_step(self.input_layernorm, self.self_attn, hidden_states, kwargs)
+        if stepped is None:
+            # by keyword, as transformers calls it: hooks and wrappers of the attention look for `hidden_states` there
+            attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            stepped = hidden_states + attended
+        mixed = decoder_step.feed_forward_step(self.post_attention_layernorm, self.mlp, stepped) if steps else None
+        return stepped + self.mlp(self.post_attention_layernorm(stepped)) if mixed is None else mixed
 
 
 class PrePostNormLayer(DecoderLayer):

@@ -34,6 +34,14 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return act(gate) * up
 
 
+def activation_of(act: nn.Module) -> str | None:
+    """Which of kernels/decoder_step's activations the module is; None for another one."""
+    if type(act) in _SILU:
+        return "silu"
+    approximate = _approximation(act)
+    return None if approximate is None else "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
 def _approximation(act: nn.Module) -> str | None:
     """That of F.gelu where this module is nothing else.
 

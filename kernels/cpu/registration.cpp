@@ -7,6 +7,7 @@ namespace easytorch {
 void register_decode(Library& library);
 void register_flash(Library& library);
 void register_glu(Library& library);
+void register_decoder_step(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
 void register_ragged_page(Library& library);
@@ -20,6 +21,7 @@ struct Registration {
     register_decode(library);
     register_flash(library);
     register_glu(library);
+    register_decoder_step(library);
     register_linear(library);
     register_quantized_matmul(library);
     register_ragged_page(library);

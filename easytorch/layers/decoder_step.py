@@ -1,0 +1,196 @@
+"""One token of a pre-norm decoder layer by two operators in C++, where nothing listens between its modules.
+
+What a layer computes stays what its modules say: each half is taken only where every module of it is the plain one, and
+is refused, by asking, for hooks, adapters, quantized, sharded or small weights, gradients, graphs, and features that
+the operators lack. The modules run then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easytorch.kernels.decoder_step import cpu
+from easytorch.kernels.decoder_step.native import AttentionWeights, FeedForwardWeights, Projection
+from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
+from easytorch.layers import attention
+from easytorch.layers.cache_slots import slot_of
+from easytorch.layers.config import attn_implementation, wants_attentions
+from easytorch.layers.gate import activation_of
+from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.head_norm import HeadNormAttention
+from easytorch.layers.linear import watched
+from easytorch.layers.mlp import GatedMLP
+from easytorch.layers.norm import RMSNorm
+from easytorch.operations.dispatch.environment import untouched
+
+# What the operators compute stands in these methods; a family that overrides one of them runs its modules.
+_ATTENTION = tuple(
+    (name, getattr(GroupedAttention, name)) for name in ("forward", "project", "projections", "project_output")
+)
+_FEED_FORWARD = tuple((name, getattr(GatedMLP, name)) for name in ("forward", "projections"))
+# of rotations also whether heads are normalized before them
+_ROTATIONS: dict[Any, bool] = {GroupedAttention.rotate: False, HeadNormAttention.rotate: True}
+_NORM = RMSNorm.forward
+_FEATURES = frozenset({"sliding_window", "softcap", "s_aux"})
+
+
+def steps(x: Tensor) -> bool:
+    """Whether the halves may be asked for a step of hidden states x: one token of each of a few rows, on a CPU."""
+    return cpu.takes(x) and untouched()
+
+
+def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """x + attention(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run.
+
+    kwargs: those that the attention is called with.
+    """
+    kind: Any = type(module)
+    normalized = _ROTATIONS.get(getattr(kind, "rotate", None))
+    if normalized is None or not _is(kind, _ATTENTION) or watched(module) or kind.interleaved:
+        return None
+    attention_: Any = module
+    config, past = attention_.config, kwargs.get("past_key_values")
+    if past is None or attention.OBSERVERS or attn_implementation(config) != "easytorch" or wants_attentions(config):
+        return None
+    features = attention_.features()
+    if not (features.keys() <= _FEATURES and _passes(kwargs)) or (module.training and attention_.attention_dropout):
+        return None
+    scale, softcap = attention_.scaling, features.get("softcap")
+    if type(scale) is not float or not (softcap is None or type(softcap) is float):
+        return None
+    weights = _attention_weights(norm, module, x, normalized)
+    if weights is None:
+        return None
+    positions = kwargs.get("position_embeddings") if attention_.use_rope else None
+    if positions is not None and not _fits_angles(positions, x, attention_.head_dim):
+        return None
+    target = slot_of(past, attention_.layer_idx, x.shape[0], x.dtype)
+    if target is None:
+        return None
+    slot, mask, sinks = target.slot, kwargs.get("attention_mask"), features.get("s_aux")
+    if slot.keys.shape[1] != attention_.num_key_value_heads or slot.keys.shape[3] != attention_.head_dim:
+        return None
+    if mask is None:
+        # without a mask a static cache's keys that were not written would be seen
+        if target.room is None:
+            return None
+        window = features.get("sliding_window")
+        if window is not None and slot.end - slot.first > window:
+            slot = slot._replace(first=slot.end - window)
+    elif not _fits_mask(mask, x, attention_.num_heads, slot.end - slot.first):
+        return None
+    if sinks is not None and not (type(sinks) is nn.Parameter and sinks.dtype is x.dtype and sinks.is_contiguous()):
+        return None
+    attended = cpu.attention_step(
+        x, weights, positions, slot,
+        mask=mask, sinks=sinks, softmax_scale=scale, softcap=softcap,
+    )  # fmt: skip
+    target.written()
+    return attended
+
+
+def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor | None:
+    """x + mlp(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run."""
+    if not _is(type(module), _FEED_FORWARD) or watched(module):
+        return None
+    modules: Any = module._modules
+    scale = _scale_of(norm, x, x.shape[2])
+    act = modules.get("act_fn")
+    activation = None if act is None or watched(act) else activation_of(act)
+    gate, up, down = (_projection(modules.get(name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    if scale is None or activation is None or gate is None or up is None or down is None:
+        return None
+    if not (cpu.takes_product(x, gate, up) and cpu.takes_product(x, down)):
+        return None
+    eps: Any = norm.variance_epsilon
+    return cpu.feed_forward_step(x, FeedForwardWeights(scale, gate, up, down, eps, activation))
+
+
+def _is(kind: type, methods: tuple[tuple[str, Any], ...]) -> bool:
+    for name, method in methods:  # noqa: SIM110 - no comprehension, here and below: each is a call, and a token has many
+        if getattr(kind, name, None) is not method:
+            return False
+    return True
+
+
+def _passes(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the other keywords of the attention change nothing."""
+    for name, value in kwargs.items():
+        if value is None or name == "attention_mask" or name in attention.HARMLESS:
+            continue
+        if name != "output_attentions" or value:
+            return False
+    return True
+
+
+def _attention_weights(norm: nn.Module, module: Any, x: Tensor, normalized: bool) -> AttentionWeights | None:
+    modules, dim = module._modules, module.head_dim
+    scale = _scale_of(norm, x, x.shape[2])
+    query, key, value = (_projection(modules.get(name)) for name in module.fused)
+    output = _projection(modules.get(module.output_name))
+    if scale is None or query is None or key is None or value is None or output is None:
+        return None
+    if not (cpu.takes_product(x, query, key, value) and cpu.takes_product(x, output)):
+        return None
+    if query.weight.shape[0] != module.num_heads * dim:
+        return None
+    eps: Any = norm.variance_epsilon
+    if not normalized:
+        return AttentionWeights(scale, query, key, value, output, eps)
+    of_query, of_key = modules.get("q_norm"), modules.get("k_norm")
+    query_norm, key_norm = _scale_of(of_query, x, dim), _scale_of(of_key, x, dim)
+    if query_norm is None or key_norm is None or of_query.variance_epsilon != of_key.variance_epsilon:
+        return None
+    return AttentionWeights(scale, query, key, value, output, eps, query_norm, key_norm, of_query.variance_epsilon)
+
+
+def _scale_of(norm: Any, x: Tensor, size: int) -> Tensor | None:
+    """The weight of a plain RMS norm."""
+    if norm is None or type(norm).forward is not _NORM or watched(norm) or size < SMALLEST_ROW:
+        return None
+    weight: Any = norm._parameters.get("weight")
+    plain = type(weight) is nn.Parameter and weight.dtype is x.dtype and weight.shape == (size,) and weight.is_cpu
+    found: Tensor | None = weight if plain and weight.is_contiguous() else None
+    return found if type(norm.variance_epsilon) is float else None
+
+
+def _projection(layer: Any) -> Projection | None:
+    """The parameters of a plain `nn.Linear`."""
+    if type(layer) is not nn.Linear or watched(layer):
+        return None
+    parameters = layer._parameters
+    weight = parameters.get("weight")
+    if type(weight) is not nn.Parameter or "bias" not in parameters:
+        return None
+    bias = parameters["bias"]
+    return Projection(weight, bias) if bias is None or type(bias) is nn.Parameter else None
+
+
+def _fits_angles(positions: Any, x: Tensor, dim: int) -> bool:
+    cos, sin = positions
+    shape = cos.shape
+    return bool(
+        cos.dtype is x.dtype
+        and sin.dtype is x.dtype
+        and sin.shape == shape
+        and len(shape) == 3
+        and (shape[0] == 1 or shape[0] == x.shape[0])
+        and shape[1] == 1
+        and shape[2] <= dim
+        and shape[2] % 2 == 0
+        and cos.stride(2) == 1
+        and sin.stride(2) == 1
+        and type(cos) is Tensor
+        and type(sin) is Tensor
+    )
+
+
+def _fits_mask(mask: Any, x: Tensor, heads: int, keys: int) -> bool:
+    if type(mask) is not Tensor or mask.dtype is not torch.bool or mask.dim() != 4 or not mask.is_cpu:
+        return False
+    rows, over, queries, columns = mask.shape
+    return rows in (1, x.shape[0]) and over in (1, heads) and (queries, columns) == (1, keys)

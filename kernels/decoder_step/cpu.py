@@ -1,0 +1,114 @@
+"""The halves of a decoder layer by the operators in C++ (cpu*.cpp here): two calls, each of one parallel region.
+
+Operator by operator a layer of one token is about twenty calls, of which five wait for their threads. Inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cpu import inference, library
+from easytorch.kernels.cpu.inference import DTYPES
+from easytorch.kernels.decoder_step.native import ACTIVATIONS, AttentionWeights, FeedForwardWeights, Projection, Slot
+from easytorch.kernels.linear import preference
+from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
+
+# Passed for an absent argument: the operators take tensors only.
+_NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
+_NO_ANGLES = {dtype: torch.empty(1, 1, 0, dtype=dtype) for dtype in DTYPES}
+_NO_MASK = torch.empty(0, dtype=torch.bool)
+# The least numbers of a float32 weight, whatever the table of `linear` says: see `SMALLEST_WEIGHT` of layers/linear.py.
+SMALLEST_FLOAT32 = 2**20
+_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+
+
+def takes(x: Tensor) -> bool:
+    """True where a step of hidden states x (B, 1, D) may be in C++, if its weights are taken too. It may build the
+    library."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and x.dtype in _NONE
+        and x.dim() == 3
+        and x.shape[1] == 1
+        and 0 < x.shape[0] <= preference.FEW_ROWS[x.dtype][0]
+        and x.shape[2] >= SMALLEST_ROW
+        and type(x) is Tensor
+        and x.is_cpu
+        and x.is_contiguous()
+        and inference.refusal((x,)) is None
+    )
+
+
+def takes_product(x: Tensor, *projections: Projection) -> bool:
+    """True where the projections, of one input, are those that the operator of `linear` takes: large and plain."""
+    dtype, numbers = x.dtype, 0
+    for weight, bias in projections:
+        if weight.dtype is not dtype or not weight.is_cpu or weight.dim() != 2 or not weight.is_contiguous():
+            return False
+        if bias is not None and (bias.dtype is not dtype or not bias.is_cpu or not bias.is_contiguous()):
+            return False
+        numbers += weight.numel()
+    return numbers >= (SMALLEST_FLOAT32 if dtype is torch.float32 else preference.FEW_ROWS[dtype][1])
+
+
+def attention_step(
+    x: Tensor,
+    weights: AttentionWeights,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Slot,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float,
+    softcap: float | None = None,
+    level: int = library.BEST,
+) -> Tensor:
+    """The definition's (native.py), for x, weights and cache of one dtype, contiguous."""
+    none = _NONE[x.dtype]
+    cos, sin = (_NO_ANGLES[x.dtype],) * 2 if angles is None else angles
+    return torch.ops.easytorch_cpu.attention_step.default(
+        x,
+        weights.norm,
+        *_flat(none, weights.query, weights.key, weights.value, weights.output),
+        none if weights.query_norm is None else weights.query_norm,
+        none if weights.key_norm is None else weights.key_norm,
+        cos,
+        sin,
+        cache.keys,
+        cache.values,
+        _NO_MASK if mask is None else mask,
+        none if sinks is None else sinks,
+        weights.eps,
+        weights.head_eps,
+        softmax_scale,
+        softcap or 0.0,
+        cache.first,
+        cache.slot,
+        cache.end,
+        torch.get_num_threads(),
+        level,
+    )
+
+
+def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = library.BEST) -> Tensor:
+    """The definition's (native.py), for x and weights of one dtype, contiguous."""
+    return torch.ops.easytorch_cpu.feed_forward_step.default(
+        x,
+        weights.norm,
+        *_flat(_NONE[x.dtype], weights.gate, weights.up, weights.down),
+        weights.eps,
+        _CODES[weights.activation],
+        torch.get_num_threads(),
+        level,
+    )
+
+
+def _flat(none: Tensor, *projections: Projection) -> Iterator[Tensor]:
+    for weight, bias in projections:
+        yield weight
+        yield none if bias is None else bias

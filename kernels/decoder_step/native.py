@@ -1,0 +1,109 @@
+"""The two halves of a pre-norm decoder layer, for one token of each row, by the operations' definitions.
+
+Legend: B rows, D hidden size, H query heads, K key/value heads, C keys the cache has room for, R rotated numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from easytorch.kernels.decode import native as decode
+from easytorch.kernels.glu import native as glu
+from easytorch.kernels.linear import native as linear
+from easytorch.kernels.rms_norm import native as rms_norm
+from easytorch.kernels.rotary import native as rotary
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class Projection(NamedTuple):
+    """A linear layer: weight (N, K), bias (N,)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class AttentionWeights(NamedTuple):
+    """norm (D,); query (H * head_dim, D), key and value (K * head_dim, D), output (D, H * head_dim); of heads
+    (head_dim,)."""
+
+    norm: Tensor
+    query: Projection
+    key: Projection
+    value: Projection
+    output: Projection
+    eps: float
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    head_eps: float = 0.0
+
+
+class FeedForwardWeights(NamedTuple):
+    """norm (D,); gate and up (N, D), down (D, N). activation: one of `ACTIVATIONS`."""
+
+    norm: Tensor
+    gate: Projection
+    up: Projection
+    down: Projection
+    eps: float
+    activation: str = "silu"
+
+
+class Slot(NamedTuple):
+    """keys and values (B, K, C, head_dim): the token's go to `slot`, and [first, end) are attended to."""
+
+    keys: Tensor
+    values: Tensor
+    first: int
+    slot: int
+    end: int
+
+
+def attention_step(
+    x: Tensor,
+    weights: AttentionWeights,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: Slot,
+    *,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """x + output(attention(norm(x))): (B, 1, D) -> (B, 1, D). The token's key and value are written to the cache.
+
+    angles: cos and sin (B or 1, 1, R), or None for no rotary positions. mask: boolean, broadcastable to
+    (B, H, 1, end - first). sinks (H,).
+    """
+    normalized = rms_norm.rms_norm(x, weights.norm, weights.eps)
+    head_dim = cache.keys.shape[-1]
+    query, key, value = (
+        linear.linear(normalized, one.weight, one.bias).unflatten(-1, (-1, head_dim))
+        for one in (weights.query, weights.key, weights.value)
+    )
+    if weights.query_norm is not None:
+        query = rms_norm.rms_norm(query, weights.query_norm, weights.head_eps)
+    if weights.key_norm is not None:
+        key = rms_norm.rms_norm(key, weights.key_norm, weights.head_eps)
+    if angles is not None:
+        query, key = rotary.rotary(query, key, *angles)
+    cache.keys[:, :, cache.slot], cache.values[:, :, cache.slot] = key[:, 0], value[:, 0]
+    seen = slice(cache.first, cache.end)
+    attended = decode.decode(
+        query, cache.keys[:, :, seen].transpose(1, 2), cache.values[:, :, seen].transpose(1, 2),
+        mask=mask, sinks=sinks, softmax_scale=softmax_scale, softcap=softcap,
+    )  # fmt: skip
+    return x + linear.linear(attended.flatten(2), weights.output.weight, weights.output.bias)
+
+
+def feed_forward_step(x: Tensor, weights: FeedForwardWeights) -> Tensor:
+    """x + down(activation(gate(norm(x))) * up(norm(x))): (B, 1, D) -> (B, 1, D)."""
+    normalized = rms_norm.rms_norm(x, weights.norm, weights.eps)
+    gate, up = (linear.linear(normalized, one.weight, one.bias) for one in (weights.gate, weights.up))
+    if weights.activation == "silu":
+        inner = glu.swiglu(gate, up)
+    else:
+        inner = glu.geglu(gate, up, "tanh" if weights.activation == "gelu_tanh" else "none")
+    return x + linear.linear(inner, weights.down.weight, weights.down.bias)

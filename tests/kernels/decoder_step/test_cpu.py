@@ -1,0 +1,195 @@
+"""The halves of a decoder layer in C++: every instruction set this CPU has, odd sizes, features, bad input, threads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.decoder_step import cpu, native
+from easytorch.kernels.decoder_step.native import AttentionWeights, FeedForwardWeights, Projection, Slot
+from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
+from tests.kernels.linear.guard import guarded
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Case(NamedTuple):
+    rows: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    keys: int  # that the cache has memory for
+    first: int
+    slot: int
+    end: int
+    bias: bool = False
+    head_norms: bool = False
+    turned: int = 0
+    mask: str = ""  # which of its dimensions are more than 1, of "bh"; "-" for neither, "" for no mask
+    sinks: bool = False
+    softcap: float | None = None
+
+
+CASES = (
+    Case(1, 64, 4, 2, 16, 96, 10, 0, 0, 1),
+    Case(1, 128, 4, 1, 32, 200, 12, 2, 11, 12, bias=True, head_norms=True, turned=32),
+    Case(3, 96, 6, 6, 24, 100, 40, 3, 30, 40, turned=10, mask="b"),
+    Case(2, 128, 4, 1, 33, 64, 700, 5, 600, 601, head_norms=True, mask="h", sinks=True),
+    Case(9, 70, 8, 2, 16, 97, 20, 0, 19, 20, bias=True, turned=16, mask="bh", softcap=5.0),
+    Case(1, 33, 1, 1, 7, 5, 300, 0, 299, 300, turned=6, mask="-", sinks=True, softcap=2.0),
+    Case(16, 64, 4, 4, 64, 64, 530, 0, 529, 530),
+)
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    attention: AttentionWeights
+    feed_forward: FeedForwardWeights
+    angles: tuple[Tensor, Tensor] | None
+    slot: Slot
+    features: dict[str, Any]
+
+
+def inputs(case: Case, seed: int, activation: str = "silu") -> Inputs:
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    c = case
+
+    def projection(n: int, k: int) -> Projection:
+        return Projection(draw(n, k) / k**0.5, draw(n) if c.bias else None)
+
+    width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    of_heads = [1 + draw(c.head_dim) / 4 if c.head_norms else None for _ in "qk"]
+    attention = AttentionWeights(
+        1 + draw(c.width) / 4, projection(width, c.width), projection(kv_width, c.width),
+        projection(kv_width, c.width), projection(c.width, width), 1e-5, *of_heads, 1e-6,
+    )  # fmt: skip
+    feed_forward = FeedForwardWeights(
+        1 + draw(c.width) / 4, projection(c.inner, c.width), projection(c.inner, c.width),
+        projection(c.width, c.inner), 1e-5, activation,
+    )  # fmt: skip
+    features: dict[str, Any] = {"softmax_scale": c.head_dim**-0.5, "softcap": c.softcap}
+    if c.mask:
+        mask = draw(c.rows if "b" in c.mask else 1, c.heads if "h" in c.mask else 1, 1, c.end - c.first) > -0.5
+        mask[..., c.slot - c.first] = True
+        features["mask"] = mask
+    if c.sinks:
+        features["sinks"] = draw(c.heads)
+    angles = (draw(c.rows, 1, c.turned), draw(c.rows, 1, c.turned)) if c.turned else None
+    cache = [draw(c.rows, c.kv_heads, c.keys, c.head_dim) for _ in "kv"]
+    return Inputs(
+        draw(c.rows, 1, c.width), attention, feed_forward, angles, Slot(*cache, c.first, c.slot, c.end), features
+    )
+
+
+def mapped(tree: Any, function: Any) -> Any:
+    """The tree of tuples and dicts with `function` applied to its floating tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree) if tree.is_floating_point() else tree
+    if isinstance(tree, dict):
+        return {name: mapped(one, function) for name, one in tree.items()}
+    if isinstance(tree, tuple):
+        made = [mapped(one, function) for one in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return tree
+
+
+def attended(kernel: Any, given: Inputs, **more: Any) -> Tensor:
+    return kernel.attention_step(given.x, given.attention, given.angles, given.slot, **given.features, **more)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_steps_are_the_definitions(case: Case, level: int, dtype: torch.dtype) -> None:
+    given = mapped(inputs(case, seed=level), lambda tensor: guarded(tensor.to(dtype)))
+    exact = mapped(given, lambda tensor: tensor.double())
+    before = given.slot.keys.clone()
+    got, expected = attended(cpu, given, level=level), attended(native, exact)
+    assert got.dtype == dtype and got.shape == expected.shape
+    assert relative_rms_error(got, expected) <= TOLERANCE[dtype]
+    for ours, theirs in zip(given.slot[:2], exact.slot[:2], strict=True):
+        assert relative_rms_error(ours[:, :, case.slot], theirs[:, :, case.slot]) <= TOLERANCE[dtype]
+    others = torch.arange(case.keys) != case.slot
+    assert torch.equal(given.slot.keys[:, :, others], before[:, :, others]), "another token's key was written to"
+    fed = cpu.feed_forward_step(given.x, given.feed_forward, level=level)
+    assert relative_rms_error(fed, native.feed_forward_step(exact.x, exact.feed_forward)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("activation", native.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_activation(activation: str, dtype: torch.dtype) -> None:
+    given = mapped(inputs(CASES[2], 3, activation), lambda tensor: tensor.to(dtype))
+    exact = mapped(given, lambda tensor: tensor.double())
+    got = cpu.feed_forward_step(given.x, given.feed_forward)
+    assert relative_rms_error(got, native.feed_forward_step(exact.x, exact.feed_forward)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are, too: a thread that does not come holds up nobody."""
+    for case in CASES[2:5]:
+        results = []
+        for threads in (1, 2, 7, 64):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            given = mapped(inputs(case, seed=5), lambda tensor: tensor.to(dtype))
+            results.append((attended(cpu, given), given.slot.keys, cpu.feed_forward_step(given.x, given.feed_forward)))
+        for result in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_a_cache_of_any_layout() -> None:
+    """Heads within a key, as a view of memory with more in it."""
+    given = inputs(CASES[3], seed=6)
+    wide = [one.new_zeros(one.shape[0], one.shape[2], one.shape[1] + 2, one.shape[3]) for one in given.slot[:2]]
+    views = [memory[:, :, 1:-1].transpose(1, 2).copy_(one) for memory, one in zip(wide, given.slot[:2], strict=True)]
+    other = given._replace(slot=Slot(*views, *given.slot[2:]))
+    assert torch.equal(attended(cpu, other), attended(cpu, given))
+    assert torch.equal(views[0], given.slot.keys) and not wide[0][:, :, 0].any() and not wide[0][:, :, -1].any()
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    """By the operator itself: nothing outside a tensor is read or written, whatever its caller checked."""
+    good = inputs(CASES[4], seed=7)
+    attention, slot = good.attention, good.slot
+    x, narrow = good.x, Projection(attention.query.weight[:, :-1].contiguous(), attention.query.bias)
+    bad: dict[str, Inputs] = {
+        "a slot beyond the cache": good._replace(slot=slot._replace(slot=20, end=21)),
+        "a slot that is not seen": good._replace(slot=slot._replace(slot=3, first=4)),
+        "no keys": good._replace(slot=slot._replace(first=20, slot=20, end=20)),
+        "a negative key": good._replace(slot=slot._replace(first=-1)),
+        "another number of rows": good._replace(slot=slot._replace(keys=slot.keys[:2], values=slot.values[:2])),
+        "another dtype": good._replace(slot=slot._replace(keys=slot.keys.double())),
+        "columns of the weight": good._replace(attention=attention._replace(query=narrow)),
+        "a transposed weight": good._replace(
+            attention=attention._replace(query=attention.query._replace(weight=attention.query.weight.T.contiguous().T))
+        ),
+        "heads": good._replace(attention=attention._replace(key=attention.query)),
+        "the output's": good._replace(attention=attention._replace(output=attention.query)),
+        "a norm": good._replace(attention=attention._replace(norm=attention.norm[:-1].clone())),
+        "two tokens": good._replace(x=torch.cat([x, x], 1)),
+        "not contiguous": good._replace(x=torch.cat([x, x], 2)[..., ::2]),
+        "a mask": good._replace(features=good.features | {"mask": good.features["mask"][..., :-1]}),
+        "sinks": good._replace(features=good.features | {"sinks": x.new_zeros(3)}),
+        "angles": good._replace(angles=(torch.zeros(2, 1, 16), torch.zeros(2, 1, 16))),
+    }
+    for what, given in bad.items():
+        with pytest.raises(RuntimeError, match="easytorch"):
+            attended(cpu, given)
+            pytest.fail(f"{what} was taken")
+    weights = good.feed_forward
+    for changed in (
+        weights._replace(down=weights.up),
+        weights._replace(up=Projection(weights.up.weight[:-1].clone())),
+        weights._replace(gate=Projection(weights.gate.weight.double(), None)),
+        weights._replace(norm=weights.norm[:-1].clone()),
+    ):
+        with pytest.raises(RuntimeError, match="easytorch"):
+            cpu.feed_forward_step(x, changed)
