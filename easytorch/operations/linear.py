@@ -54,6 +54,8 @@ class Linear(OperationImpl):
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         if platform != "cpu":
             return super().candidates(platform, args, kwargs)
+        if self.prefers_cpp(args, kwargs):
+            return self.in_cpp_alone
         given = _named(*args, **kwargs)
         if given[1].numel() < smallest_weight() or given[1].dim() != 2:
             return self._small

@@ -57,7 +57,7 @@ class DecodeAttention(AttentionImpl):
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         query, key, value, features = (*args, kwargs) if len(args) == 3 else named(*args, **kwargs)
-        return self._settled_as_given and cpu.prefers(query, key, value, features)
+        return self.leaves_to_cpp(features) and cpu.prefers(query, key, value, features)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         query, _, _, _ = named(*args, **kwargs)

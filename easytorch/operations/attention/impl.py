@@ -110,6 +110,10 @@ class AttentionImpl(OperationImpl):
             return reason
         return self.refusal(backend, *self.prepare(query, key, value, features.copy()))
 
+    def leaves_to_cpp(self, features: Mapping[str, Any]) -> bool:
+        """Whether the operator in C++ may be asked: no setting changes the call, and it carries every feature."""
+        return self._settled_as_given and (not BEYOND_COMMON or self.beyond_common("cpu", features) is None)
+
     def beyond_common(self, backend: str, features: Mapping[str, Any]) -> str | None:
         """The refusal of an optional feature that `backend` does not list in `carries`; None without one."""
         carried = self.carries.get(backend, frozenset())

@@ -9,8 +9,8 @@ from typing import Any, Unpack, cast
 
 from torch import Tensor
 
-from easytorch.kernels.attention.preference import prefers_cpp
-from easytorch.kernels.decode import cpu as decode_cpu
+from easytorch.kernels.attention.preference import prefers_cpp as prefers_many
+from easytorch.kernels.decode.cpu import prefers as prefers_one
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.attention.cpu_order import DECODE_FIRST, DECODE_LAST
@@ -51,9 +51,7 @@ class Attention(AttentionImpl):
             for cls in (SdpaAttention, FlashAttention, BlockSparseAttention, VanillaAttention, DecodeAttention)
         }
         self._decode = cast(DecodeAttention, self.implementations["decode"])
-        self._in_cpp, self._many_in_cpp = (
-            (cast(Choice, operation.cpp_choice),) for operation in (self._decode, self.implementations["flash"])
-        )
+        self._flash = cast(FlashAttention, self.implementations["flash"])
         self._by_name = {name: impl for impl in self.implementations.values() for name in impl.all_names()}
         # the candidates, by the CPU's order of preferences, elsewhere by platform and whether there is one query
         self._orders: dict[Any, tuple[Choice, ...]] = {
@@ -89,20 +87,18 @@ class Attention(AttentionImpl):
         preferences = PREFERENCES.get(platform)
         if preferences is None:
             order = cpu_order.preferences(query, key, value, features)
+            # the operators in C++ of one query and of many
             one_query = order is DECODE_LAST or order is DECODE_FIRST
-            if one_query and self._settled_as_given and decode_cpu.prefers(query, key, value, features):
-                return self._in_cpp
-            if not one_query and self._settled_as_given and prefers_cpp(query, key, value, features):
-                return self._many_in_cpp
+            prefers, implementation = (prefers_one, self._decode) if one_query else (prefers_many, self._flash)
+            if prefers(query, key, value, features) and implementation.leaves_to_cpp(features):
+                return implementation.in_cpp_alone
             return self._orders[order]
         one_query = bool(preferences) and query.dim() == 4 and query.shape[1] == 1
         return self._orders[platform, one_query]
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        if choice is self._in_cpp[0] or choice is self._many_in_cpp[0]:  # asked already
-            return None
         implementation: Any = choice.operation
-        if len(args) == 3:  # passing the features on as keywords takes 1 us
+        if len(args) == 3 and choice.method != "forward_cpp":  # passing the features on as keywords takes 1 us
             refusal: str | None = implementation.supports_features(choice.backend, *args, kwargs)
             return refusal
         return super().refusal_of(choice, args, kwargs)

@@ -101,7 +101,8 @@ class OperationImpl(BaseOperation):
             platform: (Choice(self, method, platform, backend, _reason_of(method)),)
             for platform, (method, backend) in self._paths.items()
         }
-        self.cpp_choice = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason) if "cpp" in self.paths else None
+        in_cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason)
+        self.in_cpp_alone: tuple[Choice, ...] = (in_cpp,) if "cpp" in self.paths else ()
 
     @classmethod
     @abstractmethod
@@ -248,18 +249,25 @@ class OperationImpl(BaseOperation):
         return self.choose_freely(platform, args, kwargs)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        """What may run this call on `platform`, in the order of preference; the definition comes after them."""
+        """What may run this call on `platform`, in the order of preference; the definition comes after them.
+
+        The operator in C++ alone where it is preferred, since that is asked only of calls that it supports.
+        """
+        if platform == "cpu" and self.in_cpp_alone and self.prefers_cpp(args, kwargs):
+            return self.in_cpp_alone
         return self._own[platform]
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `forward_cpp`, the operator in C++, runs this call on the CPU before any of the candidates.
+        """Whether `forward_cpp`, the operator in C++ that `paths` names ("cpp": "cpu"), is to run this call on the CPU.
 
-        True only where it supports the call: nothing more is asked. `paths` names it ("cpp": "cpu").
+        True only where it supports the call: `refusal_of` does not ask again.
         """
         return False
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """None where the candidate supports the call, else the reason."""
+        if choice.method == "forward_cpp":  # `prefers_cpp` has asked
+            return None
         return choice.operation.supports(choice.backend, *args, **kwargs)
 
     def definition_of(self, kwargs: dict[str, Any]) -> OperationImpl:
@@ -267,10 +275,7 @@ class OperationImpl(BaseOperation):
         return self
 
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The operator in C++ where it is preferred, else the first of the candidates that supports the call, or the
-        definition where none does."""
-        if self.cpp_choice is not None and platform == "cpu" and self.prefers_cpp(args, kwargs):
-            return self.cpp_choice
+        """The first of the candidates that supports the call, or the definition where none does."""
         refusals: list[str] = []
         for choice in self.candidates(platform, args, kwargs):
             refusal = self.refusal_of(choice, args, kwargs)

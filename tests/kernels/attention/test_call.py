@@ -23,6 +23,8 @@ from easytorch.kernels.attention.call import (
 )
 from easytorch.kernels.attention.contract import FEATURES as FEATURES_OF_CONTRACT
 from easytorch.kernels.attention.contract import resolve
+from easytorch.kernels.cpu import library
+from easytorch.kernels.linear import preference
 from easytorch.kernels.ragged_page.contract import FEATURES as FEATURES_OF_PAGES
 from easytorch.operations import OperationRegistry
 from easytorch.operations.attention import impl
@@ -127,6 +129,23 @@ def test_a_feature_that_a_kernel_does_not_name_is_refused_for_it(monkeypatch: py
                 assert reason is not None and "temperature" in reason, (name, backend)
                 asked += 1
     assert asked >= 10
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+@pytest.mark.parametrize("name", ["attention", "decode", "flash"])
+def test_a_feature_that_the_operator_in_cpp_does_not_name_keeps_the_call_from_it(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.missing() is not None or (name == "decode" and rows > 1):
+        pytest.skip(library.missing() or "decode takes one query")
+    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    operation = OperationRegistry.create(name)
+    query, key = torch.zeros(1, rows, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 512, 2, 64, dtype=torch.bfloat16)
+    before = operation.choose(query, key, key, causal=True)
+    assert name == "flash" or before.backend == "cpu"
+    monkeypatch.setattr(impl, "BEYOND_COMMON", ("temperature",))
+    choice = operation.choose(query, key, key, causal=True, temperature=2.0)
+    assert (choice.backend, operation.choose(query, key, key, causal=True).backend) == ("native", before.backend)
 
 
 KINDS = get_type_hints(AttentionCall)  # by name of the field
