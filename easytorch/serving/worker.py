@@ -26,6 +26,9 @@ class EngineWorker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopped = False
+        # Of commands and `_ended`: whoever gives a command after the thread's last look at them is answered at once.
+        self._lock = threading.Lock()
+        self._ended = False
         self._thread = threading.Thread(target=self._loop, name="easytorch-engine", daemon=True)
 
     @property
@@ -41,23 +44,32 @@ class EngineWorker:
         def stop() -> None:
             self._stopped = True
 
-        self._commands.put(stop)
+        self._give(stop)
         self._thread.join()
 
     def call(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Runs `function` in the engine's thread, between two steps."""
+        """Runs `function` in the engine's thread, between two steps; `APIError` (503) where that has ended."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if self._ended:
+                    raise _ended()
                 future.set_result(function())
             except Exception as error:  # the boundary of the thread: raised where the future is awaited
                 future.set_exception(error)
 
-        self._commands.put(run)
+        self._give(run)
         return future
+
+    def _give(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._ended:
+                self._commands.put(command)
+                return
+        command()
 
     async def generate(
         self, make_prompts: Callable[[], Sequence[Any]], params: SamplingParams, timeout: float
@@ -86,6 +98,8 @@ class EngineWorker:
                     self._listeners[ids[-1]] = _listener(loop, arrived, number * params.n + index)
 
         def drop() -> None:
+            if self._ended:  # it has ended them itself
+                return
             for request_id in ids:
                 self.engine.abort(request_id)
                 self._listeners.pop(request_id, None)
@@ -104,16 +118,26 @@ class EngineWorker:
         finally:
             timer.cancel()
             # after `add`, of which it takes back what a refusal or a cancellation left
-            self._commands.put(drop)
+            self._give(drop)
 
     def _loop(self) -> None:
+        try:
+            self._run_steps()
+        finally:
+            with self._lock:
+                self._ended = True
+            while not self._commands.empty():
+                self._commands.get()()
+            self._fail(APIError(503, "the server is stopping") if self._stopped else _ended())
+
+    def _run_steps(self) -> None:
         while not self._stopped:
-            self._obey()
+            self._run_commands()
             if self._stopped:
                 break
             try:
                 outputs = self.engine.step()
-            except Exception:  # the boundary of the thread: the server lives on, and the requests are told
+            except Exception:  # the boundary of the thread: the server keeps running, and its requests get the error
                 logger.exception("a step of the engine failed; its requests are ended")
                 self._fail(APIError(500, "a step of the engine failed; the server's log says why"))
                 outputs = []
@@ -122,9 +146,8 @@ class EngineWorker:
                     listener(output)
                 if output.finished:
                     self._listeners.pop(output.request_id, None)
-        self._fail(APIError(503, "the server is stopping"))
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Runs the commands that there are, and waits for one where there is nothing else to do."""
         while True:
             try:
@@ -136,10 +159,15 @@ class EngineWorker:
                 return
 
     def _fail(self, error: APIError) -> None:
-        self.engine.abort_all()
-        for listener in self._listeners.values():
-            listener(error)
+        listeners = [*self._listeners.values()]
         self._listeners.clear()
+        for listener in listeners:
+            listener(error)
+        self.engine.abort_all()
+
+
+def _ended() -> APIError:
+    return APIError(503, "the engine's thread has ended; the server's log says why")
 
 
 def _listener(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any], place: int) -> Listener:

@@ -16,6 +16,7 @@ import pytest
 
 from easytorch.generation.engine import SamplingParams
 from easytorch.serving.app import create_app
+from easytorch.serving.errors import APIError
 from tests.serving.conftest import serving
 
 BODY = {"model": "small", "prompt": "the class", "temperature": 0, "max_tokens": 20, "ignore_eos": True}
@@ -193,6 +194,33 @@ def test_what_still_runs_when_the_server_stops_is_told(make_engine):
         assert not app.state.worker.alive and all_free(engine)
 
     asyncio.run(run())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_thread_has_ended_answers(make_engine):
+    engine = make_engine()
+    app = create_app("small", engine=engine)
+    step = engine.step
+
+    def ended():
+        raise SystemExit
+
+    async def scenario():
+        engine.step = ended
+        clients = [Client(app, BODY)]
+        await clients[0].task
+        engine.step = step
+        while app.state.worker.alive:
+            await asyncio.sleep(0.001)
+        clients += [Client(app, BODY | {"stream": stream}) for stream in (True, False)]
+        for client in clients:
+            await client.task
+            assert client.status == 503 and "thread has ended" in client.text
+        with pytest.raises(APIError, match="thread has ended"):
+            await asyncio.wrap_future(app.state.worker.call(engine.stats))
+        assert all_free(engine)
+
+    in_loop(app, scenario)
 
 
 def test_many_clients_half_of_whom_go(make_engine, model, tokenizer):
