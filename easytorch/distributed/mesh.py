@@ -65,6 +65,14 @@ def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> Device
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def release_groups(mesh: DeviceMesh | None) -> None:
+    """Lets go of the groups of a mesh, None for none, after `destroy_process_group`.
+
+    torch (2.13) keeps them in the mesh, DTensor's caches keep the mesh, and the groups of gloo keep their threads.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()
+
+
 def _parse(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in filter(None, (one.strip() for one in text.split(","))):

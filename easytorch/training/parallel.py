@@ -82,7 +82,7 @@ def in_parallel(
     if all(size == 1 for name, size in axes.items() if name != "dp"):
         module = _replicated(model, blocks, processes)
         return ParallelModel(model, module, processes.rank, processes.world)
-    mesh = make_mesh(axes, processes.device.type)
+    mesh = processes.mesh = make_mesh(axes, processes.device.type)
     place, places = 0, 1
     for name in (name for name in DATA if name in axes):
         place, places = place * axes[name] + mesh.get_local_rank(name), places * axes[name]

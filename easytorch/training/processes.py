@@ -8,11 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from easytorch.distributed.mesh import release_groups
 from easytorch.training.config import flag
 from easytorch.training.interrupt import StopOnSignal
 
@@ -36,6 +38,7 @@ class Processes:
     world: int
     device: torch.device
     failed: bool = field(default=False, init=False)
+    mesh: Any = field(default=None, init=False)  # the DeviceMesh that `in_parallel` made of them
 
     @property
     def first(self) -> bool:
@@ -126,10 +129,12 @@ def joined(device: torch.device) -> Iterator[Processes]:
         importlib.import_module("torch._dynamo")
         on_gpu = device.type == "cuda"
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    processes = Processes(int(os.environ.get("RANK", "0")), world, device)
     try:
-        yield Processes(int(os.environ.get("RANK", "0")), world, device)
+        yield processes
     finally:
         if world > 1:
             dist.destroy_process_group()
+            release_groups(processes.mesh)
             # DistributedDataParallel and its model refer to each other, and it holds the group
             gc.collect()

@@ -49,9 +49,10 @@ def test_the_script_runs_under_plain_torchrun(settings, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the threads of a process from /proc")
-def test_no_communication_thread_outlives_the_run(settings, tmp_path):
+@pytest.mark.parametrize("mesh", [None, "fsdp=2"])
+def test_no_communication_thread_outlives_the_run(settings, tmp_path, mesh):
     """One that did could drop a tensor while Python shuts down, which aborts a process that had done its work."""
-    config = settings(steps=2)
+    config = settings(steps=2, mesh=mesh)
     config.save(tmp_path / "run.json")
     (tmp_path / "rank.py").write_text(
         "import json, pathlib, sys\n"
