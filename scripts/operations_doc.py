@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/operations.md"
 sys.path.insert(0, str(ROOT))
 
+from easytorch.kernels.cpu import library  # noqa: E402 - a script of the checkout
 from easytorch.kernels.interop import installed  # noqa: E402 - a script of the checkout
 from easytorch.operations import OperationImpl, OperationRegistry, UnsupportedOperationError  # noqa: E402
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl  # noqa: E402
@@ -33,7 +34,8 @@ HEAD = """\
 # Operations
 
 Written by `python scripts/operations_doc.py --write`, which asks the code; `tests/scripts/test_operations_doc.py` fails
-when this page is not what it would write. Where a cell names no backend, the definition (`native`) runs there.
+when this page is not what it would write. Where a cell names no backend, the definition (`native`) runs there. `cpu` is
+the operator in C++, which runs the calls that it takes and was measured faster for; `aten` or `onednn` beside it the rest.
 
 | Operation | Other names | Arguments | CPU | CUDA | ROCm | TPU |
 |---|---|---|---|---|---|---|
@@ -53,6 +55,7 @@ For B1 T1024 H16 D64 on the GPU and the TPU; on the CPU the choice depends on th
 """
 
 CHOOSER = "attention"
+IN_CPP = "cpp"  # beside the platforms in an operation's `paths`
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -172,6 +175,8 @@ def backends(operation: OperationImpl) -> dict[str, str]:
 
 def refusal(operation: OperationImpl, platform: str, call: Call) -> str | None:
     """Why the path of `platform` does not run the call; None where it does."""
+    if platform == IN_CPP:
+        return operation.supports("cpu", *call[0], **call[1])
     method, backend = operation.path(platform)
     try:
         choice = operation.choose_on(platform, *call)
@@ -208,6 +213,8 @@ def matrix(operation: OperationImpl, call: Call) -> str:
     for platform, backend in backends(operation).items():
         if backend:
             columns.setdefault(f"{backend} ({_column(operation, platform)})", []).append(platform)
+    if IN_CPP in operation.paths:
+        columns["cpu (C++)"] = [IN_CPP]
     rows, reasons = [], list[str]()
     for feature in FEATURES:
         if feature.heads_only and not _resizes(call):
@@ -258,12 +265,14 @@ def chosen(operation: OperationImpl) -> str:
 
 def page() -> str:
     os.environ.pop("EASYTORCH_OPS", None)  # the choices of the code, not of this shell
-    there = dict(installed.INSTALLED)
+    there, missing = dict(installed.INSTALLED), library.missing
     installed.INSTALLED.update(dict.fromkeys(there, True))
+    library.missing = lambda: None
     try:
         return _page()
     finally:
         installed.INSTALLED.update(there)
+        library.missing = missing
 
 
 def _page() -> str:
@@ -272,7 +281,10 @@ def _page() -> str:
     for operation in every:
         aliases = ", ".join(f"`{name}`" for name in operation.all_names()[1:])
         chooses = operation.primary_name() == CHOOSER
-        where = " | ".join(["[chooses](#what-attention-chooses)"] * 4 if chooses else backends(operation).values())
+        paths = backends(operation)
+        if IN_CPP in operation.paths:
+            paths["cpu"] = ", ".join(filter(None, (paths["cpu"], "cpu")))
+        where = " | ".join(["[chooses](#what-attention-chooses)"] * 4 if chooses else paths.values())
         rows.append(f"| `{operation.primary_name()}` | {aliases} | {arguments(operation)} | {where} |\n")
     matrices = []
     for operation in every:
