@@ -35,7 +35,7 @@ HEAD = """\
 
 Written by `python scripts/operations_doc.py --write`, which asks the code; `tests/scripts/test_operations_doc.py` fails
 when this page is not what it would write. Where a cell names no backend, the definition (`native`) runs there. `cpu` is
-the operator in C++, which runs the calls that it takes and was measured faster for; `aten` or `onednn` beside it the rest.
+the operator in C++: it runs the calls that it takes and was measured faster for, the backend beside it the others.
 
 | Operation | Other names | Arguments | CPU | CUDA | ROCm | TPU |
 |---|---|---|---|---|---|---|

@@ -19,7 +19,7 @@ from easytorch.auto.report import report_on
 from easytorch.auto.switching import set_attention
 from easytorch.bridge.core.json_files import read_json
 from easytorch.protocol import conversion
-from easytorch.protocol.checkpoint_files import check_config, inferred_config
+from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS, check_config, inferred_config
 from easytorch.protocol.gguf_loading import gguf_config
 from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.loading import load_pretrained
@@ -34,7 +34,7 @@ else:
 ModelClass = type[PreTrainedModel]
 
 _REMOTE = "its code comes with the checkpoint"
-_PEEK = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder", "gguf_file")
+_PEEK = (*HUB_ARGUMENTS, "gguf_file")
 
 
 class NativeFirst:

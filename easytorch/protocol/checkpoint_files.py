@@ -23,6 +23,8 @@ from easytorch.bridge.jobs.locations import wanted
 
 # In the order transformers looks for them.
 TORCH_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Those of `from_pretrained` that say where on the Hub and in its cache a file is.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 _CONFIG_LIMIT = 16 << 20
 _AGAIN = "download or save it again"
 

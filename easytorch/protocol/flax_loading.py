@@ -12,9 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.state import load_torch_state_dict
-from easytorch.protocol.checkpoint_files import FlaxFile
-
-_CONFIG_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS, FlaxFile
 
 
 def load_flax(
@@ -53,7 +51,7 @@ def load_state_dict(
     read: Callable[[PreTrainedConfig], tuple[PreTrainedConfig, dict[str, torch.Tensor]]],
 ) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
     """`load_flax` of any checkpoint at `path`. read: its config -> the config to build a model of, and its weights."""
-    where = {name: kwargs.pop(name) for name in _CONFIG_ARGUMENTS if name in kwargs}
+    where = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
     # A config takes whatever it is given, and "auto" is no dtype it could have.
     dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
     if not isinstance(config, PreTrainedConfig):

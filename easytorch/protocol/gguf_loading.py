@@ -30,6 +30,7 @@ from easytorch.bridge.rules.planned_reader import PlannedReader
 from easytorch.bridge.rules.transforms import get_transform
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.layers.quantized_formats import GGUF_BLOCKS
+from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS
 from easytorch.protocol.flax_loading import load_state_dict
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.packed_loading import pattern_of
@@ -37,7 +38,6 @@ from easytorch.protocol.quantization import linear_layers, stacks_of_experts
 from easytorch.protocol.quantization_config import GGUF, QuantizationConfig
 
 _LOG = logging.getLogger(__name__)
-_HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 # One expert's weight by its torch name, and where it lies in the stack.
 _EXPERT = re.compile(r".+\.experts\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -96,7 +96,7 @@ def _file(name_or_path: Any, name: str | None, kwargs: Mapping[str, Any]) -> Pat
         return found if found is not None and found.is_file() else None  # transformers says that it is missing
     if name is None:
         return None
-    where = {key: kwargs[key] for key in _HUB if kwargs.get(key) is not None}
+    where = {key: kwargs[key] for key in HUB_ARGUMENTS if kwargs.get(key) is not None}
     cached = cached_file(name_or_path, name, **where)
     return None if cached is None else Path(cached)
 

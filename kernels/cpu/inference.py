@@ -13,6 +13,8 @@ from easytorch.kernels.cpu import library
 from easytorch.kernels.interop.torch_func import as_given, eager
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Passed for an absent tensor: the operators take tensors only.
+ABSENT = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _NO_GRADIENT = "it has no gradient"

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import inference, library
-from easytorch.kernels.cpu.inference import DTYPES
+from easytorch.kernels.cpu.inference import ABSENT, DTYPES
 from easytorch.kernels.decoder_step.native import ACTIVATIONS, AttentionWeights, FeedForwardWeights, Projection, Slot
 from easytorch.kernels.linear import preference
 from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
 
-# Passed for an absent argument: the operators take tensors only.
-_NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
+# Passed for absent angles and an absent mask: the operators take tensors only.
 _NO_ANGLES = {dtype: torch.empty(1, 1, 0, dtype=dtype) for dtype in DTYPES}
 _NO_MASK = torch.empty(0, dtype=torch.bool)
 # The least numbers of a float32 weight, whatever the table of `linear` says: see `SMALLEST_WEIGHT` of layers/linear.py.
@@ -32,7 +31,7 @@ def takes(x: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
-        and x.dtype in _NONE
+        and x.dtype in ABSENT
         and x.dim() == 3
         and x.shape[1] == 1
         and 0 < x.shape[0] <= preference.FEW_ROWS[x.dtype][0]
@@ -69,7 +68,7 @@ def attention_step(
     level: int = library.BEST,
 ) -> Tensor:
     """The definition's (native.py), for x, weights and cache of one dtype, contiguous."""
-    none = _NONE[x.dtype]
+    none = ABSENT[x.dtype]
     cos, sin = (_NO_ANGLES[x.dtype],) * 2 if angles is None else angles
     return torch.ops.easytorch_cpu.attention_step.default(
         x,
@@ -100,7 +99,7 @@ def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = li
     return torch.ops.easytorch_cpu.feed_forward_step.default(
         x,
         weights.norm,
-        *_flat(_NONE[x.dtype], weights.gate, weights.up, weights.down),
+        *_flat(ABSENT[x.dtype], weights.gate, weights.up, weights.down),
         weights.eps,
         _CODES[weights.activation],
         torch.get_num_threads(),

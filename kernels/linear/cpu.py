@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import DTYPES
+from easytorch.kernels.cpu.inference import ABSENT, DTYPES
 from easytorch.kernels.interop.torch_func import as_given, eager, recording, transforming
 from easytorch.kernels.linear.native import check_tensors
 from easytorch.kernels.linear.operator import define
@@ -16,8 +16,6 @@ from easytorch.kernels.linear.preference import prefers_cpu
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
-# Passed for an absent bias: the operator takes tensors only.
-_NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
@@ -54,7 +52,7 @@ def prefers(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return (
         prefers_cpu(x, weight)
         and x.dtype is weight.dtype
-        and x.dtype in _NONE
+        and x.dtype in ABSENT
         and x.is_cpu
         and weight.is_cpu
         and weight.dim() == 2
@@ -102,7 +100,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     if 0 in weight.shape:
         return F.linear(x, weight, bias)
-    return torch.ops.easytorch_cpu.linear.default(x, weight, _NONE[x.dtype] if bias is None else bias, library.BEST)
+    return torch.ops.easytorch_cpu.linear.default(x, weight, ABSENT[x.dtype] if bias is None else bias, library.BEST)
 
 
 def _run_or_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

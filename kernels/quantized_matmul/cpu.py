@@ -6,6 +6,7 @@ import torch
 from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import DTYPES
 from easytorch.kernels.interop.torch_func import eager, recording
 from easytorch.kernels.linear import preference
 from easytorch.kernels.quantized_matmul import aten, operators
@@ -14,7 +15,6 @@ from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 # The format's number in cpu_product.h.
 FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_FORMATS = {"q8_0": 5, "q4_0": 6, "q4_k": 7, "q6_k": 8}
 # Columns that are decoded together: groups start at multiples of it.
 STEP = 32

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import DTYPES, refusal_of_one_dtype, side_by_side
+from easytorch.kernels.cpu.inference import ABSENT, refusal_of_one_dtype, side_by_side
 from easytorch.kernels.linear import preference
 from easytorch.kernels.rms_norm.native import check_tensors
 
 # The shortest rows that it is chosen for: it adds squares in another order, and a small model keeps transformers' bits.
 SMALLEST_ROW = 128
-# Passed for an absent weight: the operator takes tensors only.
-_NONE = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
 
 
 def supports(x: Tensor, weight: Tensor | None = None) -> str | None:
@@ -49,5 +47,5 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 def run(x: Tensor, weight: Tensor | None, eps: float, level: int) -> Tensor:
     """`rms_norm` without its checks."""
-    weight = _NONE[x.dtype] if weight is None else side_by_side(weight)
+    weight = ABSENT[x.dtype] if weight is None else side_by_side(weight)
     return torch.ops.easytorch_cpu.rms_norm.default(side_by_side(x), weight, eps, level)

@@ -35,6 +35,25 @@ IN_BRIDGE = arrows(_ROW_OF_BRIDGE)
 OF_CORE = {"errors", "dtypes"}
 
 
+LINES, LINES_OF_FUNCTION = 513, 114
+
+
+def sources() -> list[Path]:
+    return [path for folder in ("easytorch", "kernels", "bridge") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in sources():
+        text = path.read_text()
+        long += [(path, text.count("\n"))] if text.count("\n") > LINES else []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                long += [(path, f"{node.name}: {lines}")] if lines > LINES_OF_FUNCTION else []
+    assert not long, f"split them: a file has at most {LINES} lines, a function {LINES_OF_FUNCTION}: {long}"
+
+
 def room_of(path: Path) -> str | None:
     """The room a file stands in; None for the package's own top-level files."""
     parts = path.relative_to(ROOT).parts

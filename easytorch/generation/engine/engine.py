@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep
+from easytorch.cache.arguments import positive
 from easytorch.generation.engine.carried import backbone_of, longest_row, refusal
 from easytorch.generation.engine.memory import pages_for
 from easytorch.generation.engine.pages import PagePool
@@ -30,7 +31,7 @@ _MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counts since the engine was made; waiting, running and pages are now's."""
+    """Counters since construction; waiting, running and the counts of pages are current."""
 
     waiting: int
     running: int
@@ -71,14 +72,9 @@ class Engine:
     ) -> None:
         if (reason := refusal(model)) is not None:
             raise ValueError(f"the engine does not carry this model: {reason}")
-        for name, value in (
-            ("max_batch_tokens", max_batch_tokens),
-            ("max_requests", max_requests),
-            ("page_size", page_size),
-            ("max_model_length", max_model_length),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be an int of at least 1")
+        positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
+        if max_model_length is not None:
+            positive(max_model_length=max_model_length)
         self.model, self.tokenizer = model, tokenizer
         longest, why = longest_row(model)
         if max_model_length is not None and longest is not None and max_model_length > longest:
@@ -231,7 +227,7 @@ class Engine:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page of all layers."""
+        """Bytes of one page, summed over layers."""
         return self._cache.metadata.page_bytes
 
     @property

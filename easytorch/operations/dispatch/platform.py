@@ -14,11 +14,6 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _PLATFORM_OF_DEVICE = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda", "xla": "tpu"}
 
 
-def platform_of_device(device_type: str) -> str:
-    """`"cpu" | "cuda" | "rocm" | "tpu"`, or `"native"` for a device without kernels of its own (mps, meta, ...)."""
-    return _PLATFORM_OF_DEVICE.get(device_type, "native")
-
-
 def first_tensor(values: Iterable[Any]) -> Tensor | None:
     """The first tensor among `values`, looking into lists, tuples and dicts."""
     for value in values:
