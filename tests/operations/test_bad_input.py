@@ -120,6 +120,8 @@ def test_what_no_attention_takes(name: str, change: dict[str, Any], error: type[
     for backend in backends(name):
         if (name, backend) == ("ring", "aten") and not {"mask", "query_segment_ids"}.isdisjoint(change):
             continue  # it takes none of them
+        if (name, backend) in (("flash", "cpu"), ("attention", "flash:cpu")) and "query_segment_ids" in change:
+            continue  # flash's operator in C++ refuses segments before it looks at them
         with pytest.raises(error, match=message):
             run(name, backend, {**QKV, **change})
 
