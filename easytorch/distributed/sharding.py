@@ -12,7 +12,7 @@ from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 
 Uneven = Literal["error", "replicate"]
-_CARRIED_OUT = (*DATA, "tp")
+_SUPPORTED = (*DATA, "tp")
 
 
 def shard_model(
@@ -122,10 +122,10 @@ def _sizes_of(mesh: Any) -> dict[str, int]:
 
 
 def _check_axes(sizes: dict[str, int]) -> None:
-    others = [f"{name}={size}" for name, size in sizes.items() if name not in _CARRIED_OUT and size > 1]
+    others = [f"{name}={size}" for name, size in sizes.items() if name not in _SUPPORTED and size > 1]
     if others:
         raise NotImplementedError(
-            f"shard_model carries out the axes {', '.join(_CARRIED_OUT)}, and the mesh has {', '.join(others)}"
+            f"shard_model supports the axes {', '.join(_SUPPORTED)}, and the mesh has {', '.join(others)}"
         )
 
 

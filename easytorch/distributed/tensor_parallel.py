@@ -1,4 +1,4 @@
-"""The tensor parallel plan that a model declares, carried out over a mesh axis, and taken back.
+"""The tensor parallel plan that a model declares, applied over a mesh axis, and undone.
 
 What the styles of a plan do is transformers': they wrap the forward of modules. A rule may store a weight otherwise
 than its style computes with it: it is redistributed where it is read.
@@ -193,7 +193,7 @@ def _dividing(
         if why is None and not replicate:
             why = _uneven(model, name, stored.get(name), 1, size)
         if why is not None and not replicate:
-            raise ValueError(f"{why}; uneven='replicate' leaves it whole on every rank")
+            raise ValueError(f"{why}; uneven='replicate' replicates it on every rank")
         if why is not None:
             dropped.add(block)
     return {name: style for name, style in plan.items() if block_of[name] not in dropped}

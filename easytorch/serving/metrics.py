@@ -9,14 +9,14 @@ from typing import Any
 from easytorch.generation.engine import EngineStats
 
 _OF_ENGINE = {
-    "requests_running": ("gauge", "Requests that run.", "running"),
-    "requests_waiting": ("gauge", "Requests that wait for pages.", "waiting"),
+    "requests_running": ("gauge", "Requests running.", "running"),
+    "requests_waiting": ("gauge", "Requests waiting for pages.", "waiting"),
     "pages": ("gauge", "Pages of the cache.", "num_pages"),
-    "pages_free": ("gauge", "Pages that nobody holds.", "free_pages"),
-    "prompt_tokens_total": ("counter", "Tokens of prompts.", "prompt_tokens"),
-    "prompt_tokens_cached_total": ("counter", "Those of them that were found in pages.", "cached_tokens"),
+    "pages_free": ("gauge", "Free pages.", "free_pages"),
+    "prompt_tokens_total": ("counter", "Prompt tokens received.", "prompt_tokens"),
+    "prompt_tokens_cached_total": ("counter", "Prompt tokens served from the prefix cache.", "cached_tokens"),
     "generated_tokens_total": ("counter", "Tokens generated.", "generated_tokens"),
-    "preemptions_total": ("counter", "Requests that gave their pages back and began anew.", "preemptions"),
+    "preemptions_total": ("counter", "Requests preempted and recomputed.", "preemptions"),
     "steps_total": ("counter", "Steps of the engine.", "steps"),
 }
 
@@ -27,7 +27,7 @@ def text(stats: EngineStats | None, answers: Mapping[tuple[str, int], int]) -> s
     for name, (kind, help_, field) in _OF_ENGINE.items() if stats is not None else ():
         lines += _head(name, kind, help_)
         lines.append(f"easytorch_{name} {getattr(stats, field)}")
-    lines += _head("http_requests_total", "counter", "Answers, by path and status.")
+    lines += _head("http_requests_total", "counter", "Responses, by path and status.")
     for (path, status), count in sorted(answers.items()):
         lines.append(f'easytorch_http_requests_total{{path="{path}",status="{status}"}} {count}')
     return "\n".join(lines) + "\n"

@@ -90,7 +90,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog, argument_default=argparse.SUPPRESS, description=TrainingConfig.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="a JSON file with any of the settings; flags go over it")
+    parser.add_argument("--config", metavar="FILE", help="a JSON file with any of the settings; flags override it")
     for item in dataclasses.fields(TrainingConfig):
         option, default = "--" + item.name.replace("_", "-"), item.default
         if item.name in ("text", "change"):

@@ -168,7 +168,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs the model once, and gives the requests that got a token; [] where there is nothing to do.
 
-        A step that raises, or is interrupted, changes no request: all of them begin anew at the next one.
+        A step that raises, or is interrupted, changes no request: all of them are recomputed in the next one.
         """
         try:
             works = self._scheduler.schedule()

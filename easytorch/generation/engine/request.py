@@ -37,7 +37,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One request after a step. num_cached_tokens: tokens of the prompt that were found in pages."""
+    """One request after a step. num_cached_tokens: prompt tokens served from the prefix cache."""
 
     request_id: str
     prompt: str | None

@@ -27,7 +27,7 @@ class Scheduler:
     prompts, in chunks where they are longer than what is left.
 
     A request begins when there are pages for all tokens it has. When a running one finds none for its next token, the
-    latest gives its pages back and begins anew later (recomputation): the first can always go on.
+    latest is preempted and recomputed later: the first can always go on.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Of a request that ended or is aborted, whether it runs or waits."""
+        """Removes a finished or aborted request, running or waiting."""
         if request in self.running:
             self.running.remove(request)
         else:
