@@ -1,4 +1,5 @@
 // The operator easytorch_cpu::flash.
+#include "cpu_call.h"
 #include "cpu_flash.h"
 
 #include <atomic>
@@ -15,30 +16,16 @@ namespace {
 
 // Scores below which another thread would cost more than it saves.
 constexpr int64_t GRAIN = 1 << 13;
-// How far a band may reach: positions are added to it.
-constexpr int64_t FARTHEST = static_cast<int64_t>(1) << 48;
-
 FlashTensor heads_of(const Tensor& tensor) {
   require(tensor.sizes[3] <= 1 || tensor.strides[3] == 1, "flash: heads whose numbers lie side by side");
-  return {tensor.data, tensor.strides[0], tensor.strides[2], tensor.strides[1], 1};
+  return {tensor.data, tensor.strides[0], tensor.strides[2], tensor.strides[1]};
 }
 
-// (B, H, T, S), or one dimension for none.
-FlashTensor matrix_of(const Tensor& tensor, const FlashCall& call, int64_t batch) {
-  if (tensor.dim == 1) return {nullptr, 0, 0, 0, 0};
-  const bool fits = tensor.dim == 4 && tensor.sizes[0] == batch && tensor.sizes[1] == call.heads &&
-                    tensor.sizes[2] == call.length && tensor.sizes[3] == call.keys;
-  require(fits, "flash: mask and bias are (B, H, T, S)");
-  return {tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[2], tensor.strides[3]};
-}
-
-// query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv); mask, bias and sinks (0,) for none, softcap 0 too; left and
-// right of no bound are FARTHEST -> (B, T, H, Dv).
+// query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) and the record of the call -> (B, T, H, Dv).
 void flash(uint64_t* stack, uint64_t, uint64_t) {
-  const Tensor query(stack[0]), key(stack[1]), value(stack[2]), mask(stack[3]), bias(stack[4]), sinks(stack[5]);
-  const double scale = number_of(stack[6]), softcap = number_of(stack[7]);
-  const int64_t left = static_cast<int64_t>(stack[8]), right = static_cast<int64_t>(stack[9]);
-  const int64_t level = static_cast<int64_t>(stack[10]);
+  const Tensor query(stack[0]), key(stack[1]), value(stack[2]);
+  const AttentionCall given(stack + 3);
+  const int64_t level = static_cast<int64_t>(stack[3 + AttentionCall::FIELDS]);
   require(query.dim == 4 && key.dim == 4 && value.dim == 4, "flash takes query, key and value of four dimensions");
   FlashCall call{};
   const int64_t batch = query.sizes[0];
@@ -50,20 +37,11 @@ void flash(uint64_t* stack, uint64_t, uint64_t) {
               value.sizes[2] == call.kv_heads,
           "flash: query, key and value do not fit");
   require(key.dtype == query.dtype && value.dtype == query.dtype, "flash takes one dtype");
-  call.dtype = element_of(query.dtype), call.bias_dtype = element_of(bias.dtype);
-  call.sinks_dtype = element_of(sinks.dtype);
-  require(call.dtype >= 0 && call.bias_dtype >= 0 && call.sinks_dtype >= 0,
-          "flash takes float32, bfloat16 or float16");
-  require(mask.dtype == aoti_torch_dtype_bool(), "flash: a mask is boolean");
-  require(sinks.dim == 1 && (sinks.sizes[0] == 0 || (sinks.sizes[0] == call.heads &&
-                                                     (call.heads == 1 || sinks.strides[0] == 1))),
-          "flash: sinks are (H,)");
-  require(left >= -FARTHEST && left <= FARTHEST && right >= -FARTHEST && right <= FARTHEST, "flash: a band is too wide");
+  call.dtype = element_of(query.dtype);
+  require(call.dtype >= 0, "flash takes float32, bfloat16 or float16");
   call.query = heads_of(query), call.key = heads_of(key), call.value = heads_of(value);
-  call.mask = matrix_of(mask, call, batch), call.bias = matrix_of(bias, call, batch);
-  call.sinks = sinks.sizes[0] == 0 ? nullptr : sinks.data;
-  call.scale = static_cast<float>(scale), call.softcap = static_cast<float>(softcap);
-  call.left = left, call.right = right;
+  call.rules = given.rules(batch, call.heads, call.length, call.keys);
+  call.left = given.left, call.right = given.right;
   const int64_t sizes[4] = {batch, call.length, call.heads, call.value_dim};
   Tensor output(empty(4, sizes, query.dtype));
   call.output = output.data;
@@ -102,8 +80,7 @@ void flash(uint64_t* stack, uint64_t, uint64_t) {
 
 void register_flash(Library& library) {
   library.define(
-      "flash(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor bias, Tensor sinks, float scale, float softcap, "
-      "int left, int right, int level) -> Tensor",
+      "flash(Tensor query, Tensor key, Tensor value, " ATTENTION_CALL ", int level) -> Tensor",
       "flash", flash);
 }
 

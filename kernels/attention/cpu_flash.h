@@ -2,24 +2,19 @@
 #pragma once
 
 #include "../cpu/skinny.h"
+#include "cpu_scores.h"
 
-// (B, T, heads, D), or a matrix (B, H, T, S) broadcast by strides of 0; strides in numbers, those of the last dimension of
-// query, key and value are 1. data null: there is none.
+// (B, T, heads, D) whose last dimension lies side by side; strides in numbers.
 struct FlashTensor {
   const void* data;
-  int64_t of_batch, of_head, of_row, of_column;
+  int64_t of_batch, of_head, of_row;
 };
 
 struct FlashCall {
   int32_t dtype;  // of query, key, value and output
   int64_t length, keys, heads, kv_heads, dim, value_dim;
   FlashTensor query, key, value;
-  FlashTensor mask;  // a byte for each score: 0 hides it
-  FlashTensor bias;
-  int32_t bias_dtype;
-  const void* sinks;  // H numbers, or null
-  int32_t sinks_dtype;
-  float scale, softcap;  // softcap 0: none
+  ScoreRules rules;
   int64_t left, right;   // the band around the diagonal that ends at the last query and key
   void* output;          // (B, T, H, Dv), contiguous
   // Keys and values of every (b, kv head), as `pack` leaves them: `packed_keys` and `packed_values` bytes each.

@@ -1,10 +1,7 @@
 // Attention of many query tokens: tiles of scores by products in registers, softmax as the keys come (arXiv:2205.14135).
 #include "cpu_flash.h"
 
-#include <math.h>
-
-#include "../cpu/functions.h"
-#include "../cpu/numbers.h"
+#include "cpu_scores_simd.h"
 
 namespace {
 
@@ -18,7 +15,6 @@ constexpr int ROWS = 2, VECTORS = 2;
 #endif
 // Queries of a task, and keys whose scores are computed at once: 48 x 128 scores lie in the second cache.
 constexpr int QUERIES = 48, KEYS = 128;
-constexpr float HIDDEN = -INFINITY;
 
 // What is multiplied lies in units of 32 bits: a number of float32, or two of bfloat16 that are multiplied as a pair.
 struct UnitsFloat32 {
@@ -167,32 +163,14 @@ template <class Units>
 inline float weigh(const FlashCall& c, int64_t b, int64_t h, int64_t i, int64_t from, int64_t count,
                    const int64_t* seen, float* scores, char* weights, Softmax& state) {
   const int64_t padded = up_to(count, WIDTH);
-  float rest = c.scale;  // what the scores are still to be multiplied by: of a positive scale the order stays
-  if (c.softcap > 0.0f || c.bias.data != nullptr || !(c.scale > 0.0f)) {
-    const Floats scale = broadcast(c.scale), cap = broadcast(c.softcap);
-    for (int64_t j = 0; j < padded; j += WIDTH) {
-      Floats s = multiply(load(scores + j), scale);
-      if (c.softcap > 0.0f) s = multiply(hyperbolic_tangent(divide(s, cap)), cap);
-      store(scores + j, s);
-    }
-    rest = 1.0f;
-  }
-  if (c.bias.data != nullptr) {
-    const FlashTensor& t = c.bias;
-    const int64_t first = b * t.of_batch + h * t.of_head + i * t.of_row + from * t.of_column;
-    for (int64_t j = 0; j < count; ++j) scores[j] += load_number(t.data, first + j * t.of_column, c.bias_dtype);
-  }
-  if (c.mask.data != nullptr) {
-    const FlashTensor& t = c.mask;
-    const uint8_t* mask = static_cast<const uint8_t*>(t.data) + b * t.of_batch + h * t.of_head + i * t.of_row +
-                          from * t.of_column;
-    for (int64_t j = 0; j < count; ++j) scores[j] = mask[j * t.of_column] != 0 ? scores[j] : HIDDEN;
-  }
+  const bool scale_later = only_scaled(c.rules);
+  if (!scale_later) apply_rules(c.rules, b, h, i, from, count, padded, scores);
+  hide(c.rules, b, h, i, from, count, scores);
   const int64_t first = seen[0] - from, end = seen[1] - from;
   for (int64_t j = 0; j < padded && j < first; ++j) scores[j] = HIDDEN;
   for (int64_t j = end < 0 ? 0 : end; j < padded; ++j) scores[j] = HIDDEN;
   // Stored once they are multiplied, so that no compiler rounds product and difference at once: the largest must give 0.
-  const Floats factors = broadcast(rest);
+  const Floats factors = broadcast(scale_later ? c.rules.scale : 1.0f);
   Floats most = broadcast(state.largest);
   for (int64_t j = 0; j < padded; j += WIDTH) {
     const Floats s = multiply(load(scores + j), factors);
@@ -265,8 +243,8 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
   }
   for (int64_t i = 0; i < count; ++i) {
     float factor = 1.0f, total = state[i].sum;
-    if (c.sinks != nullptr) {
-      const float sink = load_number(c.sinks, h, c.sinks_dtype);
+    if (c.rules.sinks != nullptr) {
+      const float sink = sink_of(c.rules, h);
       const float most = sink > state[i].largest ? sink : state[i].largest, zero = most == HIDDEN ? 0.0f : most;
       factor = expf(state[i].largest - zero);
       total = total * factor + expf(sink - zero);

@@ -47,11 +47,16 @@ def _not_as_given() -> str:
     return _NO_GRADIENT if forward_ad._current_level >= 0 else "autocast wants another dtype"
 
 
+def other_dtype(dtype: torch.dtype) -> str:
+    """The refusal of a dtype outside `DTYPES`."""
+    return f"it computes in float32, bfloat16 and float16, got {dtype}"
+
+
 def refusal_of_one_dtype(*tensors: Tensor) -> str | None:
     """`refusal` of an operator whose tensors have one dtype."""
     dtype = tensors[0].dtype
     if dtype not in DTYPES:
-        return f"it computes in float32, bfloat16 and float16, got {dtype}"
+        return other_dtype(dtype)
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return f"it takes one dtype, got {dtype} and {tensor.dtype}"

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -98,6 +99,29 @@ class Tensor {
   }
 
   AtenTensorHandle handle_;
+};
+
+// The value of an optional argument: torch puts it on the heap, with null for None, and its receiver frees it.
+inline std::optional<uint64_t> given(uint64_t value) {
+  if (value == 0) return {};
+  const auto* const place = reinterpret_cast<const uint64_t*>(value);
+  const uint64_t inner = *place;
+  delete place;
+  return inner;
+}
+
+// An argument of type "Tensor?".
+class OptionalTensor {
+ public:
+  explicit OptionalTensor(uint64_t value) {
+    if (const auto inner = given(value)) tensor_.emplace(*inner);
+  }
+  explicit operator bool() const { return tensor_.has_value(); }
+  const Tensor& operator*() const { return *tensor_; }
+  const Tensor* operator->() const { return &*tensor_; }
+
+ private:
+  std::optional<Tensor> tensor_;
 };
 
 // An argument of type float as it lies on the stack.

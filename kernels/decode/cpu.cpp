@@ -4,8 +4,8 @@
 #include <atomic>
 #include <memory>
 
+#include "../attention/cpu_call.h"
 #include "../cpu/levels.h"
-#include "../cpu/torch_abi.h"
 
 EASYTORCH_TABLE(DecodeFunctions, decode)
 
@@ -24,22 +24,12 @@ DecodeCache cache_of(const Tensor& tensor) {
   return {tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
 }
 
-// (B, H, 1, S), or one dimension for none.
-DecodeMatrix matrix_of(const Tensor& tensor, int64_t batch, int64_t heads, int64_t keys) {
-  if (tensor.dim == 1) return {nullptr, 0, 0, 0};
-  const bool fits = tensor.dim == 4 && tensor.sizes[0] == batch && tensor.sizes[1] == heads && tensor.sizes[2] == 1 &&
-                    tensor.sizes[3] == keys;
-  require(fits, "decode: mask and bias are (B, H, 1, S)");
-  return {tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[3]};
-}
-
-// query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv), lengths (B,); mask, bias, sinks and lengths (0,) for none,
-// softcap 0 and left -1 too -> (B, 1, H, Dv).
+// query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv), lengths (B,) and the record of the call -> (B, 1, H, Dv).
 void decode(uint64_t* stack, uint64_t, uint64_t) {
-  const Tensor query(stack[0]), key(stack[1]), value(stack[2]), mask(stack[3]), bias(stack[4]), sinks(stack[5]),
-      lengths(stack[6]);
-  const double scale = number_of(stack[7]), softcap = number_of(stack[8]);
-  const int64_t left = static_cast<int64_t>(stack[9]), level = static_cast<int64_t>(stack[10]);
+  const Tensor query(stack[0]), key(stack[1]), value(stack[2]);
+  const OptionalTensor lengths(stack[3]);
+  const AttentionCall given(stack + 4);
+  const int64_t left = given.left, level = static_cast<int64_t>(stack[4 + AttentionCall::FIELDS]);
   require(query.dim == 4 && key.dim == 4 && value.dim == 4, "decode takes query, key and value of four dimensions");
   const int64_t batch = query.sizes[0], heads = query.sizes[1], dim = query.sizes[3];
   const int64_t kv_heads = key.sizes[1], keys = key.sizes[2], value_dim = value.sizes[3];
@@ -49,21 +39,15 @@ void decode(uint64_t* stack, uint64_t, uint64_t) {
               value.sizes[2] == keys,
           "decode: query, key and value do not fit");
   require(key.dtype == query.dtype && value.dtype == query.dtype, "decode takes one dtype");
-  const int32_t dtype = element_of(query.dtype), bias_dtype = element_of(bias.dtype), sinks_dtype = element_of(sinks.dtype);
-  require(dtype >= 0 && bias_dtype >= 0 && sinks_dtype >= 0, "decode takes float32, bfloat16 or float16");
-  require(mask.dtype == aoti_torch_dtype_bool(), "decode: a mask is boolean");
-  require(lengths.dim == 1 && lengths.dtype == aoti_torch_dtype_int64(), "decode: lengths are (B,), int64");
-  const bool whole = lengths.sizes[0] == 0;
-  require(whole || lengths.sizes[0] == batch, "decode: lengths are (B,), int64");
-  require(sinks.dim == 1 && (sinks.sizes[0] == 0 || (sinks.sizes[0] == heads && (heads == 1 || sinks.strides[0] == 1))),
-          "decode: sinks are (H,)");
+  const int32_t dtype = element_of(query.dtype);
+  require(dtype >= 0, "decode takes float32, bfloat16 or float16");
+  require(!lengths || (lengths->dim == 1 && lengths->dtype == aoti_torch_dtype_int64() && lengths->sizes[0] == batch),
+          "decode: lengths are (B,), int64");
   const int64_t sizes[4] = {batch, 1, heads, value_dim};
   Tensor output(empty(4, sizes, query.dtype));
   const DecodeFunctions& functions = decode_of(level);
   const DecodeCall call{dtype, heads, kv_heads, dim, value_dim, cache_of(key), cache_of(value),
-                        matrix_of(mask, batch, heads, keys), matrix_of(bias, batch, heads, keys), bias_dtype,
-                        sinks.sizes[0] == 0 ? nullptr : sinks.data, sinks_dtype, static_cast<float>(scale),
-                        static_cast<float>(softcap), output.data};
+                        given.rules(batch, heads, 1, keys), output.data};
 
   // the queries, by group
   const SkinnyPacking packing = functions.packing(dtype);
@@ -82,9 +66,9 @@ void decode(uint64_t* stack, uint64_t, uint64_t) {
   const std::unique_ptr<int64_t[]> range(new int64_t[static_cast<size_t>(2 * batch + 1)]);
   int64_t longest = 0;
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t end = whole ? keys : static_cast<const int64_t*>(lengths.data)[b * lengths.strides[0]];
+    const int64_t end = lengths ? static_cast<const int64_t*>(lengths->data)[b * lengths->strides[0]] : keys;
     require(0 <= end && end <= keys, "decode: lengths are 0..S");
-    range[2 * b] = left >= 0 && end - 1 > left ? end - 1 - left : 0;
+    range[2 * b] = end - 1 > left ? end - 1 - left : 0;
     range[2 * b + 1] = end;
     longest = end - range[2 * b] > longest ? end - range[2 * b] : longest;
   }
@@ -120,8 +104,7 @@ void decode(uint64_t* stack, uint64_t, uint64_t) {
 
 void register_decode(Library& library) {
   library.define(
-      "decode(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor bias, Tensor sinks, Tensor lengths, "
-      "float scale, float softcap, int left, int level) -> Tensor",
+      "decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, " ATTENTION_CALL ", int level) -> Tensor",
       "decode", decode);
 }
 

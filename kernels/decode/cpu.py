@@ -8,27 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.layout import matrix_of
-from easytorch.kernels.cpu import inference, library
+from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.inference import DTYPES, side_by_side
 from easytorch.kernels.decode.contract import resolve, without_dropout
 from easytorch.kernels.interop.torch_func import as_given
 from easytorch.kernels.linear import preference
 
 _FLOATS = frozenset(DTYPES)
-# Passed for an absent argument: the operator takes tensors only.
-_NO_MASK, _NO_NUMBERS, _NO_LENGTHS = (torch.empty(0, dtype=dtype) for dtype in (torch.bool, torch.float32, torch.int64))
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None when `decode` carries this call, else the reason. Asking may build the library."""
-    # `resolve` refuses what is no tensor or has another dtype
-    if query.dtype == torch.float64:
-        return f"it computes in float32, bfloat16 and float16, got {query.dtype}"
-    if (reason := without_dropout(features)) is not None:
-        return reason
-    return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")))
+    return without_dropout(features) or cpp_call.refusal(query, key, value, features)
 
 
 def prefers(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> bool:
@@ -57,25 +50,19 @@ def run(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: AttentionCall, level: int
 ) -> Tensor:  # fmt: skip
     """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv) of a resolved call."""
-    batch, heads, keys = query.shape[0], query.shape[1], key.shape[2]
-    mask = call.mask
     if call.query_segment_ids is not None and call.key_segment_ids is not None:
         same = (call.query_segment_ids == call.key_segment_ids)[:, None, None]
-        mask = same if mask is None else mask & same
-    scores = (batch, heads, 1, keys)
-    return torch.ops.easytorch_cpu.decode.default(
+        mask = same if call.mask is None else call.mask & same
+        call = call._replace(mask=mask, query_segment_ids=None, key_segment_ids=None)
+    output: Tensor = torch.ops.easytorch_cpu.decode.default(
         query,
         side_by_side(key),
         side_by_side(value),
-        _NO_MASK if mask is None else _matrix(mask, scores),
-        _NO_NUMBERS if call.bias is None else _matrix(_number(call.bias), scores),
-        _NO_NUMBERS if call.sinks is None else _number(call.sinks).contiguous(),
-        _NO_LENGTHS if lengths is None else lengths.to(torch.int64),
-        call.scale,
-        0.0 if call.softcap is None else call.softcap,
-        -1 if call.left is None else call.left,
+        None if lengths is None else lengths.to(torch.int64),
+        *cpp_call.arguments(call),
         level,
     )
+    return output
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -92,16 +79,6 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def one_token(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv): `run` of a call without features."""
     output: Tensor = torch.ops.easytorch_cpu.decode.default(
-        query, key, value, _NO_MASK, _NO_NUMBERS, _NO_NUMBERS, _NO_LENGTHS, scale, 0.0, -1, library.BEST
+        query, key, value, None, *cpp_call.NO_TENSORS, scale, *cpp_call.NO_NUMBERS, library.BEST
     )
     return output
-
-
-def _matrix(tensor: Tensor, scores: tuple[int, ...]) -> Tensor:
-    matrix = matrix_of(tensor)
-    assert matrix is not None
-    return matrix.expand(scores)
-
-
-def _number(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in _FLOATS else tensor.to(torch.float32)

@@ -2,6 +2,7 @@
 // set has of it.
 #pragma once
 
+#include "../attention/cpu_scores.h"
 #include "../cpu/skinny.h"
 
 // A tensor (B, heads, S, D) whose last dimension lies side by side; strides in numbers. B counts pages and S their slots
@@ -11,23 +12,12 @@ struct DecodeCache {
   int64_t of_batch, of_head, of_key;
 };
 
-// (B, H, 1, S), broadcast by strides of 0; data null where there is none.
-struct DecodeMatrix {
-  const void* data;
-  int64_t of_batch, of_head, of_key;
-};
-
 struct DecodeCall {
   int32_t dtype;  // of query, key, value and output
   int64_t heads, kv_heads, dim, value_dim;
   DecodeCache key, value;
-  DecodeMatrix mask;  // a byte for each key: 0 hides it
-  DecodeMatrix bias;
-  int32_t bias_dtype;
-  const void* sinks;  // H numbers, or null
-  int32_t sinks_dtype;
-  float scale, softcap;  // softcap 0: none
-  void* output;          // (B, H, Dv), contiguous
+  ScoreRules rules;  // its matrices are (B, H, 1, S)
+  void* output;      // (B, H, Dv), contiguous
 };
 
 // Key j of a sequence lies in slot j % size of page table[j / size - first].

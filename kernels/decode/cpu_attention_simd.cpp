@@ -2,9 +2,7 @@
 // (arXiv:2205.14135); ranges of keys are combined by their largest scores and sums.
 #include "cpu_attention.h"
 
-#include <math.h>
-
-#include "../cpu/functions.h"
+#include "../attention/cpu_scores_simd.h"
 #include "../cpu/pack.h"
 
 namespace {
@@ -12,7 +10,6 @@ namespace {
 // Keys whose scores are computed before their values are read; with 128 numbers of bfloat16 each, 16 KiB of both.
 constexpr int BLOCK = 64;
 constexpr int PAIR = 2 * WIDTH;
-constexpr float HIDDEN = -INFINITY;
 
 // Two vectors of values, in the order of the sums: position(i) is where number i of a PAIR lies.
 struct InOrder {
@@ -149,21 +146,8 @@ inline float weigh(const DecodeCall& c, int64_t b, int64_t h, int64_t from, int 
                    float* scores, float* sums) {
   const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
   for (int j = count; j < padded; ++j) scores[j] = 0.0f;
-  const Floats scale = broadcast(c.scale), cap = broadcast(c.softcap);
-  for (int j = 0; j < padded; j += WIDTH) {
-    Floats s = multiply(load(scores + j), scale);
-    if (c.softcap > 0.0f) s = multiply(hyperbolic_tangent(divide(s, cap)), cap);
-    store(scores + j, s);
-  }
-  if (c.bias.data != nullptr) {
-    const int64_t first = b * c.bias.of_batch + h * c.bias.of_head + from * c.bias.of_key;
-    for (int j = 0; j < count; ++j) scores[j] += load_number(c.bias.data, first + j * c.bias.of_key, c.bias_dtype);
-  }
-  if (c.mask.data != nullptr) {
-    const uint8_t* mask = static_cast<const uint8_t*>(c.mask.data) + b * c.mask.of_batch + h * c.mask.of_head +
-                          from * c.mask.of_key;
-    for (int j = 0; j < count; ++j) scores[j] = mask[j * c.mask.of_key] != 0 ? scores[j] : HIDDEN;
-  }
+  apply_rules(c.rules, b, h, 0, from, count, padded, scores);
+  hide(c.rules, b, h, 0, from, count, scores);
   if (seen != nullptr) {
     for (int j = 0; j < count; ++j) scores[j] = seen[0] <= from + j && from + j < seen[1] ? scores[j] : HIDDEN;
   }
@@ -247,13 +231,14 @@ void some_queries(const DecodeCall& c, const DecodePart& part, int64_t kv, int64
 }
 
 bool hides_all(const DecodeCall& c, int64_t b, int64_t kv, int64_t from, int count) {
-  if (c.mask.data == nullptr) return false;
-  const int64_t group = c.mask.of_head == 0 ? 1 : c.heads / c.kv_heads;
-  const uint8_t* mask = static_cast<const uint8_t*>(c.mask.data) + b * c.mask.of_batch +
-                        kv * (c.heads / c.kv_heads) * c.mask.of_head + from * c.mask.of_key;
+  const ScoreMatrix& matrix = c.rules.mask;
+  if (matrix.data == nullptr) return false;
+  const int64_t group = matrix.of_head == 0 ? 1 : c.heads / c.kv_heads;
+  const uint8_t* mask =
+      static_cast<const uint8_t*>(matrix.data) + place_of(matrix, b, kv * (c.heads / c.kv_heads), 0, from);
   for (int64_t h = 0; h < group; ++h)
     for (int j = 0; j < count; ++j)
-      if (mask[h * c.mask.of_head + j * c.mask.of_key] != 0) return false;
+      if (mask[h * matrix.of_head + j * matrix.of_column] != 0) return false;
   return true;
 }
 
@@ -394,11 +379,11 @@ void write(const DecodeCall& c, int64_t number, const float* sums, float factor)
 void combine(const DecodeCall* call, int64_t b, int64_t h, float* sums, int64_t parts, int64_t stride) {
   const DecodeCall& c = *call;
   const int64_t row = sums_row(c.value_dim);
-  const float sink = c.sinks == nullptr ? HIDDEN : load_number(c.sinks, h, c.sinks_dtype);
+  const float sink = sink_of(c.rules, h);
   float most = sink;
   for (int64_t p = 0; p < parts; ++p) most = sums[p * stride] > most ? sums[p * stride] : most;
   const float zero = most == HIDDEN ? 0.0f : most;
-  float total = c.sinks == nullptr ? 0.0f : expf(sink - zero);
+  float total = c.rules.sinks == nullptr ? 0.0f : expf(sink - zero);
   for (int64_t p = 0; p < parts; ++p) {
     const float factor = expf(sums[p * stride] - zero);
     total += sums[p * stride + 1] * factor;

@@ -2,6 +2,7 @@
 // token of each row, each one parallel region.
 #include "cpu_products.h"
 
+#include "../attention/cpu_call.h"
 #include "../decode/cpu_attention.h"
 #include "../glu/cpu_gate.h"
 #include "../rms_norm/cpu_norm.h"
@@ -135,16 +136,6 @@ void feed_forward_step(uint64_t* stack, uint64_t, uint64_t) {
   stack[0] = y.release();
 }
 
-// (B or 1, H or 1, 1, S), or one dimension for none.
-DecodeMatrix mask_of(const Tensor& mask, int64_t batch, int64_t heads, int64_t keys) {
-  if (mask.dim == 1) return {nullptr, 0, 0, 0};
-  require(mask.dtype == aoti_torch_dtype_bool(), "attention_step: a mask is boolean");
-  require(mask.dim == 4 && (mask.sizes[0] == batch || mask.sizes[0] == 1) &&
-              (mask.sizes[1] == heads || mask.sizes[1] == 1) && mask.sizes[2] == 1 && mask.sizes[3] == keys,
-          "attention_step: a mask is (B or 1, H or 1, 1, S)");
-  return {mask.data, mask.sizes[0] == 1 ? 0 : mask.strides[0], mask.sizes[1] == 1 ? 0 : mask.strides[1], mask.strides[3]};
-}
-
 // The tables of the rotation, (B or 1, 1, R); R is 0 for none.
 struct Angles {
   Angles(const Tensor& cos, const Tensor& sin, int64_t batch, int64_t dim, const Tensor& x) : cos(cos), sin(sin) {
@@ -188,12 +179,13 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
   const Projection to_query(stack[2], stack[3]), to_key(stack[4], stack[5]), to_value(stack[6], stack[7]);
   const Projection to_output(stack[8], stack[9]);
   const Tensor query_norm(stack[10]), key_norm(stack[11]), cos(stack[12]), sin(stack[13]), keys(stack[14]),
-      values(stack[15]), mask(stack[16]), sinks(stack[17]);
-  const double eps = number_of(stack[18]), head_eps = number_of(stack[19]), scale = number_of(stack[20]),
-               softcap = number_of(stack[21]);
-  const int64_t first = static_cast<int64_t>(stack[22]), slot = static_cast<int64_t>(stack[23]),
-                end = static_cast<int64_t>(stack[24]);
-  const int64_t threads = static_cast<int64_t>(stack[25]), level = static_cast<int64_t>(stack[26]);
+      values(stack[15]);
+  const AttentionCall given(stack + 16);
+  const uint64_t* const after = stack + 16 + AttentionCall::FIELDS;
+  const double eps = number_of(after[0]), head_eps = number_of(after[1]);
+  const int64_t first = static_cast<int64_t>(after[2]), slot = static_cast<int64_t>(after[3]),
+                end = static_cast<int64_t>(after[4]);
+  const int64_t threads = static_cast<int64_t>(after[5]), level = static_cast<int64_t>(after[6]);
   const Hidden x(hidden);
   const int32_t dtype = x.dtype;
   const int64_t batch = x.rows, size = size_of(dtype), seen = end - first;
@@ -207,9 +199,7 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
               to_value.fits(kv_heads * value_dim, x.width, hidden.dtype) &&
               to_output.fits(x.width, heads * value_dim, hidden.dtype),
           "attention_step: the projections do not fit");
-  require(sinks.dim == 1 && (sinks.sizes[0] == 0 || sinks.sizes[0] == heads) && sinks.contiguous() &&
-              element_of(sinks.dtype) >= 0,
-          "attention_step: sinks are (H,)");
+  require(given.left == UNBOUNDED && !given.bias, "attention_step has no window and no bias");
   require(first <= slot && slot < end && threads > 0, "attention_step: the token is none of the keys, or no threads");
   const void *query_weight = weight_of(query_norm, dim, hidden), *key_weight = weight_of(key_norm, dim, hidden);
   const Angles angles(cos, sin, batch, dim, hidden);
@@ -232,9 +222,7 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
   const int64_t row = attention.sums_row(value_dim), stride = batch * heads * row;
   const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(chunks * stride)]);
   const DecodeCall call{dtype, heads, kv_heads, dim, value_dim, key_cache, value_cache,
-                        mask_of(mask, batch, heads, seen), {nullptr, 0, 0, 0}, FLOAT32,
-                        sinks.sizes[0] == 0 ? nullptr : sinks.data, element_of(sinks.dtype), static_cast<float>(scale),
-                        static_cast<float>(softcap), attended.get()};
+                        given.rules(batch, heads, 1, seen), attended.get()};
   Tensor y(empty(3, hidden.sizes, hidden.dtype));
 
   // A head of the query or of the keys: normalized where there is a weight, and rotated.
@@ -305,8 +293,8 @@ void register_decoder_step(Library& library) {
   library.define(
       "attention_step(Tensor x, Tensor norm, Tensor query, Tensor query_bias, Tensor key, Tensor key_bias, Tensor value, "
       "Tensor value_bias, Tensor output, Tensor output_bias, Tensor query_norm, Tensor key_norm, Tensor cos, Tensor sin, "
-      "Tensor(a!) keys, Tensor(b!) values, Tensor mask, Tensor sinks, float eps, float head_eps, float scale, "
-      "float softcap, int first, int slot, int end, int threads, int level) -> Tensor",
+      "Tensor(a!) keys, Tensor(b!) values, " ATTENTION_CALL ", float eps, float head_eps, int first, int slot, int end, "
+      "int threads, int level) -> Tensor",
       "attention_step", attention_step);
   library.define(
       "feed_forward_step(Tensor x, Tensor norm, Tensor gate, Tensor gate_bias, Tensor up, Tensor up_bias, Tensor down, "

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import inference, library
 from easytorch.kernels.cpu.inference import ABSENT, DTYPES
 from easytorch.kernels.decoder_step.native import ACTIVATIONS, AttentionWeights, FeedForwardWeights, Projection, Slot
 from easytorch.kernels.linear import preference
 from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
 
-# Passed for absent angles and an absent mask: the operators take tensors only.
+# Passed for absent angles.
 _NO_ANGLES = {dtype: torch.empty(1, 1, 0, dtype=dtype) for dtype in DTYPES}
-_NO_MASK = torch.empty(0, dtype=torch.bool)
 # The least numbers of a float32 weight, whatever the table of `linear` says: see `SMALLEST_WEIGHT` of layers/linear.py.
 SMALLEST_FLOAT32 = 2**20
 _CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
@@ -80,12 +80,9 @@ def attention_step(
         sin,
         cache.keys,
         cache.values,
-        _NO_MASK if mask is None else mask,
-        none if sinks is None else sinks,
+        *AttentionCall(mask=mask, sinks=sinks, scale=softmax_scale, softcap=softcap),
         weights.eps,
         weights.head_eps,
-        softmax_scale,
-        softcap or 0.0,
         cache.first,
         cache.slot,
         cache.end,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import ABSENT, DTYPES
+from easytorch.kernels.cpu.inference import ABSENT, DTYPES, other_dtype
 from easytorch.kernels.interop.torch_func import as_given, eager, recording, transforming
 from easytorch.kernels.linear.native import check_tensors
 from easytorch.kernels.linear.operator import define
@@ -24,7 +24,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         if tensor is None:
             continue
         if tensor.dtype not in DTYPES:
-            return f"it computes in float32, bfloat16 and float16, got {tensor.dtype}"
+            return other_dtype(tensor.dtype)
         if tensor.layout != torch.strided or (type(tensor) not in _PLAIN and not torch.compiler.is_compiling()):
             return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
     if torch.is_autocast_enabled("cpu"):

@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "../attention/cpu_call.h"
 #include "../cpu/levels.h"
-#include "../cpu/torch_abi.h"
 
 EASYTORCH_TABLE(DecodeFunctions, decode)
 
@@ -21,9 +21,6 @@ constexpr int64_t GRAIN = 1 << 15;
 constexpr int64_t MANY_TASKS = 1024;
 // Queries of a key/value head that share a reading of the keys, in all rows of a block.
 constexpr int64_t QUERIES = 64;
-// How far a window reaches at most: further than any sequence, and no sum with it overflows.
-constexpr int64_t FAR = int64_t{1} << 40;
-
 // Integers of 32 or 64 bits.
 struct Numbers {
   explicit Numbers(const Tensor& tensor) : tensor(tensor), wide(tensor.dtype == aoti_torch_dtype_int64()) {
@@ -65,7 +62,7 @@ Plan plan_of(int64_t tokens, int64_t page_count, int64_t page_size, const Number
     const int64_t keys = lens.at(b * lens.tensor.strides[0]);
     require(first <= last && last <= tokens, "ragged_page: query_start_loc never decreases and ends within the tokens");
     const int64_t pages = keys > 0 ? (keys - 1) / page_size + 1 : 0;
-    require(last - first <= keys && keys <= FAR && pages <= columns,
+    require(last - first <= keys && keys <= UNBOUNDED && pages <= columns,
             "ragged_page: context_lens are at least the query tokens and at most the keys of a row of block_tables");
     end = last;
     if (first == last || last - first > most_rows) continue;
@@ -107,7 +104,7 @@ int64_t split(Plan& plan, int64_t numbers_of_row) {
     return parts;
   };
   int64_t chunk = CHUNK, numbers = 0;
-  while (parts_of(chunk) > MANY_TASKS && chunk < FAR) chunk *= 2;
+  while (parts_of(chunk) > MANY_TASKS && chunk < UNBOUNDED) chunk *= 2;
   for (Block& block : plan.blocks) {
     block.sums = numbers;
     numbers += block.parts * block.rows * numbers_of_row;
@@ -116,14 +113,14 @@ int64_t split(Plan& plan, int64_t numbers_of_row) {
 }
 
 // query (N, H, D), key_pages (P, size, K, D), value_pages (P, size, K, Dv), context_lens (B,), block_tables (B, columns),
-// query_start_loc (B + 1,); sinks (0,) for none, softcap 0 too; row i of a sequence of T rows and S keys sees the keys
-// from i + S - T - left to i + S - T + right -> (N, H, Dv), zeros of rows of no sequence or of one of more than most_rows.
+// query_start_loc (B + 1,) and the record of the call; row i of a sequence of T rows and S keys sees the keys from
+// i + S - T - left to i + S - T + right -> (N, H, Dv), zeros of rows of no sequence or of one of more than most_rows.
 void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor query(stack[0]), key(stack[1]), value(stack[2]), context_lens(stack[3]), block_tables(stack[4]),
-      query_start_loc(stack[5]), sinks(stack[6]);
-  const double scale = number_of(stack[7]), softcap = number_of(stack[8]);
-  const int64_t left = static_cast<int64_t>(stack[9]), right = static_cast<int64_t>(stack[10]);
-  const int64_t most_rows = static_cast<int64_t>(stack[11]), level = static_cast<int64_t>(stack[12]);
+      query_start_loc(stack[5]);
+  const AttentionCall given(stack + 6);
+  const uint64_t* const after = stack + 6 + AttentionCall::FIELDS;
+  const int64_t most_rows = static_cast<int64_t>(after[0]), level = static_cast<int64_t>(after[1]);
   require(query.dim == 3 && key.dim == 4 && value.dim == 4, "ragged_page takes (N, H, D) and pages of four dimensions");
   const int64_t tokens = query.sizes[0], heads = query.sizes[1], dim = query.sizes[2], value_dim = value.sizes[3];
   const int64_t page_count = key.sizes[0], page_size = key.sizes[1], kv_heads = key.sizes[2];
@@ -133,24 +130,20 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
               value.sizes[2] == kv_heads,
           "ragged_page: query, key_pages and value_pages do not fit");
   require(key.dtype == query.dtype && value.dtype == query.dtype, "ragged_page takes one dtype");
-  const int32_t dtype = element_of(query.dtype), sinks_dtype = element_of(sinks.dtype);
-  require(dtype >= 0 && sinks_dtype >= 0, "ragged_page takes float32, bfloat16 or float16");
-  require(sinks.dim == 1 && (sinks.sizes[0] == 0 || (sinks.sizes[0] == heads && (heads == 1 || sinks.strides[0] == 1))),
-          "ragged_page: sinks are (H,)");
+  const int32_t dtype = element_of(query.dtype);
+  require(dtype >= 0, "ragged_page takes float32, bfloat16 or float16");
+  require(!given.mask && !given.bias, "ragged_page has no mask and no bias");
   require(context_lens.dim == 1 && block_tables.dim == 2 && query_start_loc.dim == 1 &&
               block_tables.sizes[0] == context_lens.sizes[0] && query_start_loc.sizes[0] == context_lens.sizes[0] + 1,
           "ragged_page: tables are (B,), (B, columns) and (B + 1,)");
-  require(-FAR <= left && left <= FAR && -FAR <= right && right <= FAR, "ragged_page: a window of 2**40 at most");
   const int64_t sizes[3] = {tokens, heads, value_dim};
   Tensor output(empty(3, sizes, query.dtype));
   const DecodeFunctions& functions = decode_of(level);
-  const DecodeMatrix none{nullptr, 0, 0, 0};
-  const DecodeCall call{dtype, heads, kv_heads, dim, value_dim, pool_of(key), pool_of(value), none, none, dtype,
-                        sinks.sizes[0] == 0 ? nullptr : sinks.data, sinks_dtype, static_cast<float>(scale),
-                        static_cast<float>(softcap), output.data};
+  const DecodeCall call{dtype, heads, kv_heads, dim, value_dim, pool_of(key), pool_of(value),
+                        given.rules(1, heads, 1, 0), output.data};
   const int64_t group = heads / kv_heads, rows_of_block = group < QUERIES ? QUERIES / group : 1;
   Plan plan = plan_of(tokens, page_count, page_size, Numbers(context_lens), Numbers(block_tables),
-                      Numbers(query_start_loc), left, right, most_rows, rows_of_block);
+                      Numbers(query_start_loc), given.left, given.right, most_rows, rows_of_block);
   const int64_t row = functions.sums_row(value_dim), size = dtype == FLOAT32 ? 4 : 2;
   const int64_t count = split(plan, heads * row), blocks = static_cast<int64_t>(plan.blocks.size());
   int64_t computed = 0;
@@ -233,7 +226,7 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
 void register_ragged_page(Library& library) {
   library.define(
       "ragged_page(Tensor query, Tensor key_pages, Tensor value_pages, Tensor context_lens, Tensor block_tables, "
-      "Tensor query_start_loc, Tensor sinks, float scale, float softcap, int left, int right, int most_rows, int level) -> Tensor",
+      "Tensor query_start_loc, " ATTENTION_CALL ", int most_rows, int level) -> Tensor",
       "ragged_page", ragged_page);
 }
 

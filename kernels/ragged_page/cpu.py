@@ -18,25 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import inference, library
 from easytorch.kernels.cpu.inference import DTYPES
 from easytorch.kernels.ragged_page import grouped
 from easytorch.kernels.ragged_page.contract import cut_to, read_sequences, resolve
 
-# Passed for absent sinks: the operator takes tensors only.
-_NO_NUMBERS = torch.empty(0)
 # Query rows up to which a sequence is the operator's; the others of a call are ATen's.
 MOST_ROWS = 16
-# A window that reaches further than any sequence.
-_FAR = 2**40
 
 
 def supports(dtype: torch.dtype, *tensors: Any) -> str | None:
     """None when `ragged_page_attention` carries a call in this dtype with these tensors, else the reason. It may build
     the library."""
     if dtype not in DTYPES:
-        return f"it computes in float32, bfloat16 and float16, got {dtype}"
+        return inference.other_dtype(dtype)
     return inference.refusal(tensors)
 
 
@@ -88,11 +85,7 @@ def over_pages(
         inference.side_by_side(key_pages),
         inference.side_by_side(value_pages),
         *tables,
-        _NO_NUMBERS if call.sinks is None else _number(call.sinks).contiguous(),
-        call.scale,
-        0.0 if call.softcap is None else call.softcap,
-        _reach(call.left),
-        _reach(call.right),
+        *cpp_call.arguments(call),
         most_rows,
         level,
     )
@@ -100,11 +93,3 @@ def over_pages(
         if s.last - s.first > most_rows:
             output[s.first : s.last] = grouped.prefill(query, key_pages, value_pages, block_tables, s, call)
     return output
-
-
-def _reach(side: int | None) -> int:
-    return _FAR if side is None else min(side, _FAR)
-
-
-def _number(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in DTYPES else tensor.to(torch.float32)

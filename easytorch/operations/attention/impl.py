@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypedDict, cast
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import COMMON, DIFFERENTIABLE
 from easytorch.kernels.attention.contract import SMALLEST_CAP, check_dropout, check_seed, check_softcap
 from easytorch.kernels.attention.dropout import draw_seed
@@ -115,8 +116,9 @@ class AttentionImpl(OperationImpl):
         return self._settled_as_given and (not BEYOND_COMMON or self.beyond_common("cpu", features) is None)
 
     def beyond_common(self, backend: str, features: Mapping[str, Any]) -> str | None:
-        """The refusal of an optional feature that `backend` does not list in `carries`; None without one."""
-        carried = self.carries.get(backend, frozenset())
+        """The refusal of an optional feature that `backend` does not list in `carries`, and the operators in C++ not in
+        `cpp_call.SUPPORTED`; None without one."""
+        carried = cpp_call.SUPPORTED if backend == "cpu" else self.carries.get(backend, frozenset())
         lacking = [name for name in BEYOND_COMMON if name not in carried and features.get(name) is not None]
         return f"it does not carry {', '.join(lacking)}" if lacking else None
 

@@ -79,7 +79,6 @@ def test_a_feature_is_a_field_of_the_record_and_not_a_parameter_of_everything() 
 
 
 def test_every_operator_of_attention_takes_the_record() -> None:
-    # not decode.cpu, whose operator in C++ takes tensors alone
     names = (
         "attention.aten_op", "attention.jax_op", "attention.triton_flash", "blocksparse.aten_op",
         "blocksparse.triton_op", "decode.triton_op", "ragged_page.opaque", "ragged_page.triton_op", "ring.operators",
@@ -91,6 +90,14 @@ def test_every_operator_of_attention_takes_the_record() -> None:
             arguments = [argument.name for argument in operator._opoverload._schema.arguments]
             first = arguments.index(AttentionCall._fields[0])
             assert tuple(arguments[first : first + len(AttentionCall._fields)]) == AttentionCall._fields, operator
+
+
+@pytest.mark.parametrize("name", ["flash", "decode", "ragged_page", "attention_step"])
+def test_the_operators_in_cpp_take_the_record_too(name: str) -> None:
+    if library.missing() is not None:
+        pytest.skip(library.missing() or "")
+    shown = str(getattr(torch.ops.easytorch_cpu, name).default._schema)
+    assert f", {schema().replace('SymInt', 'int')}, " in shown
 
 
 @pytest.mark.parametrize("name", [name for name in OperationRegistry.names() if "ragged" in name])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import cpu, native
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.cpu import library
 from easytorch.kernels.linear import preference
@@ -206,21 +207,26 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
 @needs_library
 def test_the_operator_refuses_what_does_not_fit() -> None:
     query, key, value = heads((1, 9, 9, 2, 1, 8, 8), torch.float32)
-    none, no_mask = torch.empty(0), torch.empty(0, dtype=torch.bool)
+    ids = torch.zeros(1, 9, dtype=torch.int64)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor = no_mask, bias: Tensor = none,
-            sinks: Tensor = none, left: int = 0) -> Tensor:  # fmt: skip
-        return torch.ops.easytorch_cpu.flash.default(query, key, value, mask, bias, sinks, 1.0, 0.0, left, 0, 3)
+    def run(query: Tensor, key: Tensor, value: Tensor, **fields: Any) -> Tensor:
+        return torch.ops.easytorch_cpu.flash.default(query, key, value, *AttentionCall(**fields), 3)
 
-    for wrong, why in (
-        ((query[0], key, value), "four dimensions"), ((query, key[..., :7], value), "do not fit"),
-        ((query, key, value[:, :8]), "do not fit"), ((query.half(), key, value), "one dtype"),
-        ((query[:, :, :1], key.expand(1, 9, 2, 8), value.expand(1, 9, 2, 8)), "a multiple"),
-        ((query.mT, key.expand(1, 9, 1, 8), value), "do not fit"), ((query, key, value, none), "boolean"),
-        ((query, key, value, no_mask, torch.zeros(1, 2, 9, 8)), "mask and bias are"),
-        ((query, key, value, no_mask, none, torch.zeros(3)), "sinks are"),
-        ((query, key, value, no_mask, none, none, 2**60), "too wide"),
-        ((query, key.transpose(1, 3).contiguous().transpose(1, 3), value), "side by side"),
+    for wrong, fields, why in (
+        ((query[0], key, value), {}, "four dimensions"), ((query, key[..., :7], value), {}, "do not fit"),
+        ((query, key, value[:, :8]), {}, "do not fit"), ((query.half(), key, value), {}, "one dtype"),
+        ((query[:, :, :1], key.expand(1, 9, 2, 8), value.expand(1, 9, 2, 8)), {}, "a multiple"),
+        ((query.mT, key.expand(1, 9, 1, 8), value), {}, "do not fit"),
+        ((query, key.transpose(1, 3).contiguous().transpose(1, 3), value), {}, "side by side"),
+        ((query, key, value), {"mask": torch.zeros(9, 9)}, "boolean"),
+        ((query, key, value), {"bias": torch.zeros(1, 2, 9, 8)}, "mask and bias broadcast"),
+        ((query, key, value), {"bias": torch.zeros(1, 1, 1, 9, 9)}, "mask and bias broadcast"),
+        ((query, key, value), {"bias": torch.zeros(9, 9).double()}, "bias and sinks are"),
+        ((query, key, value), {"sinks": torch.zeros(3)}, "sinks are"),
+        ((query, key, value), {"left": 2**60}, "too far"), ((query, key, value), {"right": -(2**60)}, "too far"),
+        ((query, key, value), {"dropout_prob": 0.5}, "no dropout"),
+        ((query, key, value), {"seed": ids[0, 0]}, "no dropout"),
+        ((query, key, value), {"query_segment_ids": ids}, "segments"),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=why):
-            run(*wrong)
+            run(*wrong, **fields)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decode import contract, cpu, native
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
@@ -145,20 +146,22 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 @needs_library
 def test_the_operator_refuses_what_does_not_fit() -> None:
     query, key, value = torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 6)
-    none, no_mask, no_lengths = torch.zeros(0), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
-    good = [query, key, value, no_mask, none, none, no_lengths, 1.0, 0.0, -1, library.BEST]
+    fields = AttentionCall._fields
+    good = [query, key, value, None, *AttentionCall(), library.BEST]
     assert torch.ops.easytorch_cpu.decode.default(*good).shape == (2, 1, 4, 6)
+    of_call = {name: 4 + place for place, name in enumerate(fields)}
+    mask, bias, sinks = of_call["mask"], of_call["bias"], of_call["sinks"]
     for index, wrong in (
         (0, query[:1]), (0, query[..., :7]), (0, query[:, :3]), (0, query.expand(2, 4, 2, 8)), (0, query[0]),
         (0, query.double()), (1, key[:, :, :4]), (1, key.bfloat16()), (1, key[..., :0]), (1, key[:, :0]),
         (1, torch.zeros(2, 2, 5, 16)[..., ::2]), (2, value[:1]), (2, torch.zeros(2, 2, 6, 5).transpose(2, 3)),
-        (3, torch.ones(2, 4, 1, 4, dtype=torch.bool)), (3, torch.ones(2, 4, 1, 5)), (4, torch.zeros(2, 4, 5)),
-        (4, torch.zeros(2, 4, 1, 5).double()), (5, torch.zeros(3)), (5, torch.zeros(8)[::2]),
-        (6, torch.tensor([1, 6])), (6, torch.tensor([-1, 2])), (6, torch.tensor([1])), (6, torch.tensor([1, 2]).int()),
+        (mask, torch.ones(2, 4, 1, 4, dtype=torch.bool)), (mask, torch.ones(2, 4, 1, 5)), (bias, torch.zeros(2, 4, 5)),
+        (bias, torch.zeros(2, 4, 1, 5).double()), (sinks, torch.zeros(3)), (sinks, torch.zeros(8)[::2]),
+        (3, torch.tensor([1, 6])), (3, torch.tensor([-1, 2])), (3, torch.tensor([1])), (3, torch.tensor([1, 2]).int()),
     ):  # fmt: skip
         given = list(good)
         given[index] = wrong
-        with pytest.raises(RuntimeError, match="easytorch: decode"):
+        with pytest.raises(RuntimeError, match=r"easytorch: (decode|attention)"):
             torch.ops.easytorch_cpu.decode.default(*given)
 
 

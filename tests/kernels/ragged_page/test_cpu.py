@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import library
 from easytorch.kernels.ragged_page import contract, cpu, grouped
 from easytorch.operations import OperationRegistry
@@ -162,9 +163,12 @@ def test_what_it_refuses() -> None:
 @needs_library
 def test_the_operator_refuses_what_does_not_fit() -> None:
     """By itself, too: no number in a table makes it read outside of the pools."""
-    batch, none = make([1, 3], [9, 20], heads=4, dim=8, value_dim=6, page_size=4), torch.zeros(0)
+    batch = make([1, 3], [9, 20], heads=4, dim=8, value_dim=6, page_size=4)
     query, keys, values, lens, tables, starts = batch
-    good = [*batch, none, 1.0, 0.0, 5, 0, 9, library.BEST]
+    good = [*batch, *AttentionCall(left=5, right=0), 9, library.BEST]
+    mask, bias, sinks, left, right = (
+        6 + AttentionCall._fields.index(name) for name in ("mask", "bias", "sinks", "left", "right")
+    )
     assert torch.ops.easytorch_cpu.ragged_page.default(*good).shape == (4, 4, 6)
 
     def put(tensor: torch.Tensor, place: Any, number: int) -> torch.Tensor:
@@ -182,11 +186,12 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         (4, put(tables, (1, 4), len(keys))), (4, put(tables, (1, 4), -1)), (4, put(tables, (0, 1), 2**62)),
         (4, put(tables, (1, 3), -(2**63))), (5, starts[:2]), (5, put(starts, 0, 1)), (5, put(starts, 1, 5)),
         (5, put(starts, 2, 5)), (5, put(starts, 1, -1)), (5, put(starts, 2, 2**63 - 1)), (5, starts.bool()),
-        (6, torch.zeros(3)), (6, torch.zeros(8)[::2]), (9, 2**62), (9, -(2**62)), (10, 2**62), (10, -(2**62)),
+        (sinks, torch.zeros(3)), (sinks, torch.zeros(8)[::2]), (mask, torch.ones(1, dtype=torch.bool)),
+        (bias, torch.zeros(1)), (left, 2**62), (left, -(2**62)), (right, 2**62), (right, -(2**62)),
     ):  # fmt: skip
         given = list(good)
         given[index] = wrong
-        with pytest.raises(RuntimeError, match="easytorch: ragged_page"):
+        with pytest.raises(RuntimeError, match=r"easytorch: (ragged_page|attention)"):
             torch.ops.easytorch_cpu.ragged_page.default(*given)
     # entries that are not in use may be anything
     torch.ops.easytorch_cpu.ragged_page.default(*good[:4], put(tables, (1, -1), 2**62), *good[5:])

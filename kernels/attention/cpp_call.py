@@ -1,0 +1,48 @@
+"""An attention call as the operators in C++ take it (cpu_call.h): the fields of the record, as custom operators do.
+
+`easytorch_cpu::flash`, `decode`, `ragged_page` and `attention_step` have `call.schema()` among their arguments. None is
+absent, and no bound; mask and bias broadcast to the scores. A feature that they are to support is named in `SUPPORTED`,
+read in cpu_call.h and computed in cpu_scores_simd.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten
+from easytorch.kernels.cpu import inference
+from easytorch.kernels.cpu.inference import DTYPES
+
+# Features beyond `call.COMMON` that attention and decode in C++ support.
+SUPPORTED: frozenset[str] = frozenset()
+
+# The arguments of a call without features, before and after its scale.
+NO_TENSORS: tuple[None, ...] = (None,) * TENSORS
+NO_NUMBERS = AttentionCall().numbers[1:]
+
+
+def arguments(call: AttentionCall) -> tuple[Any, ...]:
+    """The record as the operators' arguments: `operator(query, ..., *arguments(call), ...)`."""
+    if call.bias is not None or call.sinks is not None:
+        call = call._replace(bias=_numbers(call.bias), sinks=_contiguous(_numbers(call.sinks)))
+    return flatten(call)
+
+
+def refusal(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
+    """None when the operators may be called with these tensors, else the reason. Asking may build the library."""
+    # `resolve` refuses what is no tensor or has another dtype
+    if query.dtype == torch.float64:
+        return inference.other_dtype(query.dtype)
+    return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")))
+
+
+def _numbers(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.dtype in DTYPES else tensor.to(torch.float32)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
