@@ -2,7 +2,7 @@
 
 `easytorch_cpu::flash`, `decode`, `ragged_page` and `attention_step` have `call.schema()` among their arguments. None is
 absent, and no bound; mask and bias broadcast to the scores. A feature that they are to support is named in `SUPPORTED`,
-read in cpu_call.h and computed in cpu_scores_simd.h.
+read in cpu_call.h and computed in cpu_scores.h.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 // Attention of many query tokens: tiles of scores by products in registers, softmax as the keys come (arXiv:2205.14135).
 #include "cpu_flash.h"
 
-#include "cpu_scores_simd.h"
+#include <math.h>
+
+#include "../cpu/functions.h"
+#include "../cpu/numbers.h"
 
 namespace {
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import cpu
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import processor
 
 # The least query rows, and in float32 numbers of a head, at which it was measured to be ahead.
 ROWS, FLOAT32_DIM = 256, 64
@@ -38,7 +38,7 @@ _WITHOUT_IN_FLOAT16 = (*_WITHOUT, "sliding_window", "softcap", "sinks")
 def prefers_cpp(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> bool:
     """True where `cpu.attention` is faster than ATen and carries this call. It may build the library."""
     shape, dtype, get = query.shape, query.dtype, features.get
-    if len(shape) != 4 or shape[1] < ROWS or not query.is_cpu or not preference.BFLOAT16_DOT_PRODUCTS:
+    if len(shape) != 4 or shape[1] < ROWS or not query.is_cpu or not processor.BFLOAT16_DOT_PRODUCTS:
         return False
     if (dtype != torch.bfloat16 and not get("causal")) or (dtype == torch.float32 and shape[3] < FLOAT32_DIM):
         return False

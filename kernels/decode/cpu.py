@@ -10,11 +10,10 @@ from torch import Tensor
 
 from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import DTYPES, side_by_side
 from easytorch.kernels.decode.contract import resolve, without_dropout
 from easytorch.kernels.interop.torch_func import as_given
-from easytorch.kernels.linear import preference
 
 _FLOATS = frozenset(DTYPES)
 
@@ -31,7 +30,7 @@ def prefers(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, An
         len(shape) == 4
         and shape[1] == 1
         and key.dim() == 4
-        and preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
         and query.is_cpu
         and supports(query, key, value, features) is None
     )

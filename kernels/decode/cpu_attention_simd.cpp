@@ -2,7 +2,9 @@
 // (arXiv:2205.14135); ranges of keys are combined by their largest scores and sums.
 #include "cpu_attention.h"
 
-#include "../attention/cpu_scores_simd.h"
+#include <math.h>
+
+#include "../cpu/functions.h"
 #include "../cpu/pack.h"
 
 namespace {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.cpu import inference, library
+from easytorch.kernels.cpu import inference, library, processor
 from easytorch.kernels.cpu.inference import ABSENT, DTYPES
 from easytorch.kernels.decoder_step.native import ACTIVATIONS, AttentionWeights, FeedForwardWeights, Projection, Slot
 from easytorch.kernels.linear import preference
@@ -30,7 +30,7 @@ def takes(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
-        and preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
         and x.dtype in ABSENT
         and x.dim() == 3
         and x.shape[1] == 1

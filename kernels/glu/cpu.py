@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side
 from easytorch.kernels.glu.native import check_tensors
-from easytorch.kernels.linear import preference
 
 # The operator's numbers of the activations; gelu's by its `approximate`.
 SILU = 0
@@ -27,7 +26,7 @@ def prefers(gate: Tensor, up: Tensor) -> bool:
     """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
     shape = gate.shape
     return (
-        preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
         and len(shape) > 0
         and shape[-1] >= SMALLEST_ROW
         and up.shape == shape

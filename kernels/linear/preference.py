@@ -29,10 +29,10 @@ A shape that oneDNN has not met takes it 0.6 ms more, once in a process.
 from __future__ import annotations
 
 import math
-import platform
-from pathlib import Path
 
 from torch import Tensor, bfloat16, float16, float32
+
+from easytorch.kernels.cpu import processor
 
 # vendor -> how many elements a weight must have for oneDNN to be faster; other vendors keep F.linear
 TABLE = {"AuthenticAMD": 2**19}
@@ -46,28 +46,9 @@ FEW_ROWS = {bfloat16: (16, 2**14), float16: (16, 2**14), float32: (8, 2**17)}
 ATEN_COLUMNS = 4096
 
 
-def _cpuinfo() -> str:
-    """The first processor's entry of /proc/cpuinfo."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        with cpuinfo.open() as file:
-            return file.read(8192)  # the file has an entry for every processor
-    return platform.processor()
-
-
-def _vendor(cpuinfo: str) -> str:
-    """The CPU's vendor id as cpuid gives it ("AuthenticAMD", "GenuineIntel"), or "" where it is unknown."""
-    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in cpuinfo), "")
-
-
-# read at import: a traced function could not read the file
-VENDOR = _vendor(_cpuinfo())
-BFLOAT16_DOT_PRODUCTS = "avx512_bf16" in _cpuinfo()
-
-
 def prefers_cpu(x: Tensor, weight: Tensor) -> bool:
     """True where the C++ operator is faster than ATen and oneDNN, without gradients."""
-    limits = FEW_ROWS.get(x.dtype) if BFLOAT16_DOT_PRODUCTS else None
+    limits = FEW_ROWS.get(x.dtype) if processor.BFLOAT16_DOT_PRODUCTS else None
     if limits is None or weight.dim() != 2:
         return False
     rows, least = limits
@@ -79,7 +60,7 @@ def prefers_cpu(x: Tensor, weight: Tensor) -> bool:
 
 def smallest_weight() -> float:
     """How many elements a weight must have for oneDNN to be faster on this CPU; infinity where it never is."""
-    return TABLE.get(VENDOR, math.inf)
+    return TABLE.get(processor.VENDOR, math.inf)
 
 
 def prefers_onednn(x: Tensor, weight: Tensor, training: bool) -> bool:

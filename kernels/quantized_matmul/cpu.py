@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import DTYPES
 from easytorch.kernels.interop.torch_func import eager, recording
-from easytorch.kernels.linear import preference
 from easytorch.kernels.quantized_matmul import aten, operators
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
@@ -46,7 +45,7 @@ def _aligned(weight: QuantizedWeight) -> bool:
 def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> bool:
     """True where it is faster than ATen, without gradients; measured on CPUs with bfloat16 dot products."""
     return (
-        preference.BFLOAT16_DOT_PRODUCTS
+        processor.BFLOAT16_DOT_PRODUCTS
         and eager()
         and torch._C._get_tracing_state() is None
         and x.is_cpu

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import ABSENT, refusal_of_one_dtype, side_by_side
-from easytorch.kernels.linear import preference
 from easytorch.kernels.rms_norm.native import check_tensors
 
 # The shortest rows that it is chosen for: it adds squares in another order, and a small model keeps transformers' bits.
@@ -23,7 +22,7 @@ def prefers(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
     """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
     shape = x.shape
     return (
-        preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
         and len(shape) > 0
         and shape[-1] >= SMALLEST_ROW
         and x.is_cpu

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side
-from easytorch.kernels.linear import preference
 from easytorch.kernels.rotary import native
 
 
@@ -19,7 +18,7 @@ def supports(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 def prefers(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """True where `run` is faster than ATen and may be called right away: halves, the tables of the call's positions
     (B or 1, T, R), and all of it fits. It may build the library."""
-    if not (preference.BFLOAT16_DOT_PRODUCTS and query.dim() == key.dim() == 4 and cos.dim() == 3):  # where measured
+    if not (processor.BFLOAT16_DOT_PRODUCTS and query.dim() == key.dim() == 4 and cos.dim() == 3):  # where measured
         return False
     batch, rows, _, size = query.shape
     key_batch, key_rows, _, key_size = key.shape

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import processor
 from easytorch.layers import linear as module
 from easytorch.layers.linear import linear
 
@@ -23,8 +23,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         seen.append(x.dtype)
         return operation(x, *rest)
 
-    monkeypatch.setattr(preference, "VENDOR", "AuthenticAMD")
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "VENDOR", "AuthenticAMD")
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     record.few_rows = operation.few_rows
     monkeypatch.setattr(module, "_OPERATION", record)
     return seen
@@ -52,7 +52,7 @@ def test_the_others_are_called(calls: list[torch.dtype], monkeypatch: pytest.Mon
     linear(layer.bfloat16(), x.bfloat16())
     with torch.device("meta"):
         linear(nn.Linear(1024, 1024), torch.empty(3, 1024))
-    monkeypatch.setattr(preference, "VENDOR", "GenuineIntel")
+    monkeypatch.setattr(processor, "VENDOR", "GenuineIntel")
     linear(*large())
     assert not calls
 
@@ -146,7 +146,7 @@ def test_compiled_exported_traced(calls: list[torch.dtype], monkeypatch: pytest.
     expected = model(x)
     assert len(calls) == 2
     monkeypatch.undo()
-    monkeypatch.setattr(preference, "VENDOR", "AuthenticAMD")
+    monkeypatch.setattr(processor, "VENDOR", "AuthenticAMD")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
     program = torch.export.export(model, (x,))

@@ -13,9 +13,8 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import easytorch
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.decoder_step import cpu
-from easytorch.kernels.linear import preference
 from easytorch.layers import attention
 from tests.models.families import FAMILIES
 
@@ -43,7 +42,7 @@ TAKEN: dict[str, tuple[dict[str, Any], bool, bool]] = {
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "SMALLEST_FLOAT32", 2**12)
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
 
 
 def model(family: str = "llama", dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:

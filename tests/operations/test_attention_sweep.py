@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +100,7 @@ def test_every_implementation_is_chosen_and_gives_rows_that_see_nothing_zeros(
     expected, (b, t, s, h, k, d), dtype, features, training = CHOSEN[name]
     if expected.endswith(":cpu") and (missing := library.missing()) is not None:
         pytest.skip(f"no C++ kernels: {missing}")
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", expected.endswith(":cpu"))  # whatever CPU this is
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", expected.endswith(":cpu"))  # whatever CPU this is
     generator = torch.Generator().manual_seed(SEED)
     tensors = {}
     for tensor, shape in (("query", (b, t, h, d)), ("key", (b, s, k, d)), ("value", (b, s, k, d))):

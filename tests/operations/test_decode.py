@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from easytorch.kernels.attention.native import attention
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.decode import aten, aten_products, aten_split, cpu
 from easytorch.kernels.decode.native import decode as definition
 from easytorch.kernels.interop import installed
-from easytorch.kernels.linear import preference
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import relative_rms_error
 
@@ -239,7 +238,7 @@ def test_lengths_beyond_the_keys() -> None:
 
 
 def test_attention_of_one_query_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     operation, (query, key, value) = OperationRegistry.create("attention"), tensors()
     choice = operation.choose(query, key, value, causal=True)
     assert (choice.implementation, choice.backend) == ("decode", "aten")
@@ -256,7 +255,7 @@ def test_attention_of_one_query_takes_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_library
 def test_where_the_cpp_operator_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     query, key, value = tensors()
 
     def chosen(operation: OperationImpl, *given: torch.Tensor, **features: Any) -> tuple[str | None, str]:
@@ -401,7 +400,7 @@ def test_vmap_and_grad(lengths: torch.Tensor | None, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_check_mode(case: str, compared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     decode("aten")(*tensors(), lengths=MIXED, **CASES[case]())
     OperationRegistry.create("attention")(*tensors(), **CASES[case]())
     assert compared == ["decode:aten"] * 2
@@ -421,7 +420,7 @@ def test_autocast_and_checkpointing() -> None:
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     for package in ("triton", "jax"):
         monkeypatch.setitem(installed.INSTALLED, package, True)
     args, features = decode().typical_call()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from easytorch.kernels.attention import native
+from easytorch.kernels.cpu import processor
 from easytorch.kernels.interop import installed
-from easytorch.kernels.linear import preference
 from easytorch.operations import (
     Attention,
     BaseOperation,
@@ -358,7 +358,7 @@ DOCUMENTS = {"query_segment_ids": IDS, "key_segment_ids": IDS}
 @pytest.fixture
 def without_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU on which no operator in C++ comes first; tests/kernels/attention/test_cpu.py asks where they do."""
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
 
 
 @pytest.mark.usefixtures("without_cpp")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import processor
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import relative_rms_error
 
@@ -188,7 +188,7 @@ class Attend(torch.nn.Module):
 
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_attention_at_the_size_that_chooses_each(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)  # whatever CPU this is; in graphs it is ATen anyway
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)  # whatever CPU this is; in graphs it is ATen anyway
     rows, features = CHOSEN[chosen]
     call, leaves = Attend(features), _heads(rows)
     assert call.operation.choose(*leaves, **features).implementation == chosen

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import onednn, preference
+from easytorch.kernels.cpu import library, processor
+from easytorch.kernels.linear import onednn
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from easytorch.operations.dispatch.platform import PLATFORMS
@@ -22,8 +22,8 @@ def linear(backend: str | None = None) -> OperationImpl:
 
 @pytest.fixture(params=["AuthenticAMD", "GenuineIntel"])
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(preference, "VENDOR", request.param)
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "VENDOR", request.param)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     return request.param
 
 
@@ -98,12 +98,12 @@ def test_the_other_platforms_take_aten() -> None:
 
 
 def test_the_vendor_of_this_machine_is_known_or_empty() -> None:
-    assert preference.VENDOR in ("AuthenticAMD", "GenuineIntel", "")
+    assert processor.VENDOR in ("AuthenticAMD", "GenuineIntel", "")
 
 
 @needs_onednn
 def test_autocast_transforms_and_forward_mode_go_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "VENDOR", "AuthenticAMD")
+    monkeypatch.setattr(processor, "VENDOR", "AuthenticAMD")
     operation, x, weight = linear(), torch.randn(3, 64, 1024), torch.randn(1024, 1024)
     assert operation.choose(x[0], weight).backend == "onednn"
     with torch.autocast("cpu", torch.bfloat16):
@@ -130,7 +130,7 @@ def test_autocast_transforms_and_forward_mode_go_to_aten(monkeypatch: pytest.Mon
 @needs_onednn
 @pytest.mark.parametrize("training", [False, True])
 def test_compile_and_export(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "VENDOR", "AuthenticAMD")
+    monkeypatch.setattr(processor, "VENDOR", "AuthenticAMD")
 
     class Module(torch.nn.Module):
         def __init__(self) -> None:
@@ -205,7 +205,7 @@ def test_check_mode_and_runtime_dtype(compared: list[str], cpu: str) -> None:
 
 
 def test_settings_keep_few_rows_from_the_cpp_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     x, weight = torch.randn(4, 1024), torch.randn(512, 1024)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         operation = OperationRegistry.create("linear", OperationMetadata(runtime_dtype=dtype))

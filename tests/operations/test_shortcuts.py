@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.operations import OperationRegistry
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -16,7 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.fixture(params=[True, False], ids=["dot products", "without"])
 def dot_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", request.param)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", request.param)
     return bool(request.param)
 
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from easytorch.kernels.cpu import processor
 from easytorch.kernels.decode import aten, cpu, native, torch_xla_op
 from easytorch.kernels.decode.contract import not_one_query, plain_token
-from easytorch.kernels.linear import preference
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, named, without_float64
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
@@ -71,7 +71,7 @@ class DecodeAttention(AttentionImpl):
             return None
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         # `cpu.prefers` for tensors that `plain_token` has looked at: this is at each layer of each token
-        if preference.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
+        if processor.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
             return cpu.one_token(query, key, value, scale)
         return aten.one_token(query, key, value, softmax_scale)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.contract import check_softcap
+from easytorch.kernels.cpu import processor
 from easytorch.kernels.interop.arguments import check_scale
 from easytorch.kernels.interop.torch_func import recording, transforming_in_graph
-from easytorch.kernels.linear import preference
 from easytorch.kernels.ragged_page import cpu, grouped, native, opaque
 from easytorch.kernels.ragged_page.contract import FEATURES
 from easytorch.operations.attention.impl import AttentionFeatures, xla_refusal
@@ -149,7 +149,7 @@ class RaggedPageAttention(PagedImpl):
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         query: Tensor = args[0] if args else kwargs["query"]
         return (
-            preference.BFLOAT16_DOT_PRODUCTS  # where it was measured
+            processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
             and query.is_cpu
             and self.supports("cpu", *args, **kwargs) is None
         )

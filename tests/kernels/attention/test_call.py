@@ -23,8 +23,7 @@ from easytorch.kernels.attention.call import (
 )
 from easytorch.kernels.attention.contract import FEATURES as FEATURES_OF_CONTRACT
 from easytorch.kernels.attention.contract import resolve
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.ragged_page.contract import FEATURES as FEATURES_OF_PAGES
 from easytorch.operations import OperationRegistry
 from easytorch.operations.attention import impl
@@ -145,7 +144,7 @@ def test_a_feature_that_the_operator_in_cpp_does_not_name_keeps_the_call_from_it
 ) -> None:
     if library.missing() is not None or (name == "decode" and rows > 1):
         pytest.skip(library.missing() or "decode takes one query")
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     operation = OperationRegistry.create(name)
     query, key = torch.zeros(1, rows, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 512, 2, 64, dtype=torch.bfloat16)
     before = operation.choose(query, key, key, causal=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from easytorch.kernels.attention import cpu, native
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import resolve
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
@@ -152,11 +151,11 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         {"causal": True, "sinks": torch.zeros(4)}, {"causal": True, "sliding_window": 99},
     ]  # fmt: skip
     for available in (True, False):
-        monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", available)
+        monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", available)
         for options in given:
             choice = operation.choose(query, key, value, **options)
             assert (choice.implementation == "flash" and choice.backend == "cpu") == available, options
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     for options in (
         {"mask": torch.ones(1024, 1024, dtype=torch.bool)},
         {"causal": True, "bias": torch.zeros(1)},

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.glu import cpu, native
-from easytorch.kernels.linear import preference
 from easytorch.layers.gate import gated
 from easytorch.layers.mlp import GatedMLP
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -128,7 +127,7 @@ def test_many_rows_by_several_threads() -> None:
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
 def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     operation, options = unit(OPTIONS[name][0]), OPTIONS[name][1]
     for dtype in DTYPES:
         gate, up = torch.ones(2, 256, dtype=dtype), torch.ones(2, 256, dtype=dtype)
@@ -147,7 +146,7 @@ def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "aten"
     torch.func.vmap(lambda row: operation(row, row, **options))(torch.ones(2, 256))
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "aten"
 
 
@@ -178,7 +177,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
 @needs_library
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
 def test_layers_take_the_same_way(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     generator = torch.Generator().manual_seed(0)
     gate, up = torch.randn(3, 600, generator=generator).to(torch.bfloat16).chunk(2, -1)
     module = ACT2FN[act]

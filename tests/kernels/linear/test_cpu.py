@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.linear import cpu, preference
 from easytorch.layers.linear import linear as layer_linear
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -122,7 +122,7 @@ def test_gradients_transforms_and_torchs_own_check() -> None:
 
 @needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     few = {torch.float32: 8, torch.bfloat16: 16, torch.float16: 16}
     for dtype, rows in few.items():
         weight = torch.zeros(512, 512, dtype=dtype)
@@ -139,14 +139,14 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, backend in ((preference.ATEN_COLUMNS - 32, "cpu"), (preference.ATEN_COLUMNS, "aten")):
         x, weight = torch.zeros(1, columns).half(), torch.zeros(8, columns).half()
         assert linear().choose(x, weight).backend == backend
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert linear().choose(torch.zeros(1, 512).bfloat16(), torch.zeros(512, 512).bfloat16()).backend == "aten"
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sparse_tensors_are_atens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     x, weight = torch.ones(2, 512, dtype=dtype), torch.eye(512, dtype=dtype)
     layer = torch.nn.Linear(512, 512, bias=False, dtype=dtype)
     layer.weight = torch.nn.Parameter(weight.to_sparse(), requires_grad=False)
@@ -193,7 +193,7 @@ def test_what_it_does_not_carry_is_refused() -> None:
 
 @needs_library
 def test_a_layer_of_a_model_takes_it_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     calls: list[tuple[int, ...]] = []
     run = cpu.run
     monkeypatch.setattr(cpu, "run", lambda x, *rest: (calls.append(tuple(x.shape)), run(x, *rest))[1])

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.quantized_matmul import cpu, native
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -90,7 +89,7 @@ def test_layouts_and_no_rows() -> None:
 
 @needs_library
 def test_the_choice_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     operation, weight = OperationRegistry.create("quantized_matmul"), quantize(torch.ones(32, 64), "int4", 32)
     x = torch.ones(16, 64, dtype=torch.bfloat16)
     assert operation.choose(x, weight).backend == "cpu"
@@ -151,7 +150,7 @@ def test_nothing_is_read_past_the_end() -> None:
 
 @needs_library
 def test_forward_mode_and_sparse_inputs_are_atens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     generator = torch.Generator().manual_seed(0)
     weight, x = quantize(torch.randn(64, 64, generator=generator), "int8"), torch.randn(2, 64, generator=generator)
     operation = OperationRegistry.create("quantized_matmul")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.quantized_matmul import aten, cpu, native
 from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
@@ -89,7 +88,7 @@ def test_the_operation(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (grad,) = torch.autograd.grad(operation(x, weight).sum(), x)
     torch.testing.assert_close(grad, weight.dequantize().sum(0).expand(3, -1), rtol=1e-4, atol=1e-4)
     if library.missing() is None:
-        monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+        monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
         assert operation.choose(x.detach(), weight).backend == "cpu"
     for backend in ("triton", "pallas"):
         assert operation.supports(backend, x, weight) == f"its kernels do not read llama.cpp's blocks, got {format}"

@@ -200,10 +200,10 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 
 @needs_library
 def test_it_is_chosen_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from easytorch.kernels.linear import preference
+    from easytorch.kernels.cpu import processor
 
     operation, batch = OperationRegistry.create("ragged_page_attention"), make(*MIXED)
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     assert operation.choose(*batch).backend == "cpu"
     asked = batch._replace(query=batch.query.clone().requires_grad_())
     assert operation.choose(*asked).backend == "aten"
@@ -215,7 +215,7 @@ def test_it_is_chosen_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert operation.choose(*(x.double() if x.is_floating_point() else x for x in batch)).backend == "aten"
     with torch.autocast("cpu", torch.bfloat16):
         assert operation.choose(*batch).backend == "aten"
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert operation.choose(*batch).backend == "aten"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.rms_norm import cpu, native
 from easytorch.layers.norm import RMSNorm
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
@@ -101,7 +100,7 @@ def test_many_rows_by_several_threads() -> None:
 
 @needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     operation: OperationImpl = rms_norm()
     for dtype in DTYPES:
         x, weight = torch.ones(2, 256, dtype=dtype), torch.ones(256, dtype=dtype)
@@ -121,7 +120,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert operation.choose(torch.ones(2, 256)).backend == "aten"
     torch.func.vmap(lambda row: operation(row))(torch.ones(2, 256))
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert operation.choose(torch.ones(2, 256)).backend == "aten"
 
 
@@ -143,7 +142,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
 
 @needs_library
 def test_the_layer_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     layer = RMSNorm(256).to(torch.bfloat16)
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.rotary import cpu, native
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
@@ -90,7 +89,7 @@ def test_infinities_and_nan_are_the_definitions(level: int) -> None:
 
 @needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     operation = rotary()
     for dtype in DTYPES:
         query, key, table = numbers((2, 1, 4, 32), (2, 1, 2, 32), (1, 1, 32), dtype=dtype)
@@ -103,7 +102,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operation.choose(query, key, table.float(), table.float()).backend == "aten"
     with pytest.raises(ValueError, match="rotary takes"):
         operation(query, key, table[:, :, :31], table)
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert operation.choose(query, key, table, table).backend == "aten"
 
 
