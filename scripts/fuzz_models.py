@@ -37,6 +37,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from scripts.model_fuzzing import other_families as others  # noqa: E402
+from scripts.model_fuzzing import special_settings  # noqa: E402
 from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, LANGUAGE  # noqa: E402
 
 VOCABULARY, LONGEST = 61, 48
@@ -148,6 +149,7 @@ def draw_changes(rng: random.Random, family: str) -> dict[str, Any]:
     draw_windows(rng, names, layers, changes)
     draw_scales(rng, names, changes)
     draw_experts(rng, names, layers, changes)
+    special_settings.amend(rng, family, changes)
     return row.sizes | changes
 
 
@@ -437,8 +439,8 @@ def check_packed(rng: random.Random, family: str, config: Any) -> None:
     packed = ours(ids, position_ids=positions, use_cache=False).logits
     if any("dynamic" in str(rope) or "longrope" in str(rope) for rope in [getattr(config, "rope_parameters", None)]):
         expected = run(theirs, {"input_ids": ids, "position_ids": positions, "use_cache": False}).logits
-    elif family == "opt":  # its positions are counted from the mask
-        return
+    elif family == "opt" or getattr(config, "use_bidirectional_attention", None) == "all":
+        return  # OPT's positions are counted from the mask; transformers' masks of both directions pass over positions
     else:
         expected = torch.cat([run(theirs, {"input_ids": part}).logits for part in ids.split(lengths, 1)], 1)
     same("packed", packed, expected)

@@ -17,7 +17,8 @@ class TransformerMetadata:
     """The sizes of a cache of `batch_size` rows of up to `max_length` tokens, by layer.
 
     layer_types: as transformers' caches name them. num_heads, key_dim, value_dim: of attention with plain keys and
-    values; layers that keep something else (recurrent states, latents) allocate what they are given.
+    values, the largest where layers differ; layers that keep something else (recurrent states, latents) allocate what
+    they are given.
     """
 
     batch_size: int
@@ -70,7 +71,11 @@ class TransformerMetadata:
 
 
 def sizes_of(config: Any) -> tuple[int, int, int]:
-    """(key/value heads, head_dim of keys, of values) of a decoder's config; zeros where it has no attention."""
+    """(key/value heads, head_dim of keys, of values) of a decoder's config, the largest where layers differ; zeros
+    where it has no attention."""
+    if config.is_heterogeneous:
+        of_layers = [sizes_of(of_layer) for of_layer in config.per_layer_config]
+        return max(one[0] for one in of_layers), max(one[1] for one in of_layers), max(one[2] for one in of_layers)
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None) or 0
     if not heads:
         return 0, 0, 0

@@ -67,6 +67,8 @@ class RaggedPagesMetadata:
         types = get_layer_types_and_kwargs(settings)[0]
         if others := sorted(set(types) - set(_LAYERS)):
             raise ValueError(f"pages hold keys and values; {settings.model_type} has layers of {', '.join(others)}")
+        if settings.is_heterogeneous and len({sizes_of(of_layer) for of_layer in settings.per_layer_config}) > 1:
+            raise ValueError(f"pages are of one size; {settings.model_type} has layers whose heads differ")
         heads, key_dim, value_dim = sizes_of(settings)
         if getattr(settings, "kv_lora_rank", None) is not None or not heads:
             raise ValueError(f"pages hold keys and values of attention; {settings.model_type} caches something else")

@@ -19,6 +19,11 @@ def attn_implementation(config: PreTrainedConfig) -> Any:
     return config._attn_implementation
 
 
+def config_of_layer(config: Any, layer: int | str) -> Any:
+    """The config of a layer, by index, or of a type of layers that are alike: `config` itself unless sizes differ."""
+    return config.per_layer_config[layer] if config.is_heterogeneous else config
+
+
 def wants_attentions(config: Any) -> bool:
     """`config.output_attentions`; False for a config without it."""
     if getattr(type(config), "output_attentions", None) is _OUTPUT_ATTENTIONS:

@@ -29,10 +29,14 @@ _LEAST = {
 
 
 def check_counts(config: PreTrainedConfig, least_counts: Mapping[str, int]) -> None:
-    """`ValueError` for a count that is no integer or too small, and for heads that do not divide.
+    """`ValueError` for a count that is no integer or too small, and for heads that do not divide, of any layer.
 
     least_counts: the minimum of a count, for families whose minimum differs from `_LEAST`.
     """
+    if config.is_heterogeneous:
+        for of_layer in config.per_layer_config:
+            check_counts(of_layer, least_counts)
+        return
     for name, least in {**_LEAST, **least_counts}.items():
         value = getattr(config, name, None)
         if value is None or (isinstance(value, Sequence) and not isinstance(value, str)):  # one for each stage

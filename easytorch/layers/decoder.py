@@ -185,6 +185,29 @@ class DecoderBackbone(_Base):
         """(B, T, D): the first layer's input, made from the embeddings."""
         return inputs_embeds
 
+    def run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        masks: Masks,
+        positions: Mapping[str, Any],
+        *,
+        first: int = 0,
+        last: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """(B, T, D) through the layers from `first` to `last`, without it; kwargs: what each layer is given."""
+        # generate(assistant_early_exit=n) drafts with the first n layers by lowering num_hidden_layers temporarily
+        last = self.config.num_hidden_layers if last is None else min(last, self.config.num_hidden_layers)
+        layers = itertools.islice(getattr(self, self.layers_name), first, last)
+        for layer, layer_type in zip(layers, self.layer_types[first:], strict=False):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks[layer_type],
+                position_embeddings=positions.get(layer_type),
+                **kwargs,
+            )
+        return hidden_states
+
     def leave(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, T, D): the model's output, made from the last layer's."""
         return getattr(self, self.norm_name)(hidden_states)
@@ -219,16 +242,6 @@ class DecoderBackbone(_Base):
         positions: Mapping[str, Any] = {}
         if self.rotary_emb is not None:
             positions = self.rotary_emb.by_layer_type(hidden_states, position_ids, self.layer_types)
-        # generate(assistant_early_exit=n) drafts with the first n layers by lowering num_hidden_layers temporarily
-        layers = itertools.islice(getattr(self, self.layers_name), self.config.num_hidden_layers)
-        for layer, layer_type in zip(layers, self.layer_types, strict=False):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[layer_type],
-                position_embeddings=positions.get(layer_type),
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return self.output_class(last_hidden_state=self.leave(hidden_states), past_key_values=past_key_values)
+        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        hidden_states = self.leave(self.run_layers(hidden_states, masks, positions, **kwargs))
+        return self.output_class(last_hidden_state=hidden_states, past_key_values=past_key_values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,11 @@ class MemoryLayout(NamedTuple):
 class FusedProjections(nn.Module):
     """A module with `nn.Linear`s that share an input: `projections` runs them as one product where possible.
 
-    fused: their names. A family may have none of that name, or another kind of module. They stay side by side when the
-    module is moved, cast or copied.
+    fused: their names, of the class or of one layer. A family may have none of that name, or another kind of module.
+    They stay side by side when the module is moved, cast or copied.
     """
 
-    fused: ClassVar[tuple[str, ...]]
+    fused: tuple[str, ...]
     joins: bool = False  # large enough, and all plain, when it was made
     _neighbours: MemoryLayout | None = None
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache
 
 from easytorch.layers.attention import interface_of
-from easytorch.layers.config import attn_implementation, wants_attentions
+from easytorch.layers.config import attn_implementation, config_of_layer, wants_attentions
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import all_full, window_of
@@ -27,7 +27,7 @@ class GroupedAttention(FusedProjections):
     the model. Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
     """
 
-    fused = ("q_proj", "k_proj", "v_proj")
+    fused: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     is_causal = True
     interleaved: ClassVar[bool] = False  # pairs that rotate together are adjacent, not half a head apart
     output_name: ClassVar[str] = "o_proj"
@@ -51,10 +51,11 @@ class GroupedAttention(FusedProjections):
         self.config = config
         self.layer_idx = layer_idx
         self.layer_type = self.types_of_layers(config)[layer_idx]
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
+        sizes = config_of_layer(config, layer_idx)
+        self.num_heads = sizes.num_attention_heads
+        self.num_key_value_heads = getattr(sizes, "num_key_value_heads", None) or self.num_heads
         self.num_key_value_groups = self.num_heads // self.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.head_dim = getattr(sizes, "head_dim", None) or config.hidden_size // self.num_heads
         self.scaling = self.head_dim**-0.5 if scaling is None else scaling
         self.attention_dropout = getattr(config, "attention_dropout", 0.0)
         self.use_rope = True  # False for layers without rotary positions

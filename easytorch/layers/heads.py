@@ -63,6 +63,7 @@ class CausalLMHead(_Base):
     backbone_class: ClassVar[type[nn.Module]]
     lm_head_bias: ClassVar[bool] = False
     backbone_arguments: ClassVar[tuple[str, ...]] = ()  # those of the backbone alone, which no loss is given
+    backbone_keeps: ClassVar[bool] = False  # it takes `logits_to_keep`, and may leave the others out
     output_class: ClassVar[type[ModelOutput]] = CausalLMOutputWithPast
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan: dict[str, str] | None = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -105,7 +106,7 @@ class CausalLMHead(_Base):
     ) -> Any:
         """The model's output, from the backbone's `outputs`, the loss and the logits."""
         output_class = deferring(self.output_class) if isinstance(logits, DeferredLogits) else self.output_class
-        names = ("cross_attentions", "router_logits", "image_hidden_states")
+        names = ("cross_attentions", "router_logits", "image_hidden_states", "audio_hidden_states", "shared_kv_states")
         more = {name: outputs[name] for name in names if name in outputs}
         return output_class(
             loss=loss,
@@ -135,6 +136,8 @@ class CausalLMHead(_Base):
         vocabulary is computed without the logits, which are computed if they are read.
         """
         of_backbone = {name: kwargs.pop(name) for name in self.backbone_arguments if name in kwargs}
+        if self.backbone_keeps:
+            of_backbone["logits_to_keep"] = logits_to_keep
         outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,

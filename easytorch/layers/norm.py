@@ -41,6 +41,20 @@ class Float32RMSNorm(RMSNorm):
         return rms_norm(hidden_states.float(), weight, self.variance_epsilon).type_as(hidden_states)
 
 
+class PlainRMSNorm(nn.Module):
+    """x / rms(x) over the last dimension, without a weight, in float32: (..., D) -> (..., D)."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states.float(), None, self.eps).type_as(hidden_states)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
 class ZeroCenteredRMSNorm(nn.Module):
     """x / rms(x) * (1 + weight), Gemma's: computed in float32 and then rounded to the input's dtype."""
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, initialization
 
+from easytorch.kernels.rotary.frequencies import ROPE_TYPES, cos_sin, inverse_frequencies
 from easytorch.kernels.rotary.frequencies import Frequencies as Frequencies
-from easytorch.kernels.rotary.frequencies import cos_sin, inverse_frequencies
+from easytorch.layers.config import config_of_layer
 from easytorch.operations import OperationRegistry
 from easytorch.operations.rotary import Rotary
 
@@ -106,7 +107,10 @@ class Float32RotaryEmbedding(RotaryEmbedding):
 
 
 class LayerTypeRotaryEmbedding(RotaryTables):
-    """`RotaryEmbedding` where `config.rope_parameters` has an entry for each layer type: buffers `<type>_inv_freq`."""
+    """`RotaryEmbedding` where `config.rope_parameters` has an entry for each layer type: buffers `<type>_inv_freq`.
+
+    Heads may have another width in each type.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -124,7 +128,7 @@ class LayerTypeRotaryEmbedding(RotaryTables):
 
     def _frequencies(self, layer_type: str, **how: Any) -> Frequencies:
         rope = _of_whole_heads(self.config, self.config.rope_parameters[layer_type])
-        return _frequencies(self.config, rope, **how)
+        return _frequencies(config_of_layer(self.config, layer_type), rope, **how)
 
     @torch.no_grad()
     def forward(
@@ -146,7 +150,7 @@ class LayerTypeRotaryEmbedding(RotaryTables):
 def _of_whole_heads(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
     """`rope` for a family that rotates whole heads: transformers' default type ignores partial_rotary_factor there."""
     factor, kind = rope.get("partial_rotary_factor", 1.0), rope.get("rope_type", "default")
-    if factor == 1.0 or kind == "proportional":  # whose tables are of whole heads
+    if factor == 1.0 or kind == "proportional" or kind not in ROPE_TYPES:  # whose tables are of whole heads; refused
         return rope
     if kind != "default":
         raise ValueError(

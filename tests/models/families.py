@@ -110,6 +110,22 @@ _LONGROPE = {
     "partial_rotary_factor": 0.5,
 }
 
+_GEMMA4 = _DECODER | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    },
+}
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
+
 FAMILIES |= {
     "mistral": _decoder(
         "Mistral",
@@ -212,6 +228,20 @@ FAMILIES |= {
             {"final_logit_softcapping": 0.7, "attention_bias": True},
             {"use_bidirectional_attention": True, "sliding_window": 8},
             {"layer_types": None, "num_key_value_heads": 1},
+        ),
+    ),
+    "gemma4_text": Family(
+        transformers.Gemma4TextConfig,
+        ("Gemma4TextModel", "Gemma4ForCausalLM"),
+        _GEMMA4,
+        attentions=4,
+        variants=(
+            {"use_double_wide_mlp": True, "final_logit_softcapping": 0.7, "attention_bias": True},
+            {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "per_layer_config": None},
+            {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            {"num_kv_shared_layers": 0, "tie_word_embeddings": False} | _GEMMA4_EXPERTS,
+            {"num_kv_shared_layers": 1, "layer_types": None, "num_hidden_layers": 7} | _GEMMA4_EXPERTS,
+            {"use_bidirectional_attention": "all", "sliding_window": 8},
         ),
     ),
     "cohere": _decoder(
@@ -643,6 +673,7 @@ EXPERTS = (
     "qwen3_5_moe_text",
     "granitemoehybrid",
     "nemotron_h",
+    "gemma4_text",
 )
 MAMBA = ("mamba", "mamba2", "nemotron_h", "falcon_h1")  # whose out_proj PEFT refuses
 RECURRENT = (*MAMBA, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")

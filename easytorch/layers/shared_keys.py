@@ -1,0 +1,93 @@
+"""Attention whose last layers have no keys and values of their own: they read an earlier layer's (arXiv:2405.12981)."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from easytorch.layers.attention import interface_of
+from easytorch.layers.config import attn_implementation
+from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.rotary import rotary
+
+# By type of layer: the keys (B, K, S, head_dim) and values of the layer that the last ones of that type read.
+SharedKeys = MutableMapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def check_sharing(config: Any) -> None:
+    """`ValueError` unless each layer without keys finds an earlier one of its type that has them."""
+    layers, shared = config.num_hidden_layers, config.num_kv_shared_layers
+    if not isinstance(shared, int) or not 0 <= shared <= layers:
+        raise ValueError(
+            f"{config.model_type}: config.num_kv_shared_layers={shared!r} must be an integer from 0 to "
+            f"num_hidden_layers={layers}"
+        )
+    own = config.layer_types[: layers - shared]
+    if shared and (missing := sorted(set(config.layer_types) - set(own))):
+        raise ValueError(
+            f"{config.model_type}: config.num_kv_shared_layers={shared} leaves no {', '.join(missing)} layer with keys "
+            f"of its own among the first {len(own)}, whose keys the last layers of that type are to read"
+        )
+
+
+def check_checkpoints(config: Any, *functions: Any, **named: Any) -> None:
+    """`ValueError` for a reentrant checkpoint, which knows gradients of a layer's own arguments alone."""
+    for function in (*functions, *named.values()):
+        if getattr(function, "keywords", {}).get("use_reentrant") and config.num_kv_shared_layers:
+            raise ValueError(
+                f"{config.model_type}: the last {config.num_kv_shared_layers} layers read keys of earlier ones, whose "
+                f'gradients a reentrant checkpoint would lose; use {{"use_reentrant": False}}, the default'
+            )
+
+
+class SharedKeysAttention(GroupedAttention):
+    """`GroupedAttention` that `config.kv_sharing_modes` makes give its keys to later layers of its type, "store", or
+    read those of an earlier one, "reuse"; None: neither.
+
+    A family's `make_projections` begins with `set_sharing`; `project` gives query, key and value, or the query alone
+    where `reads` is set. Legend: B batch, T tokens, S tokens in the cache too, D hidden size, H query heads, K
+    key/value heads.
+    """
+
+    reads: bool
+    gives: bool
+
+    def set_sharing(self) -> None:
+        """Sets `reads` and `gives`."""
+        mode = self.config.kv_sharing_modes[self.layer_idx]
+        self.reads, self.gives = mode == "reuse", mode == "store"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        shared_kv_states: SharedKeys | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `GroupedAttention`; shared_kv_states: what layers of this call have given, and this one adds to."""
+        if not (self.reads or self.gives):
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        assert shared_kv_states is not None, "the model passes one"
+        batch, length, _ = hidden_states.shape
+        query, *own = self.project(hidden_states)
+        if self.reads:
+            if position_embeddings is not None:
+                query, _ = rotary(query, query[:, :, :1], *position_embeddings)
+            key, value = shared_kv_states[self.layer_type]
+        else:
+            key, value = own
+            query, key = self.rotate(query, key, position_embeddings, kwargs.get("position_ids"))
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.layer_idx)
+            shared_kv_states[self.layer_type] = key, value
+        attend = interface_of(attn_implementation(self.config))
+        dropout = self.attention_dropout if self.training else 0.0
+        features = {"scaling": self.scaling, "dropout": dropout, **self.features(), **kwargs}
+        output, weights = attend(self, query.transpose(1, 2), key, value, attention_mask, **features)
+        return self.project_output(output.reshape(batch, length, -1)), weights
