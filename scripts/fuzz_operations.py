@@ -174,7 +174,7 @@ def fused_loss_calls() -> Iterator[Arguments]:
 
 
 def quantized_calls() -> Iterator[Arguments]:
-    for kind in ("int8", "int4", "nf4", "fp8_e4m3fn", "fp8_e5m2"):
+    for kind in ("int8", "int4", "nf4", "fp4_e2m1", "fp8_e4m3fn", "fp8_e5m2"):
         yield {"x": _r(3, 64), "weight": quantize(_r(24, 64, seed=1), kind), "bias": _r(24)}
 
 

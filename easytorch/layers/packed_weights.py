@@ -1,4 +1,4 @@
-"""Weights as the checkpoints of other libraries hold them: GPTQ's, AWQ's, torchao's.
+"""Weights as the checkpoints of other libraries hold them: GPTQ's, AWQ's, torchao's, and four-bit floats.
 
 GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) pack codes into int32. Both give each group of input columns of a
 linear layer (out N, in K) a scale and a zero point: the weight is (code - zero) * scale, of codes in 2, 3, 4 or 8 bits.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from easytorch.kernels.quantized_matmul.formats import pack
+from easytorch.kernels.quantized_matmul.formats import FP4_LEVELS, pack, unpack
 from easytorch.layers.quantized_formats import FormatSettings
 
 # Which of eight codes in an int32 of AWQ's comes first, second, ...
@@ -140,3 +140,54 @@ class TorchaoWeight(NamedTuple):
     def _fits_four_bits(self) -> bool:
         ends = [self.codes] if self.zero is None else [self.codes, self.zero]
         return all(bool(((one >= -8) & (one <= 7)).all()) for one in ends)
+
+
+class Fp4Weight(NamedTuple):
+    """A weight in numbers of E2M1: codes (..., N, K / 2), uint8, the even column in the upper bits; scale
+    (..., N, groups), float32. Experts may lie side by side in the first dimension."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def group_size(self) -> int:
+        return 2 * int(self.codes.shape[-1]) // int(self.scale.shape[-1])
+
+    @property
+    def format(self) -> str:
+        """The format of a `QuantizedLinear` with these groups."""
+        return "nvfp4" if self.group_size == 16 else "mxfp4"
+
+    def dequantized(self) -> Tensor:
+        """(..., N, K), float32."""
+        codes = unpack(self.codes.flatten(0, -2), 2 * self.codes.shape[-1])
+        numbers = torch.tensor(FP4_LEVELS)[codes.to(torch.int32)].view(*self.codes.shape[:-1], -1, self.group_size)
+        return (numbers * self.scale[..., None]).flatten(-2)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors of a `QuantizedLinear` of `format`."""
+        return {"codes": self.codes, "scale_bits": self.scale.contiguous().view(torch.int32)}
+
+
+def fp4_weight(packed: Tensor, scale: Tensor, global_scale: Tensor | None = None) -> Fp4Weight:
+    """packed (..., K / 2), uint8, the even column in the lower bits; scale (..., groups): uint8, the exponents of
+    powers of two plus 127 (E8M0), or fp8, which global_scale divides."""
+    codes = packed << 4 | packed >> 4
+    if scale.dtype == torch.uint8:
+        numbers = torch.exp2(scale.to(torch.float64) - 127.0).float()
+        return Fp4Weight(codes, torch.where(scale == 255, torch.nan, numbers))
+    divisor = torch.ones(()) if global_scale is None else global_scale.float()
+    return Fp4Weight(codes, scale.float() / divisor)
+
+
+def from_int4_tensor(packed: Tensor, scale: Tensor, zero: Tensor) -> TorchaoWeight | Tensor:
+    """torchao's `Int4Tensor` (FBGEMM's layout): packed (N, K / 2), signed, the even column in the lower bits; scale and
+    zero (groups, N): numbers are code * scale + zero. Where every zero is 0 codes, else the decoded weight (N, K)."""
+    bytes_ = packed.view(torch.uint8)
+    codes = torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
+    signed = ((codes ^ 8).to(torch.int16) - 8).to(torch.int8)
+    if not bool(zero.any()):
+        return TorchaoWeight(signed, scale.t().float().contiguous(), None)
+    size = signed.shape[1] // scale.shape[0]
+    groups = signed.float().unflatten(1, (-1, size))
+    return (groups * scale.t().float()[..., None] + zero.t().float()[..., None]).flatten(1)

@@ -10,10 +10,8 @@ from torch import Tensor
 from easytorch.kernels.quantized_matmul.formats import FORMATS, pack
 from easytorch.kernels.quantized_matmul.formats import storage as stored_as
 from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
-from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
+from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, fp4_codes, quantize
 
-# Twice the numbers of E2M1, the four-bit float of the OCP Microscaling formats, which int8 holds.
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 # format: the operation's format that holds it, and the columns that share a scale (None: a row)
 STORAGE: dict[str, tuple[str, int | None]] = {
     "int8": ("int8", 64),
@@ -22,9 +20,9 @@ STORAGE: dict[str, tuple[str, int | None]] = {
     "fp8": ("fp8_e4m3fn", None),
     "fp8_e5m2": ("fp8_e5m2", None),
     "mxfp8": ("fp8_e4m3fn", 32),
-    "mxfp4": ("int8", 32),
+    "mxfp4": ("fp4_e2m1", 32),
     "nvfp8": ("fp8_e4m3fn", 16),
-    "nvfp4": ("int8", 16),
+    "nvfp4": ("fp4_e2m1", 16),
     "affine": ("int4", 64),
     "ternary": ("int4", 64),
     "binary": ("int4", 64),
@@ -66,7 +64,7 @@ def quantize_weight(weight: Tensor, settings: FormatSettings) -> QuantizedWeight
     """weight (N, K), floating -> codes of the format.
 
     int8, int4, nf4, fp8: the operation's own. mxfp8 and mxfp4: scales that are powers of two. nvfp8 and nvfp4: scales
-    of E4M3 beside one factor for the weight. mxfp4, nvfp4: numbers of E2M1, a byte each. affine: from the smallest to
+    of E4M3 beside one factor for the weight. mxfp4, nvfp4: numbers of E2M1. affine: from the smallest to
     the largest number of a group up to 4 bits, symmetric above. ternary: -s, 0, s (arXiv:1605.04711); binary: -s, s,
     s the mean magnitude. `ValueError` for a weight with infinities or NaN.
     """
@@ -76,7 +74,7 @@ def quantize_weight(weight: Tensor, settings: FormatSettings) -> QuantizedWeight
     if weight.is_meta or name in BLOCKS:
         return _without_values(weight, settings)
     if name in ("int8", "int4", "nf4", "fp8", "fp8_e5m2"):
-        return quantize(weight, name, size)
+        return quantize(weight, name, size, search=True)
     if name == "affine" and (settings.bits or 4) == 4:
         return quantize(weight, "int4", size, symmetric=False)
     if not bool(weight.isfinite().all()):
@@ -154,10 +152,7 @@ def _floats(groups: Tensor, shape: torch.Size, settings: FormatSettings) -> Quan
     flat = scaled.flatten(1)[:, : shape[1]].clamp(-largest, largest)
     if not four_bits:
         return _made(flat.to(torch.float8_e4m3fn), scale, None, shape, settings)
-    table = torch.tensor(_E2M1, dtype=torch.float32, device=flat.device)
-    nearest = torch.bucketize(2 * flat.abs(), (table[1:] + table[:-1]) / 2)
-    codes = (table[nearest] * flat.sign()).to(torch.int8)
-    return _made(codes, scale / 2, None, shape, settings)
+    return _made(pack(fp4_codes(flat)), scale, None, shape, settings)
 
 
 def _made(

@@ -21,6 +21,7 @@ from easytorch.layers.norm import Float32RMSNorm
 from easytorch.layers.routers import TopKSoftmaxRouter
 from easytorch.layers.sparse_moe import SparseMoe
 from easytorch.protocol.native import NativeMoeDecoder
+from easytorch.protocol.packed_loading import packed_checkpoint
 
 
 class GptOssAttention(GroupedAttention):
@@ -86,7 +87,9 @@ class GptOssPreTrainedModel(NativeMoeDecoder):
         options = quantization if isinstance(quantization, Mapping) else vars(quantization)
         if options.get("quant_method") != "mxfp4" or options.get("dequantize"):
             return None
-        return "its experts stay in 4 bits (Mxfp4Config(dequantize=True) loads the native class)"
+        if packed_checkpoint(config.name_or_path or None, kwargs) is not None:
+            return None
+        return "its experts are not read in 4 bits here (Mxfp4Config(dequantize=True) loads the native class)"
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -31,6 +31,7 @@ from easytorch.bridge.rules.transforms import get_transform
 from easytorch.bridge.schemes.registry import TORCH
 from easytorch.layers.quantized_formats import GGUF_BLOCKS
 from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS
+from easytorch.protocol.expert_names import EXPERT, PARTS, STACKS, layer_number
 from easytorch.protocol.flax_loading import load_state_dict
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.packed_loading import pattern_of
@@ -38,10 +39,6 @@ from easytorch.protocol.quantization import linear_layers, stacks_of_experts
 from easytorch.protocol.quantization_config import GGUF, QuantizationConfig
 
 _LOG = logging.getLogger(__name__)
-# One expert's weight by its torch name, and where it lies in the stack.
-_EXPERT = re.compile(r".+\.experts\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
-_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-_STACKS = {("gate", "up"): "gate_up_proj", ("gate",): "gate_proj", ("up",): "up_proj", ("down",): "down_proj"}
 
 
 def gguf_source(name_or_path: Any, kwargs: dict[str, Any]) -> Path | None:
@@ -211,21 +208,21 @@ class _Blocks:
         return step.transform.to_torch(rows)[0] if step.transform.moves_rows else None
 
     def _note_expert(self, name: str, step: Step) -> None:
-        found, layer = _EXPERT.fullmatch(name), re.search(r"\.(\d+)\.", name)
-        if found is None or layer is None or found["part"] not in _PARTS:
+        found, layer = EXPERT.fullmatch(name.removesuffix(".weight")), layer_number(name)
+        if found is None or layer is None or found["part"] not in PARTS:
             return
-        key = int(layer[1]), _PARTS[found["part"]]
+        key = layer, PARTS[found["part"]]
         self._stacked.setdefault(key, (step.sources[0], []))[1].append(name)
 
     def stacks(self) -> dict[str, Tensor]:
         """The buffers of the experts, whose gate and up have one kind of block where they are one stack."""
         made: dict[str, Tensor] = {}
         for module, stacks in self._experts.items():
-            layer = re.search(r"\.(\d+)\.", module)
+            layer = layer_number(module)
             if layer is None or getattr(self._model.get_submodule(module), "is_transposed", False):
                 continue
-            for parts, stack in _STACKS.items():
-                sources = [self._stacked.get((int(layer[1]), part)) for part in parts]
+            for parts, stack in STACKS.items():
+                sources = [self._stacked.get((layer, part)) for part in parts]
                 if stack not in stacks or None in sources:
                     continue
                 kinds = {self._file.tensors[one[0]].packed.lower() for one in sources if one is not None}

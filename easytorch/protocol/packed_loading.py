@@ -1,7 +1,7 @@
-"""`from_pretrained` of GPTQ, AWQ and torchao checkpoints: their layers become `QuantizedLinear` of the same codes.
+"""`from_pretrained` of GPTQ, AWQ, torchao and four-bit float checkpoints: `QuantizedLinear` of the same codes.
 
-Experts, heads, layers whose groups have other sizes than the config says and eight bits with a zero point are decoded
-to plain weights, since no quantized layer here says the same.
+Experts that are not in four-bit floats, heads, layers whose groups have other sizes than the config says and eight bits
+with a zero point are decoded to plain weights, since no quantized layer here says the same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from easytorch.bridge.formats.registry import find
 from easytorch.layers.packed_weights import PackedWeight, from_awq, from_gptq
 from easytorch.protocol.checkpoint_files import TORCH_FILES, has_torch_weights
 from easytorch.protocol.flax_loading import load_state_dict
+from easytorch.protocol.fp4_loading import COMPRESSED, FORMATS, GPT_OSS, read_fp4
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.quantization import linear_layers
 from easytorch.protocol.quantization_config import QuantizationConfig
-from easytorch.protocol.torchao_loading import PREFIX, most_common, note_activations, torchao_weight, weights_in
+from easytorch.protocol.torchao_loading import (
+    PREFIX,
+    int4_tensors,
+    int4_weight,
+    most_common,
+    note_activations,
+    torchao_weight,
+    weights_in,
+)
 
 _LOG = logging.getLogger(__name__)
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -36,7 +45,7 @@ _CONFIG_LIMIT = 16 << 20
 
 
 class PackedCheckpoint(NamedTuple):
-    """A folder whose config says that its weights are GPTQ's, AWQ's or torchao's, which states no bits."""
+    """A folder whose config says how its weights are packed; of GPTQ and AWQ in how many bits."""
 
     path: Path
     method: str
@@ -44,6 +53,7 @@ class PackedCheckpoint(NamedTuple):
     group_size: int | None
     less_one: bool
     ordered: bool = False
+    kind: Any = None
 
 
 def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedCheckpoint | None:
@@ -63,7 +73,9 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
         settings = _settings_beside(folder)
     if settings is not None and settings.get("quant_method") == "torchao":
         note_activations(settings)
-        return PackedCheckpoint(folder, "torchao", 0, None, False)
+        return PackedCheckpoint(folder, "torchao", 0, None, False, kind=settings.get("quant_type"))
+    if settings is not None and _is_fp4(settings):
+        return PackedCheckpoint(folder, settings["quant_method"], 4, None, False)
     if settings is None or settings.get("quant_method") not in _BITS:
         return None
     method, bits, size = settings["quant_method"], settings.get("bits"), settings.get("group_size")
@@ -81,6 +93,17 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
     return PackedCheckpoint(
         folder, method, bits, None if size == -1 else size, layout != "gptq_v2", bool(settings.get("desc_act"))
     )
+
+
+def _is_fp4(settings: Mapping[str, Any]) -> bool:
+    if settings.get("quant_method") == GPT_OSS:
+        return not settings.get("dequantize")  # else transformers' loader unpacks the experts
+    if settings.get("quant_method") != COMPRESSED or settings.get("format") not in FORMATS:
+        return False
+    groups = (settings.get("config_groups") or {}).values()
+    if any(isinstance(one, Mapping) and one.get("input_activations") for one in groups):
+        _LOG.warning("activations are not quantized here: the checkpoint's are, its weights are taken as they are")
+    return True
 
 
 def _settings_beside(folder: Path) -> dict[str, Any] | None:
@@ -120,7 +143,14 @@ def _read(
     format_, file = find(_own_file(packed.path), prefer="torch")
     if packed.method == "torchao":
         with format_.open(file) as reader:
-            return _read_torchao(reader, file, layers, prefix, config)
+            return _read_torchao(reader, file, layers, prefix, config, packed.kind)
+    if packed.method in (GPT_OSS, COMPRESSED):
+        with format_.open(file) as reader:
+            made, state, decoded = read_fp4(reader, file, model, config, pattern_of, _layer)
+        _note_decoded(decoded, packed.method)
+        if made is not None:
+            config.quantization_config = QuantizationConfig(**made).to_dict()
+        return config, state
     with format_.open(file) as reader:
         names = list(reader.tensors)
         state = {name: to_torch(reader.read(name)) for name in names if name.rpartition(".")[2] not in _PARTS}
@@ -151,7 +181,7 @@ def _read(
 
 
 def _read_torchao(
-    reader: Reader, file: Path, layers: Collection[str], prefix: str, config: PreTrainedConfig
+    reader: Reader, file: Path, layers: Collection[str], prefix: str, config: PreTrainedConfig, kind: Any
 ) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
     names = {
         layer: {part: f"{layer}.{PREFIX}{part}" for part in parts}
@@ -159,15 +189,21 @@ def _read_torchao(
     }
     packed = {name for parts in names.values() for name in parts.values()}
     state = {name: to_torch(reader.read(name)) for name in reader.tensors if name not in packed}
-    weights = {}
+    weights, decoded = {}, []
+    of_int4 = int4_tensors(reader.metadata, kind, names)
     for layer, parts in names.items():
         tensors = {part: to_torch(reader.read(name)) for part, name in parts.items()}
-        weights[layer] = torchao_weight(layer, tensors, file)
-    if not weights:
+        weight = (int4_weight if layer in of_int4 else torchao_weight)(layer, tensors, file)
+        if isinstance(weight, torch.Tensor):
+            decoded.append(layer)
+            state[f"{layer}.weight"] = weight
+        else:
+            weights[layer] = weight
+    if not names:
         raise CheckpointError("its config says torchao, and it holds no quantized weight", file=file)
     own = {name: found for name in weights if (found := _layer(name, layers, prefix)) is not None}
     common = most_common({name: weights[name] for name in own})
-    taken, decoded = [], []
+    taken = []
     for name, weight in weights.items():
         if name in own and common is not None and weight.settings() == common:
             taken.append(own[name])

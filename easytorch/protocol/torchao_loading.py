@@ -2,6 +2,8 @@
 
 Of a weight-only `Int8Tensor`, `IntxUnpackedToInt8Tensor` or `Float8Tensor` named `layer.weight` the file holds
 `layer._weight_qdata` (N, K), int8 or fp8, `_weight_scale` (N, groups) and, of integers, `_weight_zero_point` like it.
+An `Int4Tensor`'s qdata is (N, K / 2) bytes, and its scale and zero point are (groups, N); the file's metadata or the
+config's `quant_type` say that it is one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.layers.packed_weights import TORCHAO_FORMATS, TorchaoWeight
+from easytorch.layers.packed_weights import TORCHAO_FORMATS, TorchaoWeight, from_int4_tensor
 from easytorch.layers.quantized_formats import FormatSettings
 
 _LOG = logging.getLogger(__name__)
@@ -40,8 +42,9 @@ def torchao_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> Torch
     tensor = f"{layer}.{PREFIX}qdata"
     if unknown := sorted(set(parts) - _KNOWN):
         raise CheckpointError(
-            f"has {', '.join(unknown)} beside it, which is not read: weight-only Int8Tensor, IntxUnpackedToInt8Tensor "
-            "and Float8Tensor are; load it with torchao installed and quantization_config=TorchAoConfig(...)",
+            f"has {', '.join(unknown)} beside it, which is not read: weight-only Int8Tensor, "
+            "IntxUnpackedToInt8Tensor, Float8Tensor and Int4Tensor are; load it with torchao installed and "
+            "quantization_config=TorchAoConfig(...)",
             file=file,
             tensor=tensor,
         )
@@ -50,8 +53,8 @@ def torchao_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> Torch
     codes, scale, zero = parts["qdata"], parts["scale"], parts.get("zero_point")
     if codes.dtype not in TORCHAO_FORMATS or codes.dim() != 2:
         raise CheckpointError(
-            f"is {tuple(codes.shape)} {codes.dtype}; int8, float8_e4m3fn and float8_e5m2 matrices are read (torchao's "
-            "packed Int4Tensor is not)",
+            f"is {tuple(codes.shape)} {codes.dtype}; int8, float8_e4m3fn and float8_e5m2 matrices are read, and "
+            "Int4Tensor where the file's metadata or the config's quant_type name it",
             file=file,
             tensor=tensor,
         )
@@ -73,6 +76,36 @@ def torchao_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> Torch
             raise CheckpointError("has a fraction", file=file, tensor=f"{layer}.{PREFIX}zero_point")
         zero = zero.reshape(-1, grid.shape[1]).to(torch.int32).expand(rows, -1)
     return TorchaoWeight(codes, grid, zero)
+
+
+def int4_tensors(metadata: Mapping[str, str], quant_type: Any, layers: Collection[str]) -> set[str]:
+    """Which layers have an `Int4Tensor`."""
+    stated = {name: metadata[f"{name}.weight"] for name in layers if f"{name}.weight" in metadata}
+    if stated:
+        return {name for name, text in stated.items() if '"Int4Tensor"' in text}
+    kind = str(quant_type)
+    plain = "Int4WeightOnlyConfig" in kind and not re.search(r"(?i)preshuffled|plain_int32|tile_packed", kind)
+    return set(layers) if plain else set()
+
+
+def int4_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> TorchaoWeight | Tensor:
+    """The weight of an `Int4Tensor`: codes, or decoded where its zero points are no codes."""
+    name = f"{layer}.{PREFIX}"
+    if missing := sorted(_KNOWN - set(parts)):
+        raise CheckpointError(f"is missing beside {layer}", file=file, tensor=f"{name}{missing[0]}")
+    if unknown := sorted(set(parts) - _KNOWN):
+        raise CheckpointError(f"is beside {layer}, and is not read", file=file, tensor=f"{name}{unknown[0]}")
+    packed, scale, zero = parts["qdata"], parts["scale"], parts["zero_point"]
+    columns = 2 * packed.shape[-1]
+    fits = packed.dim() == 2 and scale.dim() == 2 and scale.shape == zero.shape and scale.shape[1] == packed.shape[0]
+    if not fits or packed.dtype not in (torch.uint8, torch.int8) or columns % scale.shape[0]:
+        raise CheckpointError(
+            f"is {tuple(packed.shape)} {packed.dtype} beside scales {tuple(scale.shape)} and zero points "
+            f"{tuple(zero.shape)}; an Int4Tensor has (N, K / 2) in bytes, and (groups, N)",
+            file=file,
+            tensor=f"{name}qdata",
+        )
+    return from_int4_tensor(packed, scale, zero)
 
 
 def most_common(weights: Mapping[str, TorchaoWeight]) -> FormatSettings | None:

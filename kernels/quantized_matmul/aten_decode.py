@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from easytorch.kernels.quantized_matmul.formats import NF4_LEVELS
+from easytorch.kernels.quantized_matmul.formats import LEVELS
 
 # a dtype that holds two numbers, so that index_select copies a pair at once
 _PAIRS = {
@@ -21,7 +21,7 @@ _PAIRS = {
 
 
 def from_pairs(data: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
-    """int4 (less 8) or nf4, (N, stored) uint8 -> (N, 2 * stored): both numbers of a byte from a table with 256
+    """int4 (less 8), nf4 or fp4, (N, stored) uint8 -> (N, 2 * stored): both numbers of a byte from a table with 256
     entries."""
     pairs = torch.index_select(_table(format, dtype), 0, data.reshape(-1).to(torch.int32))
     return pairs.view(dtype).reshape(data.shape[0], 2 * data.shape[1])
@@ -29,7 +29,7 @@ def from_pairs(data: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Ten
 
 @functools.cache
 def _table(format: str, dtype: torch.dtype) -> torch.Tensor:
-    levels = NF4_LEVELS if format == "nf4" else range(-8, 8)
+    levels = LEVELS.get(format, tuple(range(-8, 8)))
     pairs = torch.tensor([[levels[byte >> 4], levels[byte & 15]] for byte in range(256)], dtype=dtype)
     return pairs.view(_PAIRS[dtype])[:, 0]
 

@@ -18,6 +18,7 @@ int64_t stored_bytes(int64_t format, int64_t k) {
   const int64_t columns = format >= Q4_K ? 256 : 32;
   switch (format) {
     case INT4:
+    case FP4_E2M1:
     case NF4: return (k + 1) / 2;
     case Q8_0: return k % columns == 0 ? k / columns * 34 : -1;
     case Q4_0: return k % columns == 0 ? k / columns * 18 : -1;

@@ -13,8 +13,8 @@ from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 # The format's number in cpu_product.h.
-FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4}
-BLOCK_FORMATS = {"q8_0": 5, "q4_0": 6, "q4_k": 7, "q6_k": 8}
+FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4, "fp4_e2m1": 5}
+BLOCK_FORMATS = {"q8_0": 6, "q4_0": 7, "q4_k": 8, "q6_k": 9}
 # Columns that are decoded together: groups start at multiples of it.
 STEP = 32
 # Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of a

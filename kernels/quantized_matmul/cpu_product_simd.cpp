@@ -10,6 +10,9 @@ constexpr float NF4_LEVELS[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+// E2M1, formats.py's FP4_LEVELS.
+constexpr float FP4_LEVELS[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 constexpr float INT4_LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 // Columns that are decoded at once; groups of a weight start at multiples of it.
@@ -64,6 +67,7 @@ struct OfFourBits {
 typedef OfFourBits<INT4_LEVELS, false> OfInt4;
 typedef OfFourBits<INT4_LEVELS, true> OfInt4WithZero;
 typedef OfFourBits<NF4_LEVELS, false> OfNf4;
+typedef OfFourBits<FP4_LEVELS, false> OfFp4;
 
 #if defined(__AVX512F__)
 inline void load_float16_pairs(__m512i bits, Floats* out) {
@@ -372,7 +376,7 @@ void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
 int64_t step() { return STEP; }
 
 void pack(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t format, float* out) {
-  if (format == INT4 || format == NF4) return pack_row<OfNf4>(row, stride, dtype, k, m, out);
+  if (format == INT4 || format == NF4 || format == FP4_E2M1) return pack_row<OfNf4>(row, stride, dtype, k, m, out);
   pack_row<OfInt8>(row, stride, dtype, k, m, out);
 }
 
@@ -381,6 +385,7 @@ void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
     case INT8: return product<OfInt8>(*p, begin, end);
     case INT4: return p->zero == nullptr ? product<OfInt4>(*p, begin, end) : product<OfInt4WithZero>(*p, begin, end);
     case NF4: return product<OfNf4>(*p, begin, end);
+    case FP4_E2M1: return product<OfFp4>(*p, begin, end);
     case FP8_E4M3FN: return product<OfE4m3>(*p, begin, end);
     case FP8_E5M2: return product<OfE5m2>(*p, begin, end);
     case Q8_0: return product<OfQ8_0>(*p, begin, end);

@@ -14,6 +14,11 @@ NF4_LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+# E2M1, the four-bit float of the OCP Microscaling formats v1.0 (MXFP4) and of NVFP4: a sign, two bits of exponent, one
+# of mantissa.
+FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# What each of 16 codes stands for, of formats that look it up.
+LEVELS = {"nf4": NF4_LEVELS, "fp4_e2m1": FP4_LEVELS}
 
 
 class Format(NamedTuple):
@@ -32,10 +37,11 @@ FORMATS = {
     "int8": Format(torch.int8, False, 127.0, None),
     "int4": Format(torch.uint8, True, 7.0, 128),
     "nf4": Format(torch.uint8, True, 1.0, 64),
+    "fp4_e2m1": Format(torch.uint8, True, 6.0, 32),
     "fp8_e4m3fn": Format(torch.float8_e4m3fn, False, 448.0, None),
     "fp8_e5m2": Format(torch.float8_e5m2, False, 57344.0, None),
 }
-ALIASES = {"fp8": "fp8_e4m3fn"}
+ALIASES = {"fp8": "fp8_e4m3fn", "fp4": "fp4_e2m1"}
 
 
 def format_of(name: str) -> str:
@@ -77,8 +83,8 @@ def decode(
     if not FORMATS[format].packed:
         return data.to(dtype)
     codes = unpack(data, columns)
-    if format == "nf4":
-        return torch.tensor(NF4_LEVELS, dtype=dtype, device=data.device)[codes.to(torch.int32)]
+    if format in LEVELS:
+        return torch.tensor(LEVELS[format], dtype=dtype, device=data.device)[codes.to(torch.int32)]
     return codes.to(dtype) - (8.0 if zero is None else zero.to(dtype))
 
 

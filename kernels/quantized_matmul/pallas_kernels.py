@@ -1,6 +1,6 @@
 """The quantized matmul of a TPU in Pallas, forward and gradient of x: the weight is dequantized in vector memory.
 
-A byte of int4 and nf4 holds an even column and the odd one after it. They are not interleaved: x is split into two
+A byte of int4, nf4 and fp4 holds an even column and the odd one after it. They are not interleaved: x is split into two
 planes, its even and its odd columns, and each half of the bytes is multiplied with its plane.
 """
 
@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS
+from easytorch.kernels.quantized_matmul.formats import FORMATS, LEVELS
 from easytorch.kernels.quantized_matmul.pallas_tuning import LANES, BlockSizes, blocks_of
 
 
@@ -158,8 +158,8 @@ def _numbers(format: str, codes: Array, origin: Any) -> Array:
         return codes.astype(jnp.float32)
     if format == "int4":
         return codes.astype(jnp.float32) - origin
-    if format == "nf4":
-        return _level(codes, 0, 16)
+    if format in LEVELS:
+        return _level(LEVELS[format], codes, 0, 16)
     mantissa, bias = (3, 7) if format == "fp8_e4m3fn" else (2, 15)
     magnitude = codes & 127
     # shifted to float32's exponent and mantissa; subnormals are multiples of the smallest number
@@ -173,12 +173,12 @@ def _numbers(format: str, codes: Array, origin: Any) -> Array:
     return jnp.where(codes & 128 != 0, -number, number)
 
 
-def _level(codes: Array, low: int, high: int) -> Array:
-    """NF4_LEVELS[codes] for codes in [low, high), by bisection."""
+def _level(levels: tuple[float, ...], codes: Array, low: int, high: int) -> Array:
+    """levels[codes] for codes in [low, high), by bisection."""
     if high - low == 1:
-        return jnp.full(codes.shape, NF4_LEVELS[low], jnp.float32)
+        return jnp.full(codes.shape, levels[low], jnp.float32)
     middle = (low + high) // 2
-    return jnp.where(codes < middle, _level(codes, low, middle), _level(codes, middle, high))
+    return jnp.where(codes < middle, _level(levels, codes, low, middle), _level(levels, codes, middle, high))
 
 
 def _planes(x: Array, stored: int, packed: bool) -> Array:

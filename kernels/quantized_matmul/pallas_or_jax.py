@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from easytorch.kernels.quantized_matmul import pallas_kernels
-from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS
+from easytorch.kernels.quantized_matmul.formats import FORMATS, LEVELS
 
 
 def forward(
@@ -55,8 +55,8 @@ def dequantize(data: Array, scale: Array, zero: Array | None, *, format: str, gr
     numbers = data
     if FORMATS[format].packed:
         numbers = jnp.stack([data >> 4, data & 15], -1).reshape(data.shape[0], -1)[:, :columns]
-    if format == "nf4":
-        numbers = jnp.asarray(NF4_LEVELS, jnp.float32)[numbers.astype(jnp.int32)]
+    if format in LEVELS:
+        numbers = jnp.asarray(LEVELS[format], jnp.float32)[numbers.astype(jnp.int32)]
     elif format == "int4":
         numbers = numbers.astype(jnp.float32) - (8.0 if zero is None else spread(zero))
     return numbers.astype(jnp.float32) * spread(scale)

@@ -52,7 +52,7 @@ def typical_calls(dtype: torch.dtype, architecture: str) -> Iterator[tuple[str, 
         zero = torch.empty_like(scale, dtype=torch.uint8) if name == "int4" else None
         weight = QuantizedWeight(data, scale, zero, name, (size, size), group_size)
         for rows, splits in ((512, 1), (1, 4)):
-            if rows == 1 and name in ("int8", "fp8_e5m2"):
+            if rows == 1 and name in ("int8", "fp8_e5m2", "fp4_e2m1"):
                 continue
             x = torch.empty(rows, size, dtype=dtype, device="meta")
             output = torch.empty(splits, rows, size, dtype=torch.float32 if splits > 1 else dtype, device="meta")

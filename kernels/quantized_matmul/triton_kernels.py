@@ -21,7 +21,7 @@ def dequantized(
     rows = (row_start + tl.arange(0, BLOCK_N))[:, None]
     inside = rows < N
     at = rows.to(tl.int64)
-    if FORMAT == "int4" or FORMAT == "nf4":
+    if FORMAT == "int4" or FORMAT == "nf4" or FORMAT == "fp4_e2m1":
         pairs = (column_start // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
         packed = tl.load(data + at * data_stride + pairs, mask=inside & (pairs < (K + 1) // 2), other=0)
         codes = tl.interleave(packed >> 4, packed & 15)
@@ -36,7 +36,7 @@ def dequantized(
         parameter_at = at * scale_stride + columns // group_size
         known = inside & (columns < K)
     factor = tl.load(scale + parameter_at, mask=known, other=0.0)
-    if FORMAT == "nf4":
+    if FORMAT == "nf4" or FORMAT == "fp4_e2m1":
         numbers = tl.load(levels + codes.to(tl.int32))
     elif FORMAT == "int4":
         origin = 8.0

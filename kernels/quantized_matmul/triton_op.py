@@ -11,7 +11,7 @@ import torch
 
 from easytorch.kernels.interop.triton_devices import TOO_OLD, architecture_of, processors, refusal
 from easytorch.kernels.quantized_matmul import operators
-from easytorch.kernels.quantized_matmul.formats import NF4_LEVELS
+from easytorch.kernels.quantized_matmul.formats import LEVELS, NF4_LEVELS
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.triton_tuning import splits_of, tiles_of
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
@@ -42,7 +42,7 @@ def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
     splits = splits_of(tiles, rows, *weight.shape, processors(x.device))
     partial = x.new_empty(splits, rows, outputs, dtype=x.dtype if splits == 1 else torch.float32)
     added = None if bias is None or splits > 1 else bias.contiguous()
-    forward_call(tiles, _adjacent(x), _contiguous(weight), _levels(x.device), added, partial).launch()
+    forward_call(tiles, _adjacent(x), _contiguous(weight), _levels(weight.format, x.device), added, partial).launch()
     if splits == 1:
         return partial[0]
     total = partial.sum(0)
@@ -54,7 +54,7 @@ def _input_grad(grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
     output = grad.new_empty(grad.shape[0], weight.shape[1])
     tiles = tiles_of("input_grad", _architecture(grad), grad.dtype, grad.shape[0], weight.group_size)
-    input_grad_call(tiles, _adjacent(grad), _contiguous(weight), _levels(grad.device), output).launch()
+    input_grad_call(tiles, _adjacent(grad), _contiguous(weight), _levels(weight.format, grad.device), output).launch()
     return output
 
 
@@ -69,8 +69,8 @@ def _contiguous(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 @functools.cache
-def _levels(device: torch.device) -> torch.Tensor:
-    return torch.tensor(NF4_LEVELS, device=device)
+def _levels(format: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor(LEVELS.get(format, NF4_LEVELS), device=device)  # those that no format looks up are not read
 
 
 def _architecture(tensor: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 
 from easytorch.kernels.quantized_matmul.formats import (
     FORMATS,
+    FP4_LEVELS,
     NF4_LEVELS,
     decode,
     format_of,
@@ -28,7 +29,7 @@ _TENSORS = ("data", "scale", "zero", "packed", "packed_scale")
 class QuantizedWeight:
     """A weight (N, K) in few bits: dequantized it is (code - zero) * scale, each group of columns with its own.
 
-    data: int8 and fp8: (N, K) of that dtype; int4 and nf4: (N, ceil(K / 2)) uint8, the even column in the upper bits.
+    data: int8 and fp8: (N, K) of that dtype; int4, nf4, fp4: (N, ceil(K / 2)) uint8, the even column in the upper bits.
     scale: float32 (N, ceil(K / group_size)), or (1, 1) for one scale in all.
     zero: of int4 that is not symmetric: uint8 codes of 0.0, shaped like scale; else None (int4: 8).
     format: a name of `FORMATS`, or of `BLOCKS` (llama.cpp's), whose data, uint8, hold the scales too (`of_blocks`).
@@ -139,17 +140,30 @@ class QuantizedWeight:
         )  # fmt: skip
 
 
+# What int4's largest number of a group may become. -8 uses all codes, 7 is exact for what seven levels hold, beyond 8
+# it is clipped.
+_INT4_SEARCHED = (-8.0, -7.0, -7.5, -8.5, -9.0, -9.5, 7.0, 7.5, 8.0)
+
+
 def quantize(
-    weight: torch.Tensor, format: str, group_size: int | str | None = None, *, symmetric: bool = True
+    weight: torch.Tensor,
+    format: str,
+    group_size: int | str | None = None,
+    *,
+    symmetric: bool = True,
+    search: bool = False,
 ) -> QuantizedWeight:
     """weight (N, K), floating -> the nearest codes of `format` under scales from the largest magnitude of each group.
 
-    format: "int8", "int4", "nf4", "fp8_e4m3fn" (alias "fp8") or "fp8_e5m2". group_size: columns that share a scale;
-    "row" (or -1) is one a row, "tensor" one in all; None is 128 for int4, 64 for nf4, else a row. symmetric: False
-    gives int4 a zero point, so that it covers the smallest to the largest number of a group.
+    format: "int8", "int4", "nf4", "fp4_e2m1" (alias "fp4"), "fp8_e4m3fn" (alias "fp8") or "fp8_e5m2". group_size:
+    columns that share a scale; "row" (or -1) is one a row, "tensor" one in all; None is 128 for int4, 64 for nf4, 32
+    for fp4, else a row. symmetric: False gives int4 a zero point, so that it covers the smallest to the largest number
+    of a group. search: of symmetric int4, the scale of each group is the one of several, negative ones too, that leaves
+    the smallest sum of squared errors; of other formats nothing.
 
-    The error of a number is at most scale / 2 (int4 with zero point: scale); nf4: 0.152 of the group's largest; fp8:
-    a relative 2**-4 (e4m3fn) or 2**-3 (e5m2), below its normal numbers scale * 2**-10 or scale * 2**-17.
+    The error of a number is at most scale / 2 (int4 with zero point: scale, searched: 1.5 |scale|); nf4: 0.152 of the
+    group's largest; fp4: scale; fp8: a relative 2**-4 (e4m3fn) or 2**-3 (e5m2), below its normal numbers
+    scale * 2**-10 or scale * 2**-17.
     """
     name = format_of(format)
     kind = FORMATS[name]
@@ -163,7 +177,9 @@ def quantize(
         raise ValueError("quantize: the weight has infinities or NaN")
     groups = numbers.reshape(1, 1, -1) if group_size == "tensor" else _in_groups(numbers, size)
     zero = None
-    if symmetric:
+    if search and symmetric and name == "int4":
+        scale = _searched(groups)
+    elif symmetric:
         scale = groups.abs().amax(-1) / kind.largest
     else:
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
@@ -173,6 +189,21 @@ def quantize(
     scaled = numbers / spread(_divisor(scale), size, columns)
     data = _encode(scaled, None if zero is None else spread(zero, size, columns), name)
     return QuantizedWeight(data, scale, zero, name, (weight.shape[0], columns), size)
+
+
+def _searched(groups: torch.Tensor) -> torch.Tensor:
+    """int4's scale of each group (N, groups, size) with the least squared error."""
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best = error = torch.empty(0)
+    for number in _INT4_SEARCHED:
+        scale = largest / number
+        rounded = (groups / _divisor(scale)).round_().clamp_(-8, 7).mul_(scale)
+        found = rounded.sub_(groups).square_().sum(-1, keepdim=True)
+        if number == _INT4_SEARCHED[0]:
+            best, error = scale, found
+        else:
+            best, error = torch.where(found < error, scale, best), torch.minimum(error, found)
+    return best[..., 0]
 
 
 def _group_size(given: int | str | None, columns: int) -> int:
@@ -199,11 +230,23 @@ def _encode(scaled: torch.Tensor, zero: torch.Tensor | None, format: str) -> tor
     if format == "nf4":
         levels = torch.tensor(NF4_LEVELS, device=scaled.device)
         return pack(torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2))
+    if format == "fp4_e2m1":
+        return pack(fp4_codes(scaled))
     if format == "int4":
         return pack((scaled.round() + (8 if zero is None else zero)).clamp(0, 15))
     if format == "int8":
         return scaled.round().clamp(-127, 127).to(torch.int8)
     return scaled.clamp(-kind.largest, kind.largest).to(kind.dtype)
+
+
+def fp4_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """The codes of `FP4_LEVELS` nearest to `numbers`, ties to the even code, as conversions of floats round."""
+    levels = torch.tensor(FP4_LEVELS[:8], dtype=numbers.dtype, device=numbers.device)
+    halves = (levels[1:] + levels[:-1]) / 2
+    magnitudes = numbers.abs()
+    codes = torch.bucketize(magnitudes, halves)
+    tied = (codes % 2 == 1) & (magnitudes == halves[codes.clamp(max=6)])
+    return ((codes + tied) | numbers.signbit().to(codes.dtype) << 3).to(torch.uint8)
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor | None]:

@@ -180,7 +180,7 @@ def test_adapters_on_the_experts(make_pair) -> None:
     torch.testing.assert_close(*outputs, **TOLERANCE)
 
 
-def test_experts_in_4_bits_are_transformers_or_unpacked(tmp_path) -> None:
+def test_experts_in_4_bits_stay_so_or_are_unpacked(tmp_path) -> None:
     config = FAMILIES["gpt_oss"].config(intermediate_size=32)
     torch.manual_seed(9)
     state = transformers.GptOssForCausalLM(config).bfloat16().state_dict()
@@ -194,8 +194,9 @@ def test_experts_in_4_bits_are_transformers_or_unpacked(tmp_path) -> None:
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     unpacked = transformers.Mxfp4Config(dequantize=True)
     kept = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(kept) is transformers.GptOssForCausalLM
-    assert "4 bits" in str(kept.easytorch_report)
+    assert type(kept).__module__ == "easytorch.models.gpt_oss" and kept.is_quantized
+    config.name_or_path = "openai/of-the-hub"
+    assert "4 bits" in str(type(kept).refusal(config, {}))  # by transformers' class
     ours, theirs = (
         library.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=unpacked, dtype=torch.bfloat16)
         for library in (easytorch, transformers)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.interop import installed
-from easytorch.kernels.quantized_matmul.formats import FORMATS, NF4_LEVELS, pack, unpack
+from easytorch.kernels.quantized_matmul.formats import FORMATS, FP4_LEVELS, NF4_LEVELS, pack, unpack
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
@@ -50,6 +50,7 @@ def assert_within_bound(weight: torch.Tensor, quantized: QuantizedWeight) -> Non
         "int8": scale / 2,
         "int4": scale / (2 if quantized.zero is None else 1),
         "nf4": 0.152 * scale,
+        "fp4_e2m1": scale,
         "fp8_e4m3fn": torch.maximum(weight.double().abs() / 2**4, scale / 2**10),
         "fp8_e5m2": torch.maximum(weight.double().abs() / 2**3, scale / 2**17),
     }[quantized.format]
@@ -92,6 +93,17 @@ def test_codes_are_packed_as_bitsandbytes_does() -> None:
     assert quantized.scale.tolist() == [[1.0]]
 
 
+def test_fp4_is_e2m1_with_ties_to_even() -> None:
+    signs, exponents, mantissas = ((torch.arange(16) >> shift) & mask for shift, mask in ((3, 1), (1, 3), (0, 1)))
+    small = exponents == 0
+    magnitudes = torch.where(small, 0.5 * mantissas, (1 + 0.5 * mantissas) * 2.0 ** (exponents - 1))
+    assert torch.equal(torch.tensor(FP4_LEVELS), magnitudes * (1 - 2 * signs))
+    halfway = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, -0.25, 6.0]])
+    expected = torch.tensor([[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, -0.0, 6.0]])
+    decoded = quantize(halfway, "fp4").dequantize()
+    assert torch.equal(decoded, expected) and torch.equal(decoded.signbit(), expected.signbit())
+
+
 def test_numbers_that_the_formats_hold_exactly() -> None:
     integers = torch.arange(-7, 8).float()[None] * 0.5
     for format in ("int8", "int4", "fp8_e4m3fn", "fp8_e5m2"):
@@ -116,6 +128,19 @@ def test_every_group_has_a_scale_of_its_own(kind: str) -> None:
     torch.testing.assert_close(small / factor, alike)
 
 
+def test_a_searched_scale_leaves_less_error_and_keeps_exact_numbers() -> None:
+    weight = torch.randn(64, 256)
+    weight[:4] = torch.arange(-7, 8).repeat(18)[:256] * 0.5  # exact by seven levels
+    weight[4:8] = torch.arange(-8, 8).repeat(16) * 0.25  # exact by all sixteen
+    weight[8, :32] = 0.0
+    plain, searched = quantize(weight, "int4", 32), quantize(weight, "int4", 32, search=True)
+    errors = [(one.dequantize() - weight).square().unflatten(1, (-1, 32)).sum(-1) for one in (plain, searched)]
+    assert bool((errors[1] <= errors[0]).all()) and float(errors[1].sum()) < 0.75 * float(errors[0].sum())
+    assert not errors[1][:8].any() and not searched.dequantize()[8, :32].any()
+    columns = quantize(weight[:, :40], "int4", 32, search=True)  # a last group that is shorter
+    assert torch.equal(columns.dequantize()[:, :32], searched.dequantize()[:, :32])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: str) -> None:
     weight = torch.randn(3, 40)
@@ -129,7 +154,8 @@ def test_defaults_and_memory() -> None:
     weight = torch.randn(64, 256)
     sizes = {name: quantize(weight, name) for name in [*FORMATS, "fp8"]}
     assert {name: quantized.group_size for name, quantized in sizes.items()} == {
-        "int8": 256, "int4": 128, "nf4": 64, "fp8_e4m3fn": 256, "fp8_e5m2": 256, "fp8": 256,
+        "int8": 256, "int4": 128, "nf4": 64, "fp4_e2m1": 32, "fp8_e4m3fn": 256, "fp8_e5m2": 256,
+        "fp8": 256,
     }  # fmt: skip
     assert sizes["fp8"].format == "fp8_e4m3fn"
     assert sizes["int4"].nbytes == 64 * 128 + 64 * 2 * 4

@@ -77,7 +77,7 @@ def test_a_quantized_weight_in_a_buffer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("x_grad", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp4_e2m1", "fp8_e4m3fn", "fp8_e5m2"])
 def test_a_quantized_product(kind: str, x_grad: bool) -> None:
     module = Product("quantized_matmul", quantize(randn(24, 64), kind))
     x = randn(20, 64, seed=1).requires_grad_(x_grad)

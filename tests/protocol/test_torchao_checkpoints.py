@@ -119,3 +119,36 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     save_file({key: one for key, one in tensors.items() if "_weight_" not in key}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="holds no quantized weight"):
         easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_an_int4_tensor_is_read(zeros: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FBGEMM's layout: two codes a byte, the first in the lower bits; numbers are code * scale + zero."""
+    expected = checkpoint(tmp_path, "llama", "int4")
+    tensors = load_file(tmp_path / "model.safetensors")
+    metadata = {"format": "pt"}
+    for name in [one for one in tensors if one.endswith("_weight_qdata")]:
+        layer = name.removesuffix("._weight_qdata")
+        codes, scale = tensors[name], tensors[f"{layer}._weight_scale"]
+        zero = torch.randn(scale.shape).bfloat16() * 0.01 if zeros else torch.zeros_like(scale)
+        tensors[name] = (codes[:, ::2] & 15) | codes[:, 1::2] << 4
+        tensors[f"{layer}._weight_scale"] = scale.t().contiguous()
+        tensors[f"{layer}._weight_zero_point"] = zero.t().contiguous()
+        if zeros:  # else the config says it
+            metadata[f"{layer}.weight"] = json.dumps({"_type": "Int4Tensor", "_data": {"block_size": [1, 16]}})
+        with torch.no_grad():
+            expected.get_submodule(layer).weight += zero.float().repeat_interleave(16, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kind = {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 16, "int4_packing_format": {"_data": "PLAIN"}}}
+    config["quantization_config"]["quant_type"] = {"default": kind}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    found = {one.settings.format for one in model.modules() if isinstance(one, QuantizedLinear)}
+    assert found == (set() if zeros else {"int4"}) and ("14 torchao layers are decoded" in caplog.text) == zeros
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+    layer = "model.layers.0.self_attn.q_proj._weight_scale"
+    save_file(tensors | {layer: torch.ones(3, 2)}, tmp_path / "model.safetensors", metadata=metadata)
+    with pytest.raises(CheckpointError, match="an Int4Tensor has"):
+        easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)

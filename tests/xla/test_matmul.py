@@ -57,7 +57,7 @@ def test_other_sizes_of_the_groups_compile_nothing(count_programs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4_zero", "nf4", "fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4_zero", "nf4", "fp4_e2m1", "fp8_e4m3fn", "fp8_e5m2"])
 def test_quantized_matmul(kind, dtype):
     operation = OperationRegistry.create("quantized_matmul")
     weight = quantize(randn(36, 60), kind.removesuffix("_zero"), 16, symmetric=not kind.endswith("_zero"))

@@ -11,6 +11,7 @@ import torch
 
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.quantized_matmul import cpu, native
+from easytorch.kernels.quantized_matmul.formats import FORMATS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
@@ -56,7 +57,7 @@ def test_every_code(level: int) -> None:
     """All 256 bytes of a format, NaN and subnormal numbers among them, at every place of a step."""
     for format in cpu.FORMATS:
         stored = torch.arange(256, dtype=torch.uint8).roll(5 * level)
-        if format in ("int4", "nf4"):
+        if FORMATS[format].packed:
             weight = QuantizedWeight(stored.view(8, 32), torch.full((8, 1), 0.5), None, format, (8, 64), 64)
         else:
             dtype = {"int8": torch.int8, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[format]
