@@ -18,6 +18,7 @@ _EXTRAS = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "jinja2": "serve",
+    "llguidance": "serve",
 }
 
 

@@ -38,10 +38,13 @@ _PEEK = (*HUB_ARGUMENTS, "gguf_file")
 
 
 class NativeFirst:
-    """transformers' mapping config class -> model class, with native classes instead of those of the same name."""
+    """transformers' mapping config class -> model class, with native classes instead of those of the same name.
 
-    def __init__(self, transformers_mapping: Any) -> None:
-        self._theirs = transformers_mapping
+    base: only native classes under it.
+    """
+
+    def __init__(self, transformers_mapping: Any, base: type = PreTrainedModel) -> None:
+        self._theirs, self._base = transformers_mapping, base
         self._registered: dict[type[PreTrainedConfig], ModelClass] = {}
 
     def __contains__(self, config_class: object) -> bool:
@@ -51,7 +54,16 @@ class NativeFirst:
         if config_class in self._registered:
             return self._registered[config_class]
         found = self._theirs[config_class]
-        return tuple(map(native_class, found)) if isinstance(found, list | tuple) else native_class(found)
+        return tuple(map(self._native, found)) if isinstance(found, list | tuple) else self._native(found)
+
+    def get(self, config_class: type[PreTrainedConfig], default: Any = None) -> Any:
+        if config_class not in self:
+            return default
+        return self[config_class]
+
+    def _native(self, theirs: ModelClass) -> ModelClass:
+        ours = native_class(theirs)
+        return ours if issubclass(ours, self._base) else theirs
 
     def __iter__(self) -> Iterator[type[PreTrainedConfig]]:
         return iter({**dict.fromkeys(self._theirs), **self._registered})

@@ -20,7 +20,7 @@ def command(
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="EASYTORCH_API_KEY", help="Asked of every request but /health.")
+        str | None, typer.Option(envvar="EASYTORCH_API_KEY", help="Asked of every request but /health and the page.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",

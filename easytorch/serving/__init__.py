@@ -9,5 +9,6 @@ errors.py      OpenAI's error body
 limits.py      API key, size of a body
 events.py      server-sent events, until the client goes
 metrics.py     Prometheus's text
+page.py        the page at `/`: a conversation with the model
 run.py         uvicorn
 """

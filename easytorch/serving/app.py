@@ -24,6 +24,7 @@ from easytorch.serving.errors import APIError, add_handlers
 from easytorch.serving.events import EventStream, until_gone
 from easytorch.serving.limits import Limits
 from easytorch.serving.metrics import CountAnswers, text
+from easytorch.serving.page import page
 from easytorch.serving.schemas import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
 from easytorch.serving.worker import EngineWorker
 
@@ -48,6 +49,7 @@ def create_app(
     server = _Server(model_name, engine, embedder, max_queue, request_timeout)
     app = FastAPI(title="EasyTorch", lifespan=server.lifespan, docs_url="/docs", redoc_url=None)
     add_handlers(app)
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.metrics, methods=["GET"])
     app.add_api_route("/v1/models", server.models, methods=["GET"])
@@ -152,6 +154,12 @@ class _Server:
         request: Request,
     ) -> Response:
         assert self.worker is not None
+        if params.structured_outputs is not None:
+            # compiled in a thread of its own, as a large schema takes a second, and found again by the engine
+            try:
+                await asyncio.to_thread(self.worker.engine.structured_outputs.compile, params.structured_outputs)
+            except ValueError as error:
+                raise APIError(400, str(error)) from error
         outputs = self.worker.generate(make_prompts, params, self.timeout)
         try:
             if body.stream:

@@ -7,8 +7,8 @@ from typing import Any
 
 from easytorch.serving.errors import APIError
 
-# Without a key: what load balancers ask.
-_OPEN = ("/health",)
+# Without a key: what load balancers ask, and the page, which asks its reader for one.
+_OPEN = ("/health", "/")
 
 
 class Limits:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from easytorch.generation.engine import SamplingParams
+from easytorch.generation.engine import SamplingParams, StructuredOutputsParams
 
 Token = Annotated[StrictInt, Field(ge=0)]
 # Values of what the server does not do, that ask for nothing.
@@ -20,6 +20,51 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
     include_obfuscation: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's extension: one of them."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def params(self) -> StructuredOutputsParams:
+        return StructuredOutputsParams(
+            json=self.json_, json_object=self.json_object, regex=self.regex, choice=self.choice, grammar=self.grammar
+        )
+
+
+class JSONSchema(BaseModel):
+    """strict: a schema is followed in any case."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.json_schema is None) != (self.type != "json_schema"):
+            raise ValueError("response_format: json_schema goes with the type of that name, and with no other")
+        return self
+
+    def params(self) -> StructuredOutputsParams | None:
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.json_schema.schema_)
 
 
 class _Request(BaseModel):
@@ -52,6 +97,7 @@ class SamplingRequest(_Request):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -77,6 +123,8 @@ class SamplingRequest(_Request):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.params()
         return given
 
 
@@ -98,7 +146,7 @@ class ChatCompletionRequest(SamplingRequest):
     parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -112,8 +160,8 @@ class ChatCompletionRequest(SamplingRequest):
             self, "tools", "tool_choice", "functions", "function_call", "audio", "prediction", "reasoning_effort",
             "verbosity", "web_search_options",
         )  # fmt: skip
-        if self.response_format not in (None, {"type": "text"}):
-            raise ValueError('response_format: this server answers {"type": "text"} alone')
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("response_format and structured_outputs both say what the text has to be; give one")
         if self.modalities not in (None, ["text"]):
             raise ValueError('modalities: this server answers ["text"] alone')
         if self.top_logprobs is not None and not self.logprobs:
@@ -125,7 +173,10 @@ class ChatCompletionRequest(SamplingRequest):
     def params(self) -> SamplingParams:
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(**self._given(), max_tokens=most, logprobs=logprobs)
+        given = self._given()
+        if self.response_format is not None and (structure := self.response_format.params()) is not None:
+            given["structured_outputs"] = structure
+        return SamplingParams(**given, max_tokens=most, logprobs=logprobs)
 
 
 class CompletionRequest(SamplingRequest):

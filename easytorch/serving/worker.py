@@ -113,6 +113,8 @@ class EngineWorker:
                 place, output = await arrived.get()
                 if isinstance(output, APIError):
                     raise output
+                if output.outputs[0].finish_reason == "abort":
+                    raise APIError(400, f"the structured output cannot go on: {output.outputs[0].stop_reason}")
                 left -= output.finished
                 yield place, output
         finally:

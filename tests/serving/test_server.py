@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -130,6 +132,27 @@ def test_vllm_s_parameters(client, expected):
     assert answer.choices[0].text == expected("the", seed=2, max_tokens=9, **more)[0].text
 
 
+def test_structured_outputs(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    settings = {"model": "small", "messages": MESSAGES, "max_tokens": 80, "seed": 1}
+    answer = client.chat.completions.create(**settings, response_format=form, n=4).choices
+    complete = [json.loads(one.message.content) for one in answer if one.finish_reason == "stop"]
+    assert complete and all(one in ({"a": 1}, {"a": 2}) for one in complete)
+    more = {"structured_outputs": {"choice": ["yes", "no"]}}
+    pieces = client.completions.create(model="small", prompt="the", stream=True, extra_body=more)
+    assert "".join(chunk.choices[0].text for chunk in pieces) in ("yes", "no")
+    words = client.chat.completions.create(**settings, response_format={"type": "text"}, temperature=0)
+    assert (
+        words.choices[0].message.content
+        == client.chat.completions.create(**settings, temperature=0).choices[0].message.content
+    )
+    begun = (
+        client.chat.completions.create(**settings, response_format={"type": "json_object"}).choices[0].message.content
+    )
+    assert begun.lstrip().startswith("{")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -145,7 +168,15 @@ def test_vllm_s_parameters(client, expected):
             "'image_url': this server reads text",
         ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: this server does not do that"),
-        ({"response_format": {"type": "json_object"}}, "response_format: this server answers"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema goes with the type of that name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
+            "the structured output cannot be compiled: Invalid type: nope",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "(("}}}, "unclosed group"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "given: regex, choice"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "min_tokens": 2}}, "leave min_tokens out"),
         ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000"),
         ({"stop": [""]}, "none of them empty"),

@@ -20,6 +20,7 @@ from easytorch.generation.engine.request import Logprob, Request, RequestOutput
 from easytorch.generation.engine.sampler import logprobs_of, sample
 from easytorch.generation.engine.scheduler import Scheduler, Work
 from easytorch.generation.engine.stop import StoppedText
+from easytorch.generation.engine.structured import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Engine:
         self._masks = dict.fromkeys(backbone.layer_types)  # the pages say who attends to what
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._end_tokens = _end_tokens(model, tokenizer)
+        self.structured_outputs = StructuredOutputs(tokenizer, self._vocabulary, self._end_tokens)
         self._requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
@@ -125,6 +127,9 @@ class Engine:
                 raise ValueError(f"{name} has token {wrong[0]}; the vocabulary has {self._vocabulary}")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give the engine one, or stop_token_ids")
+        structure = None
+        if params.structured_outputs is not None:
+            structure = self.structured_outputs.compile(params.structured_outputs)
         seed = int(torch.randint(0, 2**31 - 1, ()).item()) if params.seed is None else params.seed + index
         text = None
         if self.tokenizer is not None:
@@ -143,6 +148,7 @@ class Engine:
             end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
             stop_tokens=frozenset(params.stop_token_ids or ()),
             text=text,
+            structure=structure,
             index=index,
         )
         self._requests[request_id] = request

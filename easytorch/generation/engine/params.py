@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from easytorch.generation.engine.structured import StructuredOutputsParams
+
 MOST_LOGPROBS = 20  # OpenAI's bound
 
 
@@ -28,6 +30,8 @@ class SamplingParams:
     stop_token_ids: further end tokens. ignore_eos: the model's end tokens are tokens like others.
     logprobs: give the log probability of each token, and of this many likeliest ones, of the model's own distribution:
     before penalties, biases and temperature.
+    structured_outputs: the text follows a JSON schema, a regular expression, a choice or a grammar, and ends where it
+    is complete; needs the package llguidance (extra `serve`).
     """
 
     n: int = 1
@@ -48,6 +52,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -89,6 +94,15 @@ class SamplingParams:
             if not isinstance(one, str) or not one:
                 raise ValueError(f"stop={self.stop!r} must be strings, none of them empty")
         object.__setattr__(self, "stop_strings", stop)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                kind = type(self.structured_outputs).__name__
+                raise ValueError(f"structured_outputs must be StructuredOutputsParams, not {kind}")
+            if self.min_tokens or self.ignore_eos:
+                name = "min_tokens" if self.min_tokens else "ignore_eos"
+                raise ValueError(
+                    f"{name} and structured_outputs: the structure says where the text ends; leave {name} out"
+                )
 
     @property
     def greedy(self) -> bool:

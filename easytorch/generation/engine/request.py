@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.stop import StoppedText
+from easytorch.generation.engine.structured import StructuredText
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -24,7 +25,8 @@ class Logprob:
 class CompletionOutput:
     """What was generated so far. text: "" without a tokenizer. logprobs: by token id, one dict for each token.
 
-    stop_reason: the stop string or stop token that ended it; None for the model's end token.
+    stop_reason: the stop string or stop token that ended it; None for the model's end token and for a structured text
+    that is complete; of an abort by a grammar that could not go on, why.
     """
 
     index: int
@@ -62,6 +64,7 @@ class Request:
     end_tokens: frozenset[int]
     stop_tokens: frozenset[int]
     text: StoppedText | None
+    structure: StructuredText | None = None
     index: int = 0
     computed: int = 0
     cached: int | None = None
@@ -88,11 +91,17 @@ class Request:
         ends = token in self.end_tokens or token in self.stop_tokens
         # the text of an end token that skip_special_tokens does not know is no part of the answer
         matched = self.text.push(token, search=not early) if self.text is not None and not ends else None
+        if self.structure is not None:
+            self.structure.push(token)
         if ends:
             self.finish_reason = "stop"
             self.stop_reason = None if token in self.end_tokens else token
         elif matched is not None:
             self.finish_reason, self.stop_reason = "stop", matched
+        elif self.structure is not None and (error := self.structure.error) is not None:
+            self.finish_reason, self.stop_reason = "abort", error
+        elif self.structure is not None and self.structure.finished:
+            self.finish_reason = "stop"
         elif len(self.tokens) >= self.most_tokens:
             self.finish_reason = "length"
         if self.text is not None and self.finish_reason is not None:

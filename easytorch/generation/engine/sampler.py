@@ -69,6 +69,9 @@ def _adjust(logits: Tensor, request: Request) -> Tensor | None:
         logits = logits.index_add(0, places, biases)
     if request.generated < params.min_tokens and (ends := request.end_tokens | request.stop_tokens):
         logits = logits.index_fill(0, torch.tensor(sorted(ends), device=device), float("-inf"))
+    if request.structure is not None:
+        allowed = request.structure.allowed(logits.shape[0])
+        logits = logits.masked_fill(~allowed.to(device), float("-inf"))
     return None if logits is before else logits
 
 

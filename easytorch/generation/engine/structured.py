@@ -1,0 +1,148 @@
+"""Structured outputs: a request's text follows a JSON schema, a regular expression, a choice or a grammar.
+
+llguidance (https://github.com/guidance-ai/llguidance) compiles them to automata over a tokenizer's tokens. At each step
+the engine samples among the tokens that the text may continue with.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+# Compiled specifications that are kept: requests of one application use the same few.
+_KEPT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text has to be, in vLLM's words; exactly one of them.
+
+    json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
+    text matches, in the syntax of Rust's crate `regex`. choice: one of these strings. grammar: a context-free grammar
+    in llguidance's dialect of Lark, which begins at `start`.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"structured outputs take one of {', '.join(_KINDS)}; given: {', '.join(given) or 'none'}")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name}={value!r} must be a string that is not empty")
+        if self.choice is not None and (
+            isinstance(self.choice, str)
+            or not self.choice
+            or not all(isinstance(one, str) and one for one in self.choice)
+        ):
+            raise ValueError(f"choice={self.choice!r} must be a list of strings, none of them empty")
+        if self.json is not None:
+            _schema(self.json)
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The grammar that llguidance reads; equal for specifications that are equal."""
+        from llguidance import LLMatcher
+
+        if self.json is not None or self.json_object:
+            schema = {"type": "object"} if self.json is None else _schema(self.json)
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        if self.regex is not None:
+            return str(LLMatcher.grammar_from_regex(self.regex))
+        if self.choice is not None:
+            return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, self.choice))))
+        return str(LLMatcher.grammar_from_lark(self.grammar or ""))
+
+
+class StructuredText:
+    """How far a request's text has come in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar could not go on, such as one of too many states."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+    def allowed(self, size: int) -> Tensor:
+        """A boolean mask (size,) of the tokens that may come next; the end token where the text may end."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_))
+
+    def push(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+class StructuredOutputs:
+    """Compiles specifications for one tokenizer. Several threads may call it.
+
+    vocabulary: how many logits the model gives. end_tokens: any of them ends a text that is complete.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int]) -> None:
+        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
+        self._lock = threading.Lock()
+        self._compiled = functools.lru_cache(maxsize=_KEPT)(self._compile)
+
+    def compile(self, params: StructuredOutputsParams) -> StructuredText:
+        """The text of one request, from its beginning; `ValueError` for a specification that cannot be compiled."""
+        return StructuredText(self._compiled(params.source).deep_copy())
+
+    @functools.cached_property
+    def _automaton(self) -> Any:
+        from llguidance.hf import from_tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            kind = "no tokenizer" if self._tokenizer is None else f"a {type(self._tokenizer).__name__}"
+            raise ValueError(f"structured outputs need a fast tokenizer, and the engine has {kind}")
+        size = max(self._vocabulary, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=sorted(self._end_tokens) or None)
+
+    def _compile(self, source: str) -> Any:
+        from llguidance import LLMatcher
+
+        with self._lock:
+            automaton = self._automaton
+        matcher = LLMatcher(automaton, source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"the structured output cannot be compiled: {' '.join(matcher.get_error().split())}")
+        return matcher
+
+
+def _schema(given: Any) -> Any:
+    """A JSON schema as an object; `ValueError` for text that is no JSON, and for what is no schema."""
+    schema = given
+    if isinstance(given, str):
+        try:
+            schema = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the JSON schema is no JSON: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+    try:
+        json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from error
+    return schema

@@ -1,0 +1,157 @@
+"""Structured outputs: every text is what its request asks for, whatever runs beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+
+import easytorch
+from easytorch.generation.engine import Engine, SamplingParams, StructuredOutputsParams
+from easytorch.training.tokenizer import train_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ab", "c"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    tokenizer = train_tokenizer(['{"name": "ab", "size": 12} yes no 2026-11-27'] * 5, 300)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer) + 5, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    # 40 pages of 4 tokens: the requests of a test push one another out
+    return Engine(model, tokenizer, max_memory=40 * 4 * 2 * 2 * 32 * 4, page_size=4)
+
+
+def texts(engine, structure, count=4, **params):
+    settings = {"temperature": 1.5, "max_tokens": 60} | params
+    for seed in range(count):
+        given = SamplingParams(seed=seed, structured_outputs=structure, **settings)
+        engine.add_request([5, 9, 33], given)
+    free = engine.add_request([5, 9, 33], SamplingParams(seed=0, max_tokens=20, ignore_eos=True))
+    found, beside = [], None
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            if output.finished and output.request_id == free:
+                beside = output.outputs[0].token_ids
+            elif output.finished:
+                found.append(output.outputs[0])
+    return found, beside
+
+
+@pytest.mark.parametrize(
+    "structure, matches",
+    [
+        (
+            StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}"),
+            lambda text: re.fullmatch(r"\d{4}-\d\d-\d\d", text),
+        ),
+        (
+            StructuredOutputsParams(choice=["yes", "no", 'the "third"']),
+            lambda text: text in ("yes", "no", 'the "third"'),
+        ),
+        (
+            StructuredOutputsParams(grammar='start: "(" start ")" | "x"'),
+            lambda text: re.fullmatch(r"\(*x\)*", text) and text.count("(") == text.count(")"),
+        ),
+    ],
+    ids=["regex", "choice", "grammar"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_texts_are_complete_and_match(engine, structure, matches, temperature):
+    found, beside = texts(engine, structure, temperature=temperature)
+    complete = [one for one in found if one.finish_reason == "stop"]
+    assert len(complete) >= 1 and all(matches(one.text) for one in complete)
+    assert all(one.finish_reason in ("stop", "length") for one in found)
+    alone = engine.add_request([5, 9, 33], SamplingParams(seed=0, max_tokens=20, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        (output,) = engine.step()
+    assert output.request_id == alone and output.outputs[0].token_ids == beside
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)], ids=["dict", "text"])
+def test_json_schema(engine, schema):
+    found, _ = texts(engine, StructuredOutputsParams(json=schema), count=8)
+    complete = [json.loads(one.text) for one in found if one.finish_reason == "stop"]
+    assert len(complete) >= 4
+    for one in complete:
+        assert one["name"] in ("ab", "c") and 0 <= one["size"] <= 99 and len(one) == 2
+
+
+def test_a_preempted_text_goes_on_where_it_was(engine):
+    before = engine.stats().preemptions
+    found, _ = texts(engine, StructuredOutputsParams(regex="(ab|cd){20}"), count=8, max_tokens=80)
+    assert engine.stats().preemptions > before, "memory for all of them: the test shows nothing"
+    assert [re.fullmatch("(ab|cd){20}", one.text) is not None for one in found] == [True] * 8
+
+
+def test_json_object_begins_as_one(engine):
+    found, _ = texts(engine, StructuredOutputsParams(json_object=True), count=2, max_tokens=12)
+    assert all(one.text.lstrip().startswith("{") for one in found)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "take one of json, json_object, regex, choice, grammar; given: none"),
+        ({"regex": "a", "choice": ["b"]}, "given: regex, choice"),
+        ({"regex": ""}, "regex='' must be a string that is not empty"),
+        ({"choice": "yes"}, "choice='yes' must be a list of strings"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"json": "{"}, "the JSON schema is no JSON"),
+        ({"json": "[]"}, "a JSON schema is an object, not list"),
+        ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
+    ],
+)
+def test_wrong_specifications_are_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StructuredOutputsParams(**given)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"json": {"type": "nope"}}, "cannot be compiled: Invalid type: nope"),
+        ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+        ({"regex": "(("}, "unclosed group"),
+        ({"grammar": "start: missing"}, 'unknown name: "missing"'),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_and_nothing_is_queued(engine, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.add_request([5], SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
+    assert not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 2}, {"ignore_eos": True}])
+def test_what_contradicts_a_structure_is_refused(params):
+    with pytest.raises(ValueError, match="the structure says where the text ends"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), **params)
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine, monkeypatch):
+    """As where it has too many states: the others go on."""
+    from easytorch.generation.engine.structured import StructuredText
+
+    monkeypatch.setattr(StructuredText, "error", property(lambda self: "too many states"))
+    found, beside = texts(engine, StructuredOutputsParams(regex="a{30}"), count=1)
+    assert (found[0].finish_reason, found[0].stop_reason) == ("abort", "too many states")
+    assert len(beside) == 20
+
+
+def test_a_tokenizer_is_needed():
+    config = transformers.LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    engine = Engine(easytorch.AutoModelForCausalLM.from_config(config).eval(), max_memory=1 << 20, max_model_length=32)
+    with pytest.raises(ValueError, match="need a fast tokenizer, and the engine has no tokenizer"):
+        engine.add_request([5], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
