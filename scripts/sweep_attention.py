@@ -34,7 +34,9 @@ from torch import Tensor  # noqa: E402
 from easytorch.kernels.attention.call import AttentionCall  # noqa: E402
 from easytorch.kernels.attention.contract import band_of, visible  # noqa: E402
 from easytorch.kernels.blocksparse import native as blocksparse_native  # noqa: E402
+from easytorch.kernels.cpu import library  # noqa: E402
 from easytorch.kernels.decode import native as decode_native  # noqa: E402
+from easytorch.kernels.linear import preference  # noqa: E402
 from easytorch.kernels.multi_latent import native as latent_native  # noqa: E402
 from easytorch.kernels.ragged_page import native as ragged_native  # noqa: E402
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError  # noqa: E402
@@ -46,6 +48,8 @@ SCORES = 6 << 20  # B H T S of a case; the definition takes some ten arrays of t
 SMALL = 20_000  # scores of a case for an interpreter
 # what the automatic choice on a CPU must have chosen at least once
 CHOICES = {"sdpa:aten", "flash:aten", "blocksparse:aten", "vanilla:native", "decode:aten"}
+# and without a gradient, where the operators in C++ are there and this CPU is one that they are preferred on
+CHOICES_IN_CPP = {"flash:cpu", "decode:cpu"}
 
 
 class Case(NamedTuple):
@@ -428,13 +432,22 @@ OPERATIONS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "paged": ("ragged_page_attention", ("aten",)),
     "varlen": ("flash", ("aten", "native")),
 }  # fmt: skip
+# what is run without gradients: the operators in C++, and the automatic choice, which may be one of them
+INFERENCE: dict[str, tuple[str | None, ...]] = {
+    "attention": (None, "flash:cpu"), "decode": (None, "cpu"), "latent": (None,), "paged": (None, "cpu"),
+    "varlen": (None, "cpu"),
+}  # fmt: skip
 TRITON = {"attention": ("flash:triton", "blocksparse:triton"), "decode": ("triton",), "paged": ("triton",)}
 
 
 def implementations(case: Case, asked: list[str]) -> list[tuple[str, str, str | None]]:
-    """(name, operation, what it is forced to) for a case; `asked` are beyond those of ATen and plain torch."""
+    """(name, operation, what it is forced to) for a case; `asked` are beyond those of ATen and plain torch.
+
+    Those named "inference" are run without gradients.
+    """
     operation, forces = OPERATIONS[case.kind]
     rows: list[tuple[str, str, str | None]] = [(f"{operation} {force}", operation, force) for force in forces]
+    rows += [(f"inference {operation} {force}", operation, force) for force in INFERENCE[case.kind]]
     if case.kind == "attention" and not {"chunk_size", "prefix_length"} & set(case.features):
         rows += [(f"ring {force}", "ring", force) for force in ("aten", "native")]
     if case.kind == "attention" and "flash:xla" in asked and case.scores <= SMALL:
@@ -450,25 +463,26 @@ def implementations(case: Case, asked: list[str]) -> list[tuple[str, str, str | 
 class Result(NamedTuple):
     problems: list[str]
     refused: list[str]
-    chosen: str | None
+    chosen: list[str]
     ran: list[str]
 
 
 def check(case: Case, asked: list[str] = [], *, guard: bool = False, seed: int = 0) -> Result:  # noqa: B006 - read only
     """What is wrong with each implementation of the case."""
-    problems, refused, ran, chosen = [], [], [], None
+    problems, refused, ran, chosen = [], [], [], []
     expected = None
     for name, operation, force in implementations(case, asked):
         implementation = OperationRegistry.create(operation, OperationMetadata(backend=force))
-        tensors = {n: (guarded(x) if guard else x).detach().requires_grad_() for n, x in case.tensors.items()}
+        training = not name.startswith("inference ")
+        tensors = {n: (guarded(x) if guard else x).detach().requires_grad_(training) for n, x in case.tensors.items()}
         features = {n: guarded(x) if guard and isinstance(x, Tensor) else x for n, x in case.features.items()}
         args = [tensors.pop(n) for n in list(tensors)[:3]]
         call = {**tensors, **features}
-        if operation == "attention" and force is None:
-            choice = implementation.choose(*args, **call)
-            chosen = f"{choice.implementation}:{choice.backend}"
         leaves = [*args, *tensors.values()]
         try:
+            if force is None:
+                choice = implementation.choose(*args, **call)
+                chosen.append(f"{choice.implementation}:{choice.backend}")
             output = implementation(*args, **call).attention_outputs
         except UnsupportedOperationError as refusal:
             if force is None:
@@ -570,13 +584,14 @@ def main() -> int:
         if options.verbose:
             print(f"case {number}: {case}", flush=True)
         result = check(case, options.implementations, guard=options.guard, seed=number)
-        chosen.update([result.chosen] if result.chosen else [])
+        chosen.update(result.chosen)
         ran.update(result.ran)
         if result.problems:
             failed += 1
             print(f"FAILED --seed {options.seed} --only {number}: {case}", *result.problems, sep="\n    ", flush=True)
     many = options.only is None and not options.small and not INTERPRETED and options.cases >= 200
-    missing = CHOICES - set(chosen) if many else set()
+    in_cpp = library.missing() is None and preference.BFLOAT16_DOT_PRODUCTS
+    missing = (CHOICES | CHOICES_IN_CPP if in_cpp else CHOICES) - set(chosen) if many else set()
     if missing:
         print(f"the automatic choice never chose {', '.join(sorted(missing))}: more cases, or other sizes")
     print(f"{failed} of {len(numbers)} cases failed, {time.monotonic() - started:.0f} s")
