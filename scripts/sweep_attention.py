@@ -34,9 +34,8 @@ from torch import Tensor  # noqa: E402
 from easytorch.kernels.attention.call import AttentionCall  # noqa: E402
 from easytorch.kernels.attention.contract import band_of, visible  # noqa: E402
 from easytorch.kernels.blocksparse import native as blocksparse_native  # noqa: E402
-from easytorch.kernels.cpu import library  # noqa: E402
+from easytorch.kernels.cpu import library, processor  # noqa: E402
 from easytorch.kernels.decode import native as decode_native  # noqa: E402
-from easytorch.kernels.linear import preference  # noqa: E402
 from easytorch.kernels.multi_latent import native as latent_native  # noqa: E402
 from easytorch.kernels.ragged_page import native as ragged_native  # noqa: E402
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError  # noqa: E402
@@ -190,7 +189,9 @@ def draw(seed: int, number: int, small: bool = False) -> Case:
     return Case(kind, tensors, features, dtype, layouts, case.scores)
 
 
+# what says where numbers lie, and pools, whose pages that are not used are NaN
 _TABLES = {
+    "key_pages", "value_pages",
     "context_lens", "block_tables", "query_start_loc", "lengths", "prefix_length", "cu_seqlens_q", "cu_seqlens_k",
 }  # fmt: skip
 
@@ -427,7 +428,7 @@ OPERATIONS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "attention": (
         "attention", (None, "sdpa", "flash:aten", "flash:native", "blocksparse:aten", "blocksparse:native", "vanilla"),
     ),
-    "decode": ("decode", ("aten", "native")),
+    "decode": ("decode", (None, "aten", "native")),
     "latent": ("multi_latent_attention", ("aten",)),
     "paged": ("ragged_page_attention", ("aten",)),
     "varlen": ("flash", ("aten", "native")),
@@ -590,7 +591,7 @@ def main() -> int:
             failed += 1
             print(f"FAILED --seed {options.seed} --only {number}: {case}", *result.problems, sep="\n    ", flush=True)
     many = options.only is None and not options.small and not INTERPRETED and options.cases >= 200
-    in_cpp = library.missing() is None and preference.BFLOAT16_DOT_PRODUCTS
+    in_cpp = library.missing() is None and processor.BFLOAT16_DOT_PRODUCTS
     missing = (CHOICES | CHOICES_IN_CPP if in_cpp else CHOICES) - set(chosen) if many else set()
     if missing:
         print(f"the automatic choice never chose {', '.join(sorted(missing))}: more cases, or other sizes")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from easytorch.kernels.interop.torch_func import REFUSAL, transforming_in_graph
+from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, REFUSAL, forward_mode, transforming_in_graph
 from easytorch.kernels.ssm1 import native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
@@ -35,6 +35,8 @@ class SSM1(StateSpaceImpl):
             return "TPUs and jax, as torch_xla calls it, have no float64"
         if backend == "aten" and transforming_in_graph():
             return REFUSAL
+        if backend == "aten" and forward_mode():
+            return FORWARD_REFUSAL
         if backend != "triton":
             return None
         from easytorch.kernels.ssm1 import triton_op

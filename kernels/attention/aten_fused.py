@@ -19,14 +19,16 @@ from torch import Tensor
 
 from easytorch.kernels.attention.contract import kept_scores
 from easytorch.kernels.attention.logsumexp import LARGEST, fits_one_number
-from easytorch.kernels.interop.torch_func import transforming, untraced
+from easytorch.kernels.interop.torch_func import forward_mode, transforming, untraced
 
 # Keys below which ATen's kernel loses NaN without a mask: scores in a vector of the widest instructions, AVX-512.
 LANES = 16
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
-    """`F.scaled_dot_product_attention`."""
+    """`F.scaled_dot_product_attention`; in forward mode its own definition, since its kernels have no tangents."""
+    if forward_mode():
+        return _by_definition(query, key, value, **settings)
     loses_nan = settings.get("attn_mask") is None and query.is_cpu
     if not untraced():
         loses_nan = loses_nan and _may_be_few(key)
@@ -48,7 +50,16 @@ def fused(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         output.requires_grad and type(output) is Tensor and output.is_cpu
         and not _differentiable(output, query, key, value, settings)
     ):  # fmt: skip
-        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **settings)[0]
+        return _by_definition(query, key, value, **settings)
+    return output
+
+
+def _by_definition(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    """`F.scaled_dot_product_attention` in ATen's plain operations, which have every derivative."""
+    mask = settings.get("attn_mask")
+    if mask is not None and mask.dtype is torch.bool:  # added as it is, True would be a score of 1
+        settings["attn_mask"] = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **settings)[0]
     return output
 
 

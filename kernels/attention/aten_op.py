@@ -1,7 +1,7 @@
 """aten_flash.py as torch operators: `easytorch::aten_flash_forward` and `_backward`, on the CPU.
 
-`attention` works under autograd, to any order (beyond the first by blocked.py), torch.func, torch.compile (no graph
-break) and torch.export; vmap loops over the batch.
+`attention` works under autograd, to any order (beyond the first, and in forward mode, by blocked.py), torch.func,
+torch.compile (no graph break) and torch.export; vmap loops over the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from easytorch.kernels.attention.call import (
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.attention.layout import four_dims
 from easytorch.kernels.attention.operators import RESULTS, Gradients, for_autograd, given, like, split
-from easytorch.kernels.interop.torch_func import transforming
+from easytorch.kernels.interop.torch_func import forward_mode, transforming
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
@@ -33,6 +33,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 
 def by_operator(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """`attention` for a resolved call."""
+    if forward_mode():
+        return blocked.blockwise(query, key, value, call)
     # a tracer needs the plain operator: the autograd.Function around it neither exports nor compiles without a gradient
     run = _Flash.apply if transforming() else aten_flash_forward
     return run(query, key, value, *flatten(call))

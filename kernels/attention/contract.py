@@ -322,9 +322,9 @@ def _band(
     offset = torch.arange(keys, device=device) - own
     band = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
-        band &= offset >= -left
+        band.logical_and_(offset >= -left)
     if right is not None:
-        band &= offset <= right
+        band.logical_and_(offset <= right)
     return band
 
 

@@ -176,9 +176,9 @@ def _visible(ends_q: Tensor, ends_k: Tensor, tokens: int, keys: int, features: d
     offset = column - row[:, None]
     left, right = band_of(features["causal"], features["sliding_window"])
     if left is not None:
-        seen &= offset >= -left
+        seen.logical_and_(offset >= -left)
     if right is not None:
-        seen &= offset <= right
+        seen.logical_and_(offset <= right)
     return seen
 
 

@@ -39,7 +39,7 @@ from easytorch.kernels.decode import native
 from easytorch.kernels.decode.aten_products import attend_products
 from easytorch.kernels.decode.aten_split import attend_split
 from easytorch.kernels.decode.contract import resolve, without_dropout
-from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.interop.torch_func import recording, transforming
 
 _LARGE = 2**18  # elements of a cache below which aten_products.py and aten_split.py cost more than they save
 
@@ -66,7 +66,7 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
             return _fused(query, key, value, None, softmax_scale, False)
     call = resolve(query, key, value, lengths, supports=supports, **features)
     batch, keys = key.shape[:2]
-    unreadable = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    unreadable = torch.compiler.is_compiling() or transforming()
     if lengths is not None and unreadable:
         return native.over_lengths(query, key, value, lengths, call)
     call = four_dims(call)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -18,9 +20,37 @@ _autocasts = torch._C._is_any_autocast_enabled
 REFUSAL = "torch.func takes no gradient of an operator: the definition, in plain torch, is transformed instead"
 
 
+FORWARD_REFUSAL = "it has no forward-mode gradient, which an operator would drop: the definition, in plain torch, has"
+
+
 def transforming() -> bool:
-    """True inside `torch.func.grad`, `vmap` and the like, also where they stand in a function that is compiled."""
-    return torch._C._are_functorch_transforms_active()
+    """True inside `torch.func.grad`, `vmap` and the like, also where they stand in a function that is compiled, and
+    in forward mode."""
+    return (torch._C._are_functorch_transforms_active() and not _functionalizing()) or forward_mode()
+
+
+def _functionalizing() -> bool:
+    """True inside `torch.func.functionalize` alone, which takes operators and no `autograd.Function`."""
+    if is_compiling():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return all(level.key() == torch._C._functorch.TransformType.Functionalize for level in levels)
+
+
+def forward_mode() -> bool:
+    """True inside `forward_ad.dual_level`, `torch.func.jvp` and `jacfwd`, outside of graphs.
+
+    A custom operator (torch 2.13) passes on no tangent there, without a word where no gradient is recorded.
+    """
+    return not is_compiling() and forward_ad._current_level >= 0
+
+
+def without_numbers(*given: object) -> bool:
+    """True where the tensors given have no numbers to look at: in a graph of torch.compile or export, and fake ones."""
+    if is_compiling():
+        return True
+    faked = any(isinstance(one, FakeTensor) for one in given)
+    return faked or (_modes() > 0 and detect_fake_mode() is not None)
 
 
 def transforming_in_graph() -> bool:

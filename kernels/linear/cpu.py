@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.inference import ABSENT, DTYPES, other_dtype
@@ -31,8 +30,6 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         return "autocast wants another dtype"
     if transforming():
         return "torch.func's transforms are ATen's"
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        return "forward-mode gradients are ATen's"
     return _missing()
 
 

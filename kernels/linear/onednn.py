@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from easytorch.kernels.interop.torch_func import recording, transforming
 from easytorch.kernels.linear.native import check_tensors
@@ -39,8 +38,6 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         return "a traced program should need nothing but ATen where it runs"
     if not torch.backends.mkldnn.enabled:
         return "torch.backends.mkldnn.enabled is off"
-    if forward_ad._current_level >= 0:
-        return "forward-mode gradients are ATen's"
     return None
 
 

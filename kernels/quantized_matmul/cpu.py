@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import DTYPES
-from easytorch.kernels.interop.torch_func import eager, recording
+from easytorch.kernels.interop.torch_func import eager, forward_mode, recording
 from easytorch.kernels.quantized_matmul import aten, operators
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
@@ -31,7 +30,7 @@ def supports(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype | None
         return "it computes in float32, got float64"
     if x.layout != torch.strided:
         return f"it takes dense tensors, got {x.layout}"
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    if forward_mode():
         return "forward-mode gradients are ATen's"
     if isinstance(weight, QuantizedWeight) and not _aligned(weight):
         return f"it takes groups of a multiple of {STEP} columns, got {weight.group_size}"

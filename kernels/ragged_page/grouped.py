@@ -160,9 +160,9 @@ def decode(
         for gathered in (keys, values):
             gathered.flatten(0, 1).index_fill_(0, unwritten, 0.0)
         if left is not None:
-            seen &= place >= length - 1 - left
+            seen.logical_and_(place >= length - 1 - left)
         if right is not None and right < 0:
-            seen &= place <= length - 1 + right
+            seen.logical_and_(place <= length - 1 + right)
         seen = seen[:, None, None]
     if not call.plain:
         output, _ = attend(query[:, None], keys, values, call, seen=seen, keep=None, working=working_dtype(query))

@@ -135,9 +135,9 @@ def _band(block: Block, rows: int, columns: int) -> Tensor | None:
     offset = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
     seen = torch.ones_like(offset, dtype=torch.bool)
     if lower is not None:
-        seen &= offset >= lower
+        seen.logical_and_(offset >= lower)
     if upper is not None:
-        seen &= offset <= upper
+        seen.logical_and_(offset <= upper)
     return seen
 
 

@@ -284,6 +284,28 @@ def test_func_grad(sample: Sample) -> None:
     assert_equal(([], gradients), ([], run(Call(sample), sample)[1]))
 
 
+@EVERY
+@pytest.mark.parametrize("recorded", [False, True])
+def test_forward_mode(sample: Sample, recorded: bool) -> None:
+    """A custom operator drops tangents, without a word where nothing else is recorded."""
+    forward_ad, call, leaves = torch.autograd.forward_ad, Call(sample), sample.inputs()
+    directions = [x.flip(0) for x in leaves]
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, v) for x, v in zip(leaves, directions, strict=True)]
+        got = forward_ad.unpack_dual(scalar(call(*duals))).tangent
+    _, gradients = run(call, sample)
+    expected = sum((g * v).sum() for g, v in zip(gradients, directions, strict=True))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_functionalize() -> None:
+    for name, sample in SAMPLES.items():
+        leaves = sample.inputs()
+        got = torch.func.functionalize(Call(sample))(*leaves)
+        for a, b in zip(got, Call(sample)(*leaves), strict=True):
+            assert relative_rms_error(a, b) <= 1e-5, name
+
+
 @everywhere({name: sample for name, sample in SAMPLES.items() if sample.batched})
 def test_vmap(sample: Sample) -> None:
     """Over the leaves that have a batch, the others shared; and the gradient of each element by itself."""

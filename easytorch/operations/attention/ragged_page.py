@@ -13,7 +13,12 @@ from torch import Tensor
 from easytorch.kernels.attention.contract import check_softcap
 from easytorch.kernels.cpu import processor
 from easytorch.kernels.interop.arguments import check_scale
+<<<<<<< HEAD
 from easytorch.kernels.interop.torch_func import recording, transforming_in_graph
+=======
+from easytorch.kernels.interop.torch_func import recording, transforming_in_graph, without_numbers
+from easytorch.kernels.linear import preference
+>>>>>>> edccf5c (Forward mode: operators no longer drop tangents; a boolean mask counts beside large scores in training)
 from easytorch.kernels.ragged_page import cpu, grouped, native, opaque
 from easytorch.kernels.ragged_page.contract import FEATURES
 from easytorch.operations.attention.impl import AttentionFeatures, xla_refusal
@@ -165,14 +170,14 @@ class RaggedPageAttention(PagedImpl):
         num_seqs: int | Tensor | None = None,
         **features: Unpack[RaggedPageFeatures],
     ) -> AttentionOutput:
-        run = opaque.ragged_page_attention if torch.compiler.is_compiling() else native.ragged_page_attention
+        run = opaque.ragged_page_attention if without_numbers(query, context_lens) else native.ragged_page_attention
         definition = functools.partial(run, softmax_dtype=self.metadata.runtime_softmax_dtype)
         tables = (context_lens, block_tables, query_start_loc, num_seqs)
         return self.run(definition, query, key_pages, value_pages, *tables, **features)
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        if torch.compiler.is_compiling():
+        if without_numbers(*args, *kwargs.values()):
             return self.run(functools.partial(opaque.ragged_page_attention, by_groups=True), *args, **kwargs)
         return self.run(grouped.ragged_page_attention, *args, **kwargs)
 

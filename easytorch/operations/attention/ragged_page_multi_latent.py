@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.interop.torch_func import recording, without_numbers
 from easytorch.kernels.multi_latent import paged
 from easytorch.kernels.multi_latent.contract import check_widths
 from easytorch.kernels.multi_latent.paged import Pages
@@ -92,14 +92,14 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         up_value: Tensor | None = None,
         **features: Unpack[RaggedPageFeatures],
     ) -> AttentionOutput:
-        kernel = paged.in_graph if torch.compiler.is_compiling() else paged.definition
+        kernel = paged.in_graph if without_numbers(query, context_lens) else paged.definition
         definition = functools.partial(kernel, softmax_dtype=self.metadata.runtime_softmax_dtype)
         tables = (context_lens, block_tables, query_start_loc, num_seqs)
         return self.run(definition, query, query_rope, latent_pages, *tables, up_key, up_value, **features)
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:
-        kernel = paged.in_graph if torch.compiler.is_compiling() else paged.by_plans
+        kernel = paged.in_graph if without_numbers(*args, *kwargs.values()) else paged.by_plans
         return self.run(kernel, *args, **kwargs)
 
     def run(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.attention.preference import prefers_cpp as prefers_many
 from easytorch.kernels.decode.cpu import prefers as prefers_one
+from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, forward_mode
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
 from easytorch.operations.attention.cpu_order import DECODE_FIRST, DECODE_LAST
@@ -20,7 +21,7 @@ from easytorch.operations.attention.impl import AttentionImpl, named
 from easytorch.operations.attention.sdpa import SdpaAttention
 from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.dispatch.environment import untouched
-from easytorch.operations.dispatch.impl import Choice, UnsupportedOperationError
+from easytorch.operations.dispatch.impl import PLAIN_TORCH, Choice, UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -98,6 +99,8 @@ class Attention(AttentionImpl):
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         implementation: Any = choice.operation
+        if choice.backend not in PLAIN_TORCH and choice.method != "forward_cpp" and forward_mode():
+            return FORWARD_REFUSAL
         if len(args) == 3 and choice.method != "forward_cpp":  # passing the features on as keywords takes 1 us
             refusal: str | None = implementation.supports_features(choice.backend, *args, kwargs)
             return refusal

@@ -17,6 +17,7 @@ from torch import Tensor
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, stable_spec
 from easytorch.kernels.interop.arguments import check_dense, check_flag, described
+from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, forward_mode
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
@@ -26,6 +27,10 @@ from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
 logger = logging.getLogger(__name__)
+
+
+# The backends whose kernels torch differentiates in forward mode; where one is an operator, its `supports` says so.
+PLAIN_TORCH = ("native", "aten")
 
 
 class UnsupportedOperationError(ValueError, NotImplementedError):
@@ -268,6 +273,8 @@ class OperationImpl(BaseOperation):
         """None where the candidate supports the call, else the reason."""
         if choice.method == "forward_cpp":  # `prefers_cpp` has asked
             return None
+        if choice.backend not in PLAIN_TORCH and forward_mode():
+            return FORWARD_REFUSAL
         return choice.operation.supports(choice.backend, *args, **kwargs)
 
     def definition_of(self, kwargs: dict[str, Any]) -> OperationImpl:
@@ -342,7 +349,8 @@ class OperationImpl(BaseOperation):
                     f"{name}: backend {backend!r} runs on {homes}, the tensors are on {platform}; move them or force "
                     f"another"
                 )
-        refusal = self.supports(backend, *args, **kwargs)
+        refusal = FORWARD_REFUSAL if backend not in PLAIN_TORCH and forward_mode() else None
+        refusal = refusal or self.supports(backend, *args, **kwargs)
         if refusal is not None:
             raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")
         return Choice(self, method, platform, backend, "forced")
