@@ -13,12 +13,7 @@ from torch import Tensor
 from easytorch.kernels.attention.contract import check_softcap
 from easytorch.kernels.cpu import processor
 from easytorch.kernels.interop.arguments import check_scale
-<<<<<<< HEAD
-from easytorch.kernels.interop.torch_func import recording, transforming_in_graph
-=======
 from easytorch.kernels.interop.torch_func import recording, transforming_in_graph, without_numbers
-from easytorch.kernels.linear import preference
->>>>>>> edccf5c (Forward mode: operators no longer drop tangents; a boolean mask counts beside large scores in training)
 from easytorch.kernels.ragged_page import cpu, grouped, native, opaque
 from easytorch.kernels.ragged_page.contract import FEATURES
 from easytorch.operations.attention.impl import AttentionFeatures, xla_refusal
