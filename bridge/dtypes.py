@@ -37,7 +37,7 @@ NAMES_OF_CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
 _ONLY_FLAX = ("complex128", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "int4", "uint4")
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*SAFETENSORS_CODES, *_ONLY_FLAX)}
 FLOATING = frozenset(name for name in _NUMPY if "float" in name)
-_ALIASES = {
+ALIASES = {
     "fp32": "float32",
     "f32": "float32",
     "float": "float32",
@@ -60,9 +60,9 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def floating_dtype(name: str) -> str:
     """The canonical name of a floating element type given as the user writes it (`bf16`, `float32`, ...)."""
-    canonical = _ALIASES.get(name, name)
+    canonical = ALIASES.get(name, name)
     if canonical not in FLOATING:
-        accepted = ", ".join(sorted({*FLOATING, *_ALIASES}))
+        accepted = ", ".join(sorted({*FLOATING, *ALIASES}))
         raise ValueError(f"dtype {name!r} is not a floating point type; accepted: {accepted}")
     return canonical
 

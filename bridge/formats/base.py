@@ -83,3 +83,6 @@ class RoundingFormat(WritableFormat, Protocol):
 
     def storing(self, dtype: str) -> WritableFormat:
         """The format for a `--dtype`; `ValueError` listing its own for one it cannot store."""
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        """What the elements of a tensor take in the file that is written."""

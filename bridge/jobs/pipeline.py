@@ -9,6 +9,7 @@ from typing import Any
 
 from easytorch.bridge.checkpoint import Checkpoint, NamedWeights
 from easytorch.bridge.core.reader import TokenizedReader
+from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.core.version import version
 from easytorch.bridge.dtypes import floating_dtype
@@ -189,6 +190,9 @@ class Conversion:
         if self._cast is not None:
             set_config_dtype(file, self._cast)
 
+    def _written_bytes(self, info: TensorInfo) -> int:
+        return self._format.stored_bytes(info) if isinstance(self._format, RoundingFormat) else info.nbytes
+
     def report(self, src: str, dst: str, *, verified: bool, seconds: float) -> ConversionReport:
         """What was done; `src` and `dst` as the user gave them."""
         config, tensors = self._checkpoint.config, self._named.reader.tensors
@@ -201,7 +205,7 @@ class Conversion:
             target_scheme=self._target.scheme,
             architecture=None if config is None else config.architecture,
             tensors=len(tensors),
-            bytes=sum(info.nbytes for info in tensors.values()),
+            bytes=sum(map(self._written_bytes, tensors.values())),
             files=tuple(self._layout) if self._file is None else (self._destination.name,),
             kept=tuple(self._named.kept) if self._file is None else (),
             tied=tuple(self._named.tied),

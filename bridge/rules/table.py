@@ -237,7 +237,7 @@ class RuleTable:
                 "`PeftModel.merge_and_unload()` returns"
             )
         known = [pattern.like(name) for rule in (*self.weights, *self.buffers) for pattern in rule.torch]
-        return f"no rule of this family names it{nearest(name, known)}; remove it or add a rule"
+        return _unknown(nearest(name, known))
 
     def unknown_flax(self, path: str, paths: Iterable[str] = ()) -> str:
         """The error message for a Flax path without a rule. paths: all paths of the tree."""
@@ -245,7 +245,7 @@ class RuleTable:
             listed = ", ".join(sorted(trees))
             return f"stands beside or in several trees of weights, {listed}; choose one by `params_key` (--params-key)"
         known = [pattern.like(path) for rule in self.weights for pattern in rule.leaves]
-        return f"no rule of this family names it{nearest(path, known)}; remove it or add a rule"
+        return _unknown(nearest(path, known))
 
     def _knows_leaf(self, keys: list[str]) -> bool:
         return self.leaf_rule("/".join(keys)) is not None
@@ -288,6 +288,10 @@ def _row(number: int, given: Any) -> Rule:
     if not isinstance(change, str | Transform):
         raise ValueError(f"rule {number} {rule!r}: {change!r} is no layout; give the name of one, or a Transform")
     return torch_side, flax_side, change
+
+
+def _unknown(nearest_name: str) -> str:
+    return f"no rule of this family names it{nearest_name}; leave it out (`--drop`), or add a rule (`--rules`)"
 
 
 def _listed(value: Any) -> bool:

@@ -21,7 +21,7 @@ from easytorch.bridge.core.in_parts import InParts
 from easytorch.bridge.core.mapped import MappedFile, check_announced
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
-from easytorch.bridge.dtypes import FLOATING, floating_dtype
+from easytorch.bridge.dtypes import ALIASES, FLOATING
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, Source
 from easytorch.bridge.formats.gguf_files.blocks import (
@@ -151,7 +151,7 @@ class Gguf:
     file_name = "model.gguf"
 
     def __init__(self, most: str | None = None) -> None:
-        self._most = None if most is None else "Q8_0" if most == Q8_0 else _kind(floating_dtype(most))
+        self._most = None if most is None else "Q8_0" if most == Q8_0 else _kind(ALIASES.get(most, most))
         if most is not None and self._most is None:
             raise ValueError(f"{most!r}: {_ACCEPTED}")
 
@@ -179,8 +179,12 @@ class Gguf:
     def layout(self, tensors: Sequence[TensorInfo], max_shard_size: int) -> Layout:
         """The tensors in the order given."""
         require_gguf()
-        groups = split(tensors, max_shard_size, lambda info: stored_bytes(self._stored(info), info.shape))
+        groups = split(tensors, max_shard_size, self.stored_bytes)
         return dict(zip(shard_names(self.file_name, len(groups)), groups, strict=True))
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        """What a tensor takes in the file."""
+        return stored_bytes(self._stored(info), info.shape)
 
     def _stored(self, info: TensorInfo) -> str:
         """ggml's type for the tensor: the one it has in GGUF already where no dtype is asked for.

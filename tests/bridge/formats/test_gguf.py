@@ -228,10 +228,11 @@ def test_gemma_norms(saved, tmp_path):
 def test_stored_as(dtype, saved, tmp_path):
     """Matrices as asked, all else float32; the numbers are the gguf package's own."""
     model, folder = saved("llama", torch.bfloat16)
-    convert(folder, tmp_path / "out.gguf", to="gguf", dtype=dtype, verify=True)
+    report = convert(folder, tmp_path / "out.gguf", to="gguf", dtype=dtype, verify=True)
     kind = gguf.GGMLQuantizationType[(dtype or "bf16").upper()]
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert report.bytes == sum(tensor.n_bytes for tensor in reader.tensors)
     assert {tensor.tensor_type for name, tensor in tensors.items() if "norm" in name} == {gguf.GGMLQuantizationType.F32}
     assert {tensor.tensor_type for name, tensor in tensors.items() if "norm" not in name} == {kind}
     down = model.model.layers[1].mlp.down_proj.weight.detach().float().numpy()
@@ -338,6 +339,12 @@ def test_what_gguf_cannot_hold(dtype, message):
     for name, shape in (("w.weight", (2, 2)), ("output_norm.weight", (2,)), ("blk.0.attn_q.bias", (2,))):
         with pytest.raises(ValueError, match=message):
             Gguf().layout([TensorInfo(name, shape, dtype)], 1 << 30)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float64", "q4_0"])
+def test_a_dtype_that_gguf_does_not_write_is_answered_with_those_it_does(dtype):
+    with pytest.raises(ValueError, match=f"'{dtype}': .*q8_0, f32, f16 or bf16"):
+        Gguf().storing(dtype)
 
 
 def test_eight_bit_floats_become_bfloat16():
