@@ -119,6 +119,40 @@ def test_positions_are_those_of_transformers(family, make_pair) -> None:
     assert torch.equal(ours.get_vision_position_ids(*where), theirs.get_vision_position_ids(*where))
 
 
+def test_a_video_longer_than_it_is_wide(family, make_pair) -> None:
+    """Text begins behind the longer side of a frame, not behind the last one; frames at fractions are rounded down."""
+    ours, theirs = (model.model for model in models(make_pair, family))
+    between = [11] if family == "qwen3_vl" else []
+    ids = torch.tensor([[5, *[VIDEO_TOKEN, VIDEO_TOKEN, *between] * 6, 7, 8]])
+    given = {"mm_token_type_ids": (ids == VIDEO_TOKEN) * 2, "video_grid_thw": torch.tensor([[6, 2, 4]])}
+    if family == "qwen2_5_vl":
+        given["second_per_grid_ts"] = [0.9 / ours.config.vision_config.tokens_per_second]
+    for one, other in zip(*(model.get_rope_index(ids, **given) for model in (ours, theirs)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_images_of_a_later_turn_are_placed_where_they_stand(family, make_pair) -> None:
+    """What a cache holds is text, and what is kept of positions is of another prompt: not so in transformers."""
+    ours, _ = models(make_pair, family)
+    ids = torch.tensor([[5, 9, 33, *[IMAGE_TOKEN] * 4, 12]])
+    grids = torch.tensor([[1, 2, 8]])
+    with torch.no_grad():
+        ours(**images_and_videos(family))
+        cache = ours(ids[:, :3], use_cache=True).past_key_values
+    given = {"mm_token_type_ids": (ids == IMAGE_TOKEN).long(), "image_grid_thw": grids, "past_key_values": cache}
+    found = ours._prepare_position_ids_for_generation(ids, {"attention_mask": torch.ones_like(ids), **given})
+    expected, _ = ours.model.get_rope_index(ids, given["mm_token_type_ids"], image_grid_thw=grids)
+    assert torch.equal(found[1:], expected)
+
+
+def test_the_base_of_a_tower_s_positions_is_the_config_s(family, make_pair) -> None:
+    vision = FAMILIES[family].sizes["vision_config"] | {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
+    pair = models(make_pair, family, vision_config=vision)
+    inputs = images_and_videos(family)
+    with torch.no_grad():
+        assert_same(*(one.model.visual(inputs["pixel_values"], inputs["image_grid_thw"]) for one in pair))
+
+
 def test_given_positions_of_every_shape(family, make_pair) -> None:
     """Of text, of three axes, and those of the text before them, which pack sequences where they start again."""
     ours, theirs = models(make_pair, family)
@@ -168,11 +202,14 @@ def test_what_does_not_fit(family, make_pair) -> None:
     ours, _ = models(make_pair, family)
     inputs = image_text_inputs(LANGUAGE[family])
     pixels, grids, types = inputs["pixel_values"], inputs["image_grid_thw"], inputs["mm_token_type_ids"]
+    lone = torch.zeros_like(types, dtype=torch.bool)
+    lone[tuple((inputs["input_ids"] == IMAGE_TOKEN).nonzero()[0])] = True
     cases = [
         ({"image_grid_thw": None}, "images need image_grid_thw"),
         ({"pixel_values": pixels[:-1]}, r"\(71, 24\) have 71 patches; grids .* have 72"),
         ({"pixel_values": pixels[:, :-1]}, r"must be \(patches, 24\): 3 channels of 2 frames of 2 x 2 pixels"),
         ({"image_grid_thw": grids * torch.tensor([4, 1, 1]) // torch.tensor([1, 2, 2])}, "multiples of spatial_merge"),
+        ({"input_ids": inputs["input_ids"].masked_fill(lone, 9)}, "Image features and image tokens do not match"),
         ({"mm_token_type_ids": types * 2}, "more runs of video tokens than video_grid_thw"),
         ({"mm_token_type_ids": types.roll(1, 1) * types}, "each must"),
         ({"mm_encoder_outputs": {}}, "both pixel_values/pixel_values_videos and mm_encoder_outputs"),

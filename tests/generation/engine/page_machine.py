@@ -47,8 +47,12 @@ class PageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), token=st.integers(0, 1))
     def step(self, data: Any, token: int) -> None:
+        waiting, preemptions = [*self.scheduler.waiting], self.scheduler.preemptions
         works = self.scheduler.schedule()
         assert works, "requests wait, and nothing runs"
+        assert all(work.start < work.end for work in works), "a work without a token"
+        if self.scheduler.preemptions > preemptions:
+            assert not any(work.request in waiting for work in works), "a request begins with pages that another lost"
         assert sum(work.end - work.start for work in works) <= self.scheduler.max_batch_tokens
         assert len({id(work.request) for work in works}) == len(works)
         for request, start, end in works:
@@ -88,6 +92,9 @@ class PageMachine(RuleBasedStateMachine):
         assert self.pool.free == self.pool.holders.count(0)
         assert all(len(set(request.pages)) == len(request.pages) for request in self.requests)
         assert all(not request.pages for request in self.scheduler.waiting)
+        order = [int(request.request_id) for request in self.requests]
+        assert order == sorted(order), "the first to come is the first served"
+        assert len(self.scheduler.running) <= self.scheduler.max_requests
 
     def teardown(self) -> None:
         """Everything comes to its end."""

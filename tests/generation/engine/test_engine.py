@@ -168,6 +168,8 @@ def test_ends(llama):
         assert output.token_ids == free.token_ids[:cut] and output.stop_reason is None
         later = ended.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=9))[0].outputs[0]
         assert len(later.token_ids) >= 9 and token not in later.token_ids[:8]
+        wanted = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=4, logit_bias={token: 100.0})
+        assert len(ended.generate(prompt, wanted)[0].outputs[0].token_ids) == 5  # as soon as it may end, it does
     finally:
         llama.generation_config.eos_token_id = 2
 
@@ -272,6 +274,7 @@ def test_memory_that_cannot_hold_a_request_is_said_before_it_starts(llama):
         Engine(llama, max_memory=10, page_size=4)
     with pytest.raises(ValueError, match="max_model_length=65 is above the 64 positions"):
         Engine(llama, max_memory=1 << 20, max_model_length=65)
+    assert Engine(llama, page_size=5, max_requests=3).stats().num_pages == 3 * 13, "of 64 tokens each"
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match="share of the free memory"):
             Engine(llama, max_memory=wrong)
@@ -302,8 +305,12 @@ def test_other_classes_are_refused_by_name():
         Engine(easytorch.AutoModelForSeq2SeqLM.from_config(transformers.T5Config(**sizes)).eval())
 
 
-def test_positions_that_depend_on_the_longest_row_end_where_they_begin_to():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+@pytest.mark.parametrize("more", [
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+], ids=lambda more: more["rope_type"])  # fmt: skip
+def test_positions_that_depend_on_the_longest_row_end_where_they_begin_to(more):
+    rope = {"rope_theta": 1e4, "original_max_position_embeddings": 32} | more
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         max_position_embeddings=64, rope_parameters=rope,
@@ -311,7 +318,9 @@ def test_positions_that_depend_on_the_longest_row_end_where_they_begin_to():
     model = easytorch.AutoModelForCausalLM.from_config(config).eval()
     engine = Engine(model, max_memory=1 << 20)
     assert engine.max_model_length == 32
-    with pytest.raises(ValueError, match="above the 32 positions: beyond them dynamic positions depend on the longest"):
+    with pytest.raises(
+        ValueError, match=f"above the 32 positions: beyond them {rope['rope_type']} positions depend on"
+    ):
         Engine(model, max_memory=1 << 20, max_model_length=33)
 
 

@@ -1,0 +1,90 @@
+"""Parts of the engine that need no model: which pages are kept, and where a text ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from easytorch.generation.engine.pages import PagePool
+from easytorch.generation.engine.params import SamplingParams
+from easytorch.generation.engine.request import Request
+from easytorch.generation.engine.stop import StoppedText
+
+
+class Letters:
+    """A tokenizer whose token n is the nth letter."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(ord("a") + one) for one in ids)
+
+
+def test_what_begins_a_prompt_is_kept_longest():
+    pool = PagePool(4)
+    pages = pool.take(3)
+    hashes = [b"first", b"second", b"third"]
+    for page, one in zip(pages, hashes, strict=True):
+        pool.remember(page, one)
+    pool.release(pages)
+    assert pool.match(hashes) == pages
+    assert pool.take(2) == [3, pages[2]]  # the one never used, then the end of the prompt
+    assert pool.match(hashes) == pages[:2] and pool.remembered == 2
+
+
+def test_of_pages_with_equal_tokens_the_first_is_remembered():
+    pool = PagePool(3)
+    first, second = pool.take(2)
+    pool.remember(first, b"same")
+    pool.remember(second, b"same")
+    assert pool.match([b"same"]) == [first] and pool.remembered == 1
+    pool.release([second])
+    pool.take(2)  # the second of them among these
+    assert pool.match([b"same"]) == [first]
+    pool.release([first])
+    pool.take(1)
+    assert pool.match([b"same"]) == [] and pool.remembered == 0
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_text_ends_with_the_first_stop_string_and_shows_none_of_it_before(include):
+    draw = random.Random(5)
+    for _ in range(200):
+        stop = ["".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3))]
+        tokens = [draw.randrange(3) for _ in range(12)]
+        whole = Letters().decode(tokens)
+        text = StoppedText(Letters(), stop, include_stop=include, skip_special_tokens=True)
+        shown, matched, seen = [], None, ""
+        for token in tokens:
+            seen += chr(ord("a") + token)
+            matched = text.push(token, search=True)
+            shown.append(text.visible)
+            if matched is not None:
+                break
+            assert len(text.visible) >= len(seen) - (0 if include else max(map(len, stop)) - 1), "held back for nothing"
+        if matched is None:
+            matched = text.finish(search=True)
+        # the first to be complete; of those that are at once the first to begin, and of these the longest
+        ends = [end for end in range(1, 13) if any(whole[:end].endswith(one) for one in stop)]
+        expected, ended_by = whole, None
+        if ends:
+            done = whole[: ends[0]]
+            _, _, ended_by = min((done.find(one), -len(one), one) for one in stop if done.endswith(one))
+            expected = done if include else done[: len(done) - len(ended_by)]
+        assert (text.visible, matched) == (expected, ended_by)
+        assert all(expected.startswith(one) for one in shown), "what was shown is taken back"
+
+
+def test_min_tokens_and_most_tokens_count_the_last_one_too():
+    def reason(params: SamplingParams, tokens: list[int], most: int = 9) -> list[str | None]:
+        stop = params.stop_strings
+        text = StoppedText(Letters(), stop, include_stop=False, skip_special_tokens=True)
+        request = Request("0", None, 1, [0], params, 0, 1 + most, frozenset(), frozenset(), text)
+        found = []
+        for token in tokens:
+            request.append(token, None)
+            found.append(request.finish_reason)
+        return found
+
+    assert reason(SamplingParams(stop="b", min_tokens=3), [0, 0, 1]) == [None, None, "stop"]
+    assert reason(SamplingParams(stop="b", min_tokens=3), [0, 1, 0]) == [None, None, None]
+    assert reason(SamplingParams(), [0, 0, 0], most=3) == [None, None, "length"]
