@@ -83,6 +83,21 @@ def test_masks_of_both_halves(family, make_pair) -> None:
         torch.testing.assert_close(given, expected, **TOLERANCE)
 
 
+def test_new_embeddings_reach_both_halves(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family, FAMILIES[family].heads[0])
+    with torch.no_grad():
+        before = ours(IDS, decoder_input_ids=SAID)
+        for model in (ours, theirs):
+            new = copy.deepcopy(model.get_input_embeddings())
+            new.weight.mul_(-0.5)
+            model.set_input_embeddings(new)
+            assert all(half.embed_tokens is new for half in (model.get_encoder(), model.get_decoder()))
+        found, expected = (model(IDS, decoder_input_ids=SAID) for model in (ours, theirs))
+    for name in ("encoder_last_hidden_state", "last_hidden_state"):
+        torch.testing.assert_close(found[name], expected[name], **TOLERANCE)
+        assert not torch.allclose(found[name], before[name])
+
+
 def test_embeddings_and_encoder_outputs_that_are_given(family, make_pair) -> None:
     ours, theirs = models(make_pair, family, FAMILIES[family].heads[0])
     embeds = {"inputs_embeds": theirs.get_input_embeddings()(IDS).detach()}

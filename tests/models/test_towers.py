@@ -223,6 +223,19 @@ def test_dino_takes_any_size(family, make_pair) -> None:
                 assert_same(ours(image(*size)), theirs(image(*size)))
 
 
+@pytest.mark.parametrize("family", ["dinov2", "dinov3_vit"])
+def test_feature_maps_as_the_config_says(family, make_pair) -> None:
+    """Without the final norm, and as tokens."""
+    head = next(head for head in FAMILIES[family].heads if head.endswith("Backbone"))
+    for setting in ("apply_layernorm", "reshape_hidden_states"):
+        pair = models(make_pair, family, head, out_indices=[1, 2], **{setting: False})
+        with torch.no_grad():
+            maps, expected = (model(image()).feature_maps for model in pair)
+        assert len(maps) == len(expected) == 2
+        for one, other in zip(maps, expected, strict=True):
+            torch.testing.assert_close(one, other, **TOLERANCE)
+
+
 def test_dino_resizes_its_positions_in_float32(make_pair) -> None:
     """Of half precision too: they have the bits of transformers'."""
     ours, theirs = (model.bfloat16().base_model.embeddings for model in models(make_pair, "dinov2"))
