@@ -33,10 +33,13 @@ def test_layers_are_left_out_as_in_transformers(family, name, make_pair) -> None
     outputs = []
     for rate in (0.5, 1.0):
         config = FAMILIES[family].config(dropout=0.0, encoder_layerdrop=rate, decoder_layerdrop=rate)
-        for model in make_pair(name, config):
+        pair = make_pair(name, config)
+        for model in pair:
             torch.manual_seed(3)
             with torch.no_grad():
                 outputs.append([model.train()(IDS)[0] for _ in range(4)])
+        with torch.no_grad():  # and in training alone
+            torch.testing.assert_close(*(model.eval()(IDS)[0] for model in pair), **TOLERANCE)
     for given, expected in zip(outputs[0] + outputs[2], outputs[1] + outputs[3], strict=True):
         torch.testing.assert_close(given, expected, **TOLERANCE)
     assert any(not torch.equal(*pair) for pair in zip(outputs[0], outputs[2], strict=True))

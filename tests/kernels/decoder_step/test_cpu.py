@@ -160,11 +160,19 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     good = inputs(CASES[4], seed=7)
     attention, slot = good.attention, good.slot
     x, narrow = good.x, Projection(attention.query.weight[:, :-1].contiguous(), attention.query.bias)
+
+    def at(**places: int) -> Inputs:
+        """With a mask that fits: what is refused is the place."""
+        moved = slot._replace(**places)
+        mask = torch.ones(1, 1, 1, moved.end - moved.first, dtype=torch.bool)
+        return good._replace(slot=moved, features=good.features | {"mask": mask})
+
     bad: dict[str, Inputs] = {
-        "a slot beyond the cache": good._replace(slot=slot._replace(slot=20, end=21)),
-        "a slot that is not seen": good._replace(slot=slot._replace(slot=3, first=4)),
-        "no keys": good._replace(slot=slot._replace(first=20, slot=20, end=20)),
-        "a negative key": good._replace(slot=slot._replace(first=-1)),
+        "a slot beyond the cache": at(slot=20, end=21),
+        "a slot before what is seen": at(slot=3, first=4),
+        "a slot behind what is seen": at(slot=19, end=19),
+        "no keys": at(first=20, slot=20, end=20),
+        "a negative key": at(first=-1),
         "another number of rows": good._replace(slot=slot._replace(keys=slot.keys[:2], values=slot.values[:2])),
         "another dtype": good._replace(slot=slot._replace(keys=slot.keys.double())),
         "columns of the weight": good._replace(attention=attention._replace(query=narrow)),
