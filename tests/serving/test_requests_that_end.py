@@ -123,12 +123,16 @@ def test_a_full_queue_is_429_and_the_others_go_on(make_engine):
         await first.begun.wait()
         second = Client(app, BODY | {"n": 2})
         await second.task
-        assert second.status == 429
+        assert second.status == 429 and (b"retry-after", b"1") in second.sent[0]["headers"]
         error = json.loads(second.text)["error"]
         assert error["type"] == "rate_limit_error" and "2 requests are under way, 2 more" in error["message"]
         gate.open.set()
         await first.task
         assert first.text.rstrip().endswith("[DONE]")
+        for _ in range(2):  # what has ended counts no more
+            third = Client(app, BODY | {"n": 3, "max_tokens": 2})
+            await third.task
+            assert third.status == 200
 
     in_loop(app, scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
@@ -9,6 +10,9 @@ import pytest
 
 from easytorch.generation.engine import LLM, SamplingParams
 from easytorch.serving.app import create_app
+from easytorch.serving.chat import prompt_of
+from easytorch.serving.limits import Limits
+from easytorch.serving.schemas import Message
 from tests.serving.conftest import serving
 
 KEY = "a secret"
@@ -54,7 +58,7 @@ def test_chat(client, expected, tokenizer):
     assert [one.message.content for one in answer.choices] == [one.text for one in right]
     assert [one.finish_reason for one in answer.choices] == [one.finish_reason for one in right]
     assert answer.choices[0].message.role == "assistant"
-    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.prompt_tokens == len(prompt), "once, for both continuations"
     assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in right)
     parts = [{"type": "text", "text": "binds "}, {"type": "text", "text": "a name"}]
     same = client.chat.completions.create(
@@ -111,6 +115,25 @@ def test_completions(client, expected, tokenizer):
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     assert texts == {0: again.choices[0].text, 1: again.choices[0].text}
+
+
+def test_a_stream_of_completions_joins_to_the_answer(client):
+    """Two prompts with two continuations each: every choice in its place, and offsets that go on."""
+    settings = {"model": "small", "prompt": ["the class", "binds a name to"], "n": 2, "temperature": 0.8, "seed": 3}
+    settings |= {"max_tokens": 9, "logprobs": 1}
+    whole = client.completions.create(**settings)
+    assert [one.index for one in whole.choices] == [0, 1, 2, 3]
+    found = {}
+    for chunk in client.completions.create(**settings, stream=True):
+        for choice in chunk.choices:
+            text, offsets, tokens = found.setdefault(choice.index, ([], [], []))
+            text.append(choice.text)
+            offsets += choice.logprobs.text_offset
+            tokens += choice.logprobs.tokens
+    for choice in whole.choices:
+        text, offsets, tokens = found[choice.index]
+        assert ("".join(text), tokens) == (choice.text, choice.logprobs.tokens)
+        assert offsets == choice.logprobs.text_offset == [len("".join(tokens[:place])) for place in range(len(tokens))]
 
 
 def test_stop_strings_end_the_text(client):
@@ -181,6 +204,7 @@ def test_structured_outputs(client):
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000"),
         ({"stop": [""]}, "none of them empty"),
         ({"n": 0}, "n must be between 1 and 128"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens and max_completion_tokens differ; give one"),
         ({"top_logprobs": 2}, "top_logprobs are for logprobs=true"),
         ({"logprobs": True, "top_logprobs": 50}, "logprobs=50 must be at most 20"),
         ({"extra_body": {"temprature": 1}}, "unrecognized argument: temprature"),
@@ -225,6 +249,8 @@ def test_the_other_errors_have_openai_s_body(client, address):
         (b'{"model": "small", "prompt": [-1]}', 400, ""),
         (b'{"model": "small", "prompt": [99999999]}', 400, "token 99999999"),
         (b'{"model": "small", "prompt": []}', 400, "prompt is empty"),
+        (b'{"model": "small", "prompt": "x", "echo": true, "logprobs": 1}', 400, "echo with logprobs"),
+        (b'{"model": "small", "prompt": "x", "n": 2, "best_of": 3}', 400, "best_of"),
         (b'{"model": "small", "prompt": ["x", ""]}', 400, "the prompt has no tokens"),
         (b" " * 20_001, 413, "larger than the 20000 bytes"),
     ):
@@ -239,9 +265,41 @@ def test_the_other_errors_have_openai_s_body(client, address):
 
 def test_health_and_metrics(client, address):
     assert client._client.get(f"{address}/health").json() == {"status": "ok"}, "without a key"
+    assert client._client.get(f"{address}/metrics").status_code == 401
     client.completions.create(model="small", prompt="the", max_tokens=3)
+    client._client.get(f"{address}/made-up", headers={"Authorization": f"Bearer {KEY}"})
     lines = client._client.get(f"{address}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert int(values["easytorch_generated_tokens_total"]) > 0
     assert values["easytorch_pages_free"] == values["easytorch_pages"] and values["easytorch_requests_running"] == "0"
     assert int(values['easytorch_http_requests_total{path="/v1/completions",status="200"}']) > 0
+    assert "made-up" not in "".join(values), "nobody can add names"
+    assert int(values['easytorch_http_requests_total{path="other",status="404"}']) > 0
+
+
+def test_a_conversation_has_the_special_tokens_of_its_template_alone():
+    class Tokenizer:
+        chat_template = "given"
+
+        def apply_chat_template(self, conversation, tokenize, add_generation_prompt):
+            return f"<s>{conversation[0]['content']}"
+
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [1] * add_special_tokens + [len(text)]}
+
+    assert prompt_of(Tokenizer(), [Message(role="user", content="hello")], None) == [8]
+
+
+@pytest.mark.parametrize("length", [b"x", b"-5", b"20001"])
+def test_a_length_that_is_none_is_refused_unread(length):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def reached(*_):
+        raise AssertionError("the application was reached")
+
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"content-length", length)]}
+    asyncio.run(Limits(reached, api_key=None, max_body=20_000)(scope, None, send))
+    assert sent[0]["status"] == 413
