@@ -42,6 +42,7 @@ def test_axes_are_read_in_the_order_of_a_mesh() -> None:
     ("axes", "message"),
     [
         ("tp=3", "the mesh tp=3 needs 3 devices, and there are 8"),
+        ("tp=2", "the mesh tp=2 needs 2 devices, and there are 8"),
         ("dp=-1,tp=3", "needs a multiple of 3 devices, and there are 8"),
         ("dp=-1,tp=-1", "only one axis can have the devices that are left, -1, not dp and tp"),
         ("data=8", "no axis 'data'; the axes are dp, fsdp, pp, ep, tp, sp"),
@@ -130,6 +131,10 @@ def test_the_plans_of_a_model_are_its_declaration() -> None:
     assert {name for name, one in declared.items() if one.parts == 2} == {
         f"model.layers.{index}.mlp.experts.gate_up_proj" for index in range(2)
     }
+    biases = declared_sharding(model_of("starcoder2"))
+    attention = "model.layers.0.self_attn."
+    # each rank has a part of the rows' sums, and the bias is added once
+    assert [biases[f"{attention}{name}_proj.bias"].spec for name in "qo"] == [("tp",), (None,)]
     assert {one.spec for one in declared_sharding(model_of("gpt2")).values()} <= {(None,), (None, None)}
 
 

@@ -16,6 +16,7 @@ import easytorch
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.decoder_step import cpu
 from easytorch.layers import attention
+from easytorch.layers.cache_slots import slot_of
 from tests.models.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
@@ -150,6 +151,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "rows repeated": lambda cache: cache.batch_repeat_interleave(2) or cache,
     "rows selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 2])) or cache,
     "reset": lambda cache: cache.reset() or cache,
+    "other keys": lambda cache: _scaled(cache, "keys"),
+    "other values": lambda cache: _scaled(cache, "values"),
 }
 
 
@@ -157,6 +160,12 @@ def _shallow(cache: Any) -> Any:
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
+
+
+def _scaled(cache: Any, name: str) -> Any:
+    for layer in cache.layers:
+        setattr(layer, name, getattr(layer, name) * 1.5)
+    return cache
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -191,6 +200,15 @@ def test_a_cache_grows_past_its_memory_and_by_a_share() -> None:
     keys = cache.layers[0].keys
     assert keys.shape[2] == cache.get_seq_length() == 9 + 149
     assert keys.untyped_storage().nbytes() <= 2 * keys.numel() * keys.element_size()
+
+
+def test_a_layer_that_moves_between_devices_is_filled_by_its_cache() -> None:
+    one = model()
+    cache = DynamicCache(config=one.config)
+    logits_of(one, cache)
+    assert slot_of(cache, 0, 3, torch.float32) is not None
+    cache.offloading = True
+    assert slot_of(cache, 0, 3, torch.float32) is None
 
 
 def test_caches_with_limits_refuse_as_before() -> None:
