@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from easytorch.kernels.causal_conv1d import native
+from easytorch.kernels.causal_conv1d import cpu, native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -17,7 +17,7 @@ class CausalConv1d(StateSpaceImpl):
     """`causal_conv1d(x, weight, bias=None, initial_state=None, activation=None, segment_ids=None)`: x (B, T, C),
     weight (C, W) -> outputs (B, T, C), final_state (B, C, W-1)."""
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -29,6 +29,8 @@ class CausalConv1d(StateSpaceImpl):
         return (x, weight), {"activation": "silu"}
 
     def supports(self, backend: str, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str | None:
+        if backend == "cpu":
+            return cpu.supports(self.cast(x), weight, *args, **kwargs)
         if backend != "triton":
             return None
         from easytorch.kernels.causal_conv1d import triton_op

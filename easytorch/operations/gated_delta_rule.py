@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from easytorch.kernels.gated_delta_rule import native
+from easytorch.kernels.gated_delta_rule import cpu, native
 from easytorch.kernels.interop.arguments import check_scale
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
@@ -23,7 +23,7 @@ class GatedDeltaRule(StateSpaceImpl):
     settings: ClassVar[tuple[str, ...]] = ("softmax_scale",)
     casts = ("query", "key", "value")
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -40,6 +40,8 @@ class GatedDeltaRule(StateSpaceImpl):
     ) -> str | None:
         if backend == "xla" and (self.metadata.runtime_dtype or value.dtype) == torch.float64:
             return "TPUs and jax, as torch_xla calls it, have no float64"
+        if backend == "cpu":
+            return cpu.supports(query, key, self.cast(value), *args, **kwargs)
         if backend != "triton":
             return None
         from easytorch.kernels.gated_delta_rule import triton_op

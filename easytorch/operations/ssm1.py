@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, REFUSAL, forward_mode, transforming_in_graph
-from easytorch.kernels.ssm1 import native
+from easytorch.kernels.ssm1 import cpu, native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -18,7 +18,7 @@ class SSM1(StateSpaceImpl):
     """`ssm1(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, initial_state=None, segment_ids=None)`:
     x (B, T, C), state (B, C, N) -> outputs (B, T, C), final_state (B, C, N)."""
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -37,6 +37,8 @@ class SSM1(StateSpaceImpl):
             return REFUSAL
         if backend == "aten" and forward_mode():
             return FORWARD_REFUSAL
+        if backend == "cpu":
+            return cpu.supports(self.cast(x), dt, A, *args, **kwargs)
         if backend != "triton":
             return None
         from easytorch.kernels.ssm1 import triton_op

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from easytorch.kernels.ssm2 import native
+from easytorch.kernels.ssm2 import cpu, native
 from easytorch.operations.dispatch.registry import OperationRegistry
 from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 
@@ -17,7 +17,7 @@ class SSM2(StateSpaceImpl):
     """`ssm2(x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0, inf), initial_state=None,
     segment_ids=None)`: x (B, T, H, P), state (B, H, P, N) -> outputs (B, T, H, P), final_state (B, H, P, N)."""
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton", "tpu": "xla"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "xla"}
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -34,6 +34,8 @@ class SSM2(StateSpaceImpl):
     ) -> str | None:
         if backend == "xla" and (self.metadata.runtime_dtype or x.dtype) == torch.float64:
             return "TPUs and jax, as torch_xla calls it, have no float64"
+        if backend == "cpu":
+            return cpu.supports(self.cast(x), dt, A, B, C, *args, **kwargs)
         if backend != "triton":
             return None
         from easytorch.kernels.ssm2 import triton_op

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from easytorch.kernels.cpu.recurrences import prefers
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.output import OperationOutput
 
@@ -32,6 +34,14 @@ class StateSpaceImpl(OperationImpl):
     """An operation whose paths are functions (tokens, ...) -> (outputs, final_state) of one signature."""
 
     casts: ClassVar[tuple[str, ...]] = ("x", "z")  # the arguments `metadata.runtime_dtype` applies to
+
+    cpp_reason = "inference: the state stays in the caches"
+
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.metadata.runtime_dtype is not None:
+            return False
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return prefers(tensors) and self.supports("cpu", *args, **kwargs) is None
 
     def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> StateSpaceOutput:
         if self.metadata.runtime_dtype is not None:

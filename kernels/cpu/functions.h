@@ -37,4 +37,36 @@ inline Floats hyperbolic_tangent(Floats x) {
   return where_less(size, broadcast(0.25f), near, where_less(x, zeros(), multiply(far, broadcast(-1.0f)), far));
 }
 
+// x * sigmoid(z). `exponential` goes up to 88; below -88 the sigmoid is subnormal: 0 here, which gives NaN for an x of
+// -infinity as in the definition.
+inline Floats times_sigmoid(Floats x, Floats z) {
+  const Floats power = exponential(minimum(broadcast(88.0f), multiply(z, broadcast(-1.0f))));
+  return where_less(z, broadcast(-88.0f), multiply(x, zeros()), divide(x, add(broadcast(1.0f), power)));
+}
+
+inline Floats silu(Floats x) { return times_sigmoid(x, x); }
+
+// log(1 + u) for u of 0 to 1: 2 artanh(s) with s = u / (2 + u), which is at most 1/3.
+inline Floats log1p_of_unit(Floats u) {
+  const Floats s = divide(u, add(u, broadcast(2.0f))), square = multiply(s, s);
+  Floats y = broadcast(2.0f / 15.0f);
+  y = multiply_add(y, square, broadcast(2.0f / 13.0f));
+  y = multiply_add(y, square, broadcast(2.0f / 11.0f));
+  y = multiply_add(y, square, broadcast(2.0f / 9.0f));
+  y = multiply_add(y, square, broadcast(2.0f / 7.0f));
+  y = multiply_add(y, square, broadcast(2.0f / 5.0f));
+  y = multiply_add(y, square, broadcast(2.0f / 3.0f));
+  y = multiply_add(y, square, broadcast(2.0f));
+  return multiply(y, s);
+}
+
+// log(1 + exp(x)), which is max(x, 0) + log(1 + exp(-|x|)).
+inline Floats softplus(Floats x) {
+  const Floats minus = multiply(x, broadcast(-1.0f)), size = where_less(x, zeros(), x, minus);
+  return add(maximum(zeros(), x), log1p_of_unit(exponential(size)));
+}
+
+// exp(x) for any x: infinity from 88.8 on.
+inline Floats exponential_of_any(Floats x) { return exponential(minimum(broadcast(88.8f), x)); }
+
 }  // namespace

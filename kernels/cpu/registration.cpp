@@ -4,8 +4,10 @@
 
 namespace easytorch {
 
+void register_causal_conv1d(Library& library);
 void register_decode(Library& library);
 void register_flash(Library& library);
+void register_gated_delta_rule(Library& library);
 void register_glu(Library& library);
 void register_decoder_step(Library& library);
 void register_linear(Library& library);
@@ -13,13 +15,17 @@ void register_quantized_matmul(Library& library);
 void register_ragged_page(Library& library);
 void register_rms_norm(Library& library);
 void register_rotary(Library& library);
+void register_ssm1(Library& library);
+void register_ssm2(Library& library);
 
 namespace {
 
 struct Registration {
   Registration() {
+    register_causal_conv1d(library);
     register_decode(library);
     register_flash(library);
+    register_gated_delta_rule(library);
     register_glu(library);
     register_decoder_step(library);
     register_linear(library);
@@ -27,6 +33,8 @@ struct Registration {
     register_ragged_page(library);
     register_rms_norm(library);
     register_rotary(library);
+    register_ssm1(library);
+    register_ssm2(library);
   }
   Library library;
 };

@@ -5,15 +5,6 @@
 
 namespace {
 
-// x * sigmoid(z). `exponential` goes up to 88; below -88 the sigmoid is subnormal: 0 here, which gives NaN for an x of
-// -infinity as in the definition.
-inline Floats times_sigmoid(Floats x, Floats z) {
-  const Floats power = exponential(minimum(broadcast(88.0f), multiply(z, broadcast(-1.0f))));
-  return where_less(z, broadcast(-88.0f), multiply(x, zeros()), divide(x, add(broadcast(1.0f), power)));
-}
-
-inline Floats silu(Floats x) { return times_sigmoid(x, x); }
-
 // x * Phi(x) = x * erfc(-z) / 2 with z = x / sqrt(2). The polynomial is that of Numerical Recipes (erfcc), whose
 // relative error is below 1.2e-7 in the tails too, where 1 + erf(z) cancels; its constant term has the logarithm of 1/2.
 inline Floats gelu(Floats x) {

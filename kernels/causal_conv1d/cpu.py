@@ -1,0 +1,53 @@
+"""Causal convolution by the operator in C++ (cpu*.cpp here): taps and activation in one pass. Inference only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.causal_conv1d.native import check_arguments
+from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import side_by_side
+from easytorch.kernels.cpu.recurrences import document_ids, refusal_of_sequences, state_of, vector_of
+
+
+def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
+             activation: str | None = None, segment_ids: Tensor | None = None) -> str | None:  # fmt: skip
+    """None when `causal_conv1d` takes this call, else the reason. The first call may build the library."""
+    return refusal_of_sequences((x, weight, bias, initial_state), segment_ids, (x, weight))
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    activation: str | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `native.causal_conv1d` defines, with its shapes, dtypes and errors.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one.
+    """
+    check_arguments(x, weight, bias, initial_state, activation, segment_ids)
+    given = (x, weight, bias, initial_state, activation, segment_ids)
+    if (reason := supports(*given)) is not None:
+        raise NotImplementedError(f"causal_conv1d: {reason}")
+    return run(*given, library.BEST)
+
+
+def run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, activation: str | None,
+    segment_ids: Tensor | None, level: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`causal_conv1d` without its checks."""
+    outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.causal_conv1d.default(
+        side_by_side(x),
+        weight,
+        vector_of(bias),
+        state_of(initial_state),
+        document_ids(segment_ids),
+        activation is not None,
+        level,
+    )
+    return outputs

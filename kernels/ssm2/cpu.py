@@ -1,0 +1,69 @@
+"""The scan of Mamba-2 by the operator in C++ (cpu*.cpp here): chunks as products that stay in the caches, and one pass
+over the state for a single token. Inference only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import side_by_side
+from easytorch.kernels.cpu.recurrences import document_ids, numbers_of, refusal_of_sequences, state_of, vector_of
+from easytorch.kernels.ssm2.native import NO_LIMIT, check_arguments
+
+
+def supports(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+             dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = NO_LIMIT,
+             initial_state: Tensor | None = None, segment_ids: Tensor | None = None) -> str | None:  # fmt: skip
+    """None when `ssm2` takes this call, else the reason. The first call may build the library."""
+    return refusal_of_sequences((x, dt, A, B, C, D, z, dt_bias, initial_state), segment_ids, (x, B))
+
+
+def ssm2(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    initial_state: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `native.ssm2` defines, with its shapes, dtypes and errors.
+
+    Raises `NotImplementedError` with the reason where `supports` gives one.
+    """
+    check_arguments(x, dt, A, B, C, D, z, dt_bias, dt_limit, initial_state, segment_ids)
+    given = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, segment_ids)
+    if (reason := supports(*given)) is not None:
+        raise NotImplementedError(f"ssm2: {reason}")
+    return run(*given, library.BEST)
+
+
+def run(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float], initial_state: Tensor | None, segment_ids: Tensor | None,
+    level: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ssm2` without its checks."""
+    outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.ssm2.default(
+        side_by_side(x),
+        side_by_side(dt),
+        A.to(torch.float32).contiguous(),
+        side_by_side(B),
+        side_by_side(C),
+        vector_of(D),
+        numbers_of(z),
+        vector_of(dt_bias),
+        state_of(initial_state),
+        document_ids(segment_ids),
+        dt_softplus,
+        float(dt_limit[0]),
+        float(dt_limit[1]),
+        level,
+    )
+    return outputs
