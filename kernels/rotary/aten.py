@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.interop.torch_func import eager
+from easytorch.kernels.interop.torch_func import eager, forward_mode
 from easytorch.kernels.rotary import native
 
 # Below this many elements of the query the definition's gradient is faster: each of our two backward calls costs 50 us
@@ -35,7 +35,8 @@ def rotary(
     """The definition's result up to rounding, with fewer roundings. Differentiable in query and key, any number of
     times."""
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    if torch.compiler.is_compiling() or (learning and query.numel() < FEW_TO_LEARN):  # torch.compile fuses it
+    # torch.compile fuses it; in forward mode halves of a result may not be written to
+    if torch.compiler.is_compiling() or forward_mode() or (learning and query.numel() < FEW_TO_LEARN):
         return native.rotary(
             query, key, cos, sin, interleaved=interleaved, position_ids=position_ids, offset=offset
         )  # fmt: skip

@@ -195,3 +195,16 @@ def test_xla_refuses_float64_wherever_it_is(wide: int) -> None:
     assert torch_xla_op.supports(*tensors) is None
     tensors[wide] = tensors[wide].double()
     assert "float64" in (torch_xla_op.supports(*tensors) or "")
+
+
+def test_forward_mode_of_what_was_computed() -> None:
+    """Halves of a result are views that forward mode lets nobody write to."""
+    rotary = OperationRegistry.create("rotary")
+    x, angles = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 4).repeat(1, 1, 2)
+    weight = torch.nn.Parameter(torch.ones(()))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return rotary(x * weight, x * weight, angles.cos(), angles.sin())[0]
+
+    output, tangent = torch.func.jvp(turned, (x,), (2 * x,))
+    torch.testing.assert_close(tangent, 2 * output)
