@@ -17,6 +17,7 @@ import pytest
 from easytorch.generation.engine import SamplingParams
 from easytorch.serving.app import create_app
 from easytorch.serving.errors import APIError
+from easytorch.serving.events import EventStream
 from tests.serving.conftest import serving
 
 BODY = {"model": "small", "prompt": "the class", "temperature": 0, "max_tokens": 20, "ignore_eos": True}
@@ -135,6 +136,32 @@ def test_a_full_queue_is_429_and_the_others_go_on(make_engine):
             assert third.status == 200
 
     in_loop(app, scenario)
+
+
+def test_the_events_of_a_client_that_went_are_closed_at_once():
+    closed, sending = [], asyncio.Event()
+
+    async def data():
+        try:
+            yield "a token"
+        finally:
+            closed.append(True)
+
+    async def receive():
+        await sending.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            sending.set()
+            await asyncio.Event().wait()  # a client that reads nothing
+
+    async def run():
+        events = data()  # held here: the garbage collector does not close it
+        await EventStream(events)({"type": "http"}, receive, send)
+        assert closed
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -20,6 +20,7 @@ from easytorch.bridge.formats.gguf_files import blocks
 from easytorch.bridge.formats.gguf_files.blocks import PLAIN, CastOverflow, can_unpack, packed, unpack
 from easytorch.bridge.formats.gguf_files.config import OWN_CONFIG, llama3_factors
 from easytorch.bridge.formats.gguf_files.file import Gguf, GgufReader
+from easytorch.bridge.formats.gguf_files.sentencepiece_model import UNIGRAM, read_vocabulary
 from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
 from easytorch.bridge.formats.gguf_files.walk import Header
 
@@ -341,6 +342,24 @@ def test_what_gguf_cannot_hold(dtype, message):
             Gguf().layout([TensorInfo(name, shape, dtype)], 1 << 30)
 
 
+def test_a_name_that_ggml_would_cut_is_refused():
+    """It has 64 bytes for a name, the last of them a zero."""
+    for length in (63, 64):
+        info = TensorInfo("\u00e9" + "x" * (length - 9) + ".weight", (2, 2), "float32")
+        assert len(info.name.encode()) == length
+        if length == 63:
+            Gguf().layout([info], 1 << 30)
+        else:
+            with pytest.raises(CheckpointError, match="more than ggml's names"):
+                Gguf().layout([info], 1 << 30)
+
+
+def test_a_projector_beside_a_model_is_not_it(tmp_path):
+    for name in ("llava.gguf", "mmproj-llava.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    assert Gguf().detect(tmp_path) == tmp_path / "llava.gguf"
+
+
 @pytest.mark.parametrize("dtype", ["int4", "float64", "q4_0"])
 def test_a_dtype_that_gguf_does_not_write_is_answered_with_those_it_does(dtype):
     with pytest.raises(ValueError, match=f"'{dtype}': .*q8_0, f32, f16 or bf16"):
@@ -573,6 +592,14 @@ def piece(text_: str, score: float, kind: int = 1) -> bytes:
     return b"\x0a" + bytes([len(body)]) + body
 
 
+def test_what_a_sentencepiece_model_does_not_say_is_its_default(tmp_path):
+    """A space before the text, and runs of spaces as one."""
+    for normalizer, said in ((b"", True), (b"\x1a\x05\x0a\x03nmt", True), (b"\x1a\x04\x18\x00\x20\x00", False)):
+        (tmp_path / "tokenizer.model").write_bytes(piece("a", -0.5) + normalizer)
+        found = read_vocabulary(tmp_path / "tokenizer.model")
+        assert (found.dummy_prefix, found.remove_spaces, found.model_type) == (said, said, UNIGRAM)
+
+
 def test_a_sentencepiece_tokenizer(saved, tmp_path):
     _, folder = saved("gemma")
     trainer = b"\x12\x02\x18\x02"  # BPE
@@ -597,7 +624,7 @@ def test_an_architecture_llama_cpp_has_not(tiny_torch, tmp_path):
     (tiny_torch / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))
     with pytest.raises(CheckpointError, match="vit"):
         convert(tiny_torch, tmp_path / "out.gguf", to="gguf")
-    with pytest.raises(ValueError, match="accepted"):
+    with pytest.raises(ValueError, match="q8_0, f32, f16 or bf16"):
         convert(tiny_torch, tmp_path / "out.gguf", to="gguf", dtype="q4_k_m")
 
 

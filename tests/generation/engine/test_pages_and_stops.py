@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.request import Request
+from easytorch.generation.engine.sampler import _adjust
 from easytorch.generation.engine.stop import StoppedText
 
 
@@ -72,6 +74,14 @@ def test_a_text_ends_with_the_first_stop_string_and_shows_none_of_it_before(incl
             expected = done if include else done[: len(done) - len(ended_by)]
         assert (text.visible, matched) == (expected, ended_by)
         assert all(expected.startswith(one) for one in shown), "what was shown is taken back"
+
+
+def test_penalties_count_a_token_once_and_each_time():
+    given = {"presence_penalty": 1.5, "frequency_penalty": 0.25, "logit_bias": {1: 2.0, 4: -3.0}}
+    none = frozenset()
+    request = Request("0", None, 2, [6, 5, 5, 7, 5], SamplingParams(**given), 0, 9, none, none, None)
+    expected = torch.tensor([0.0, 2.0, 0.0, 0.0, -3.0, -1.5 - 2 * 0.25, 0.0, -1.5 - 0.25])
+    assert torch.equal(_adjust(torch.zeros(8), request), expected)
 
 
 def test_min_tokens_and_most_tokens_count_the_last_one_too():
