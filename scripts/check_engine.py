@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import sys
 from pathlib import Path
 
@@ -20,17 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from easytorch.generation.engine import Engine
 from easytorch.generation.engine.carried import refusal
 from tests.generation.engine.page_machine import PageMachine
 from tests.generation.engine.traffic import (
-    PAGE_SIZE,
     arrivals,
     difference,
     families,
-    memory_for_a_third,
     model_of,
     run,
+    small_engine,
 )
 
 _STEPS = 50
@@ -43,16 +42,15 @@ def check_family(family: str, count: int, number: int) -> list[str]:
         print(f"{family:20} refused: {reason}")
         return []
     requests = arrivals(count, number)
-    memory = memory_for_a_third(model, requests, at_once=16)
-    how = {"page_size": PAGE_SIZE, "max_batch_tokens": 64, "max_requests": 16}
-    engine = Engine(model, max_memory=memory, **how)
+    made = functools.partial(small_engine, model, requests, at_once=16, max_batch_tokens=64)
+    engine = made()
     run(engine, requests)
     wrong = [found for one in requests if (found := difference(model, one)) is not None]
     sampled = arrivals(max(1, count // 8), number + 1, aborts=False, temperature=1.0, top_p=0.95, seed=number)
     alone = copy.deepcopy(sampled)
-    run(Engine(model, max_memory=memory, **how), sampled)
+    run(made(), sampled)
     for one, same in zip(sampled, alone, strict=True):
-        run(Engine(model, max_memory=memory, **how), [same])
+        run(made(), [same])
         if one.found != same.found:
             wrong.append(f"sampled {one.found}, and alone {same.found}, after {one.prompt}")
     stats = engine.stats()

@@ -5,6 +5,7 @@ transformer.py  `TransformerCache`: dynamic, static and quantized, sliding windo
 quantized.py    keys and values in few bits
 ragged_pages.py `RaggedPagesCache`: pages of a pool, shared by sequences that begin alike
 ragged_step.py  `RaggedStep`: one call for tokens of many sequences, whose keys and values lie in such pages
+state_slots.py  `StateSlots`: states of recurrent layers, one slot a sequence
 page_table.py   which pages hold which tokens
 memory.py       how much memory is free
 
@@ -14,6 +15,15 @@ The caches are transformers' `Cache`, so that they are taken as `past_key_values
 from easytorch.cache.metadata import TransformerMetadata
 from easytorch.cache.ragged_pages import RaggedPagesCache, RaggedPagesMetadata
 from easytorch.cache.ragged_step import Chunk, RaggedStep
+from easytorch.cache.state_slots import StateSlots
 from easytorch.cache.transformer import TransformerCache
 
-__all__ = ["Chunk", "RaggedPagesCache", "RaggedPagesMetadata", "RaggedStep", "TransformerCache", "TransformerMetadata"]
+__all__ = [
+    "Chunk",
+    "RaggedPagesCache",
+    "RaggedPagesMetadata",
+    "RaggedStep",
+    "StateSlots",
+    "TransformerCache",
+    "TransformerMetadata",
+]

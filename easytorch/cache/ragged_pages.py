@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,12 @@ _LAYERS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedPagesMetadata:
-    """The pages of a pool: `num_pages` of `page_size` tokens, each with the keys and values of all layers."""
+    """The pages of a pool: `num_pages` of `page_size` tokens, each with the keys and values of all layers.
 
-    num_hidden_layers: int
+    layers: which of the model's layers these are.
+    """
+
+    layers: tuple[int, ...]
     num_kv_heads: int
     k_headdim: int
     v_headdim: int
@@ -49,6 +53,8 @@ class RaggedPagesMetadata:
         hbm_utilization: float,
         page_size: int,
         max_model_length: int,
+        layers: Sequence[int] | None = None,
+        latents: bool = False,
     ) -> RaggedPagesMetadata:
         """As many pages as the memory that is really free takes:
 
@@ -57,6 +63,9 @@ class RaggedPagesMetadata:
 
         so that (1 - hbm_utilization) of the device stays free. Of a CPU, free is what the system can give without
         swapping, within the container's limit. `ValueError` where one row of `max_model_length` does not fit.
+        layers: those that keep keys and values, where the others keep what is no concern of the pages; without it the
+        model's layers all have to. latents: of DeepSeek's attention, in place of keys and values, the latents and the
+        rotated keys that all heads share.
         """
         positive(page_size=page_size, max_model_length=max_model_length)
         if isinstance(hbm_utilization, bool) or not isinstance(hbm_utilization, int | float):
@@ -64,15 +73,19 @@ class RaggedPagesMetadata:
         if not 0 < hbm_utilization <= 1:
             raise ValueError(f"hbm_utilization={hbm_utilization!r} must be above 0 and at most 1")
         settings: Any = config.get_text_config(decoder=True)
-        types = get_layer_types_and_kwargs(settings)[0]
-        if others := sorted(set(types) - set(_LAYERS)):
-            raise ValueError(f"pages hold keys and values; {settings.model_type} has layers of {', '.join(others)}")
+        if layers is None:
+            types = get_layer_types_and_kwargs(settings)[0]
+            if others := sorted(set(types) - set(_LAYERS)):
+                raise ValueError(f"pages hold keys and values; {settings.model_type} has layers of {', '.join(others)}")
+            layers = range(len(types))
         if settings.is_heterogeneous and len({sizes_of(of_layer) for of_layer in settings.per_layer_config}) > 1:
             raise ValueError(f"pages are of one size; {settings.model_type} has layers whose heads differ")
         heads, key_dim, value_dim = sizes_of(settings)
-        if getattr(settings, "kv_lora_rank", None) is not None or not heads:
+        if getattr(settings, "kv_lora_rank", None) is not None and latents:
+            heads, key_dim, value_dim = 1, settings.kv_lora_rank, settings.qk_rope_head_dim
+        elif getattr(settings, "kv_lora_rank", None) is not None or not heads:
             raise ValueError(f"pages hold keys and values of attention; {settings.model_type} caches something else")
-        page = len(types) * page_size * heads * (key_dim + value_dim) * dtype.itemsize
+        page = len(layers) * page_size * heads * (key_dim + value_dim) * dtype.itemsize
         free, total = free_and_total(device)
         pages = math.floor((free - (1 - hbm_utilization) * total) / page)
         needed = -(-max_model_length // page_size)
@@ -82,7 +95,7 @@ class RaggedPagesMetadata:
                 f"{device} {free} are free, of which hbm_utilization={hbm_utilization} leaves {max(pages, 0)} pages"
             )
         return cls(
-            num_hidden_layers=len(types),
+            layers=tuple(layers),
             num_kv_heads=heads,
             k_headdim=key_dim,
             v_headdim=value_dim,
@@ -96,7 +109,11 @@ class RaggedPagesMetadata:
     @property
     def page_bytes(self) -> int:
         widths = self.num_kv_heads * (self.k_headdim + self.v_headdim)
-        return self.num_hidden_layers * self.page_size * widths * self.dtype.itemsize
+        return len(self.layers) * self.page_size * widths * self.dtype.itemsize
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def max_num_pages_per_req(self) -> int:
@@ -120,7 +137,8 @@ class RaggedPagesCache(Cache):
         self.metadata, self.device = metadata, torch.device(device)
         self.table = PageTable(metadata.num_pages, metadata.page_size)
         self._tables: Tensor | None = None
-        layers: list[Any] = [_Layer(self, index) for index in range(metadata.num_hidden_layers)]
+        self._places = {index: place for place, index in enumerate(metadata.layers)}
+        layers: list[Any] = [_Layer(self, index) for index in metadata.layers]
         super().__init__(layers=layers)
 
     @property
@@ -171,7 +189,7 @@ class RaggedPagesCache(Cache):
         size = self.metadata.page_size
         if any(len(row) * size < end or self.table.holders[row[start // size]] > 1 for row in self.table.rows):
             for source, target in self.table.reserve(start, end):
-                for index in range(len(self.layers)):
+                for index in self.metadata.layers:
                     layer = self._of(index)
                     layer.key_pages[target], layer.value_pages[target] = (
                         layer.key_pages[source],
@@ -193,7 +211,7 @@ class RaggedPagesCache(Cache):
         """Removes the last `-tokens_to_remove` tokens. A positive number, once the length to keep, is refused."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give how many tokens to remove as a negative number")
-        self._cut(max(0, self._of(0).length + tokens_to_remove))
+        self._cut(max(0, self._of(self.metadata.layers[0]).length + tokens_to_remove))
 
     def reset(self) -> None:
         self._cut(0)
@@ -202,7 +220,7 @@ class RaggedPagesCache(Cache):
     def _cut(self, length: int) -> None:
         self.table.truncate(length)
         self._tables = None
-        for index in range(len(self.layers)):
+        for index in self.metadata.layers:
             self._of(index).length = length
 
     def _select(self, rows: list[int]) -> None:
@@ -210,7 +228,7 @@ class RaggedPagesCache(Cache):
         self._tables = None
 
     def _of(self, layer_idx: int) -> _Layer:
-        layer = self.layers[layer_idx]
+        layer = self.layers[self._places[layer_idx]]
         assert isinstance(layer, _Layer)
         return layer
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from easytorch.cache.ragged_pages import RaggedPagesCache
+from easytorch.cache.state_slots import SequenceStates, StateSlots
 from easytorch.kernels.ragged_page.write import write_pages
 from easytorch.operations import OperationRegistry
 
 _ATTENTION = OperationRegistry.create("ragged_page_attention")
+_LATENT_ATTENTION = OperationRegistry.create("ragged_page_multi_latent_attention")
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, end) of a sequence. pages: those of the pool that hold its tokens [0, end), in order."""
+    """Tokens [start, end) of a sequence. pages: those of the pool that hold its tokens [0, end), in order. slot: of its
+    recurrent states."""
 
     pages: Sequence[int]
     start: int
     end: int
+    slot: int = 0
 
 
 class RaggedStep:
@@ -29,15 +33,17 @@ class RaggedStep:
     Each layer's keys and values are written to the pages first, those of all chunks, and then attended to. So a
     sequence may have pages that another one of the same call fills: both begin with the same tokens.
     positions (1, N): the tokens' places in their sequences. slots (N,): their places in the pool.
+    states: of recurrent layers, where the model has some.
     """
 
-    def __init__(self, cache: RaggedPagesCache, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, cache: RaggedPagesCache, chunks: Sequence[Chunk], states: StateSlots | None = None) -> None:
         self._cache = cache
+        self._parts = [] if states is None else _parts(states, chunks, cache.device)
         device, size = cache.device, cache.metadata.page_size
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
-        for pages, start, end in chunks:
+        for pages, start, end, _ in chunks:
             places = range(start, end)
             positions += places
             slots += [pages[place // size] * size + place % size for place in places]
@@ -60,3 +66,62 @@ class RaggedStep:
         )  # fmt: skip
         attended: Tensor = output.attention_outputs[None]
         return attended
+
+    def attend_latents(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Tensor,
+        up_value: Tensor,
+        layer_idx: int,
+        **features: Any,
+    ) -> Tensor:
+        """Writes latent (1, 1, N, L) and key_rope (1, 1, N, R) and attends to the pages: query (1, N, H, Dn) and
+        query_rope (1, N, H, R) -> (1, N, H, Dv). up_key (H, Dn, L) and up_value (H, Dv, L) expand a latent."""
+        latent_pages, rope_pages = self._cache.pools(layer_idx)
+        write_pages(latent_pages, rope_pages, latent[0].transpose(0, 1), key_rope[0].transpose(0, 1), self.slots)
+        output = _LATENT_ATTENTION(
+            query[0], query_rope[0], (latent_pages[:, :, 0], rope_pages[:, :, 0]), self._context_lens,
+            self._block_tables, self._starts, None, up_key, up_value, **features,
+        )  # fmt: skip
+        attended: Tensor = output.attention_outputs[None]
+        return attended
+
+    def run_sequences(self, run: Callable[[Tensor, SequenceStates], Tensor], hidden_states: Tensor) -> Tensor:
+        """A recurrent layer over the sequences, each by itself; those of one token are the rows of one call.
+
+        run: hidden_states (B, T, D) of sequences and their states -> (B, T, D). hidden_states (1, N, D) -> (1, N, D).
+        """
+        outputs: Tensor | None = None
+        for rows, columns, states in self._parts:
+            given = hidden_states[0, columns].unflatten(0, (rows, -1))
+            output = run(given, states).flatten(0, 1)
+            if outputs is None:
+                outputs = output.new_empty(1, hidden_states.shape[1], output.shape[-1])
+            outputs[0, columns] = output
+        assert outputs is not None
+        return outputs
+
+
+def _parts(
+    states: StateSlots, chunks: Sequence[Chunk], device: torch.device
+) -> list[tuple[int, Tensor | slice, SequenceStates]]:
+    """What is run together: (sequences, their tokens' places in the step, their states)."""
+    parts: list[tuple[int, Tensor | slice, SequenceStates]] = []
+    single: list[tuple[int, int]] = []
+    place = 0
+    for chunk in chunks:
+        count = chunk.end - chunk.start
+        if count == 1 and chunk.start > 0:
+            single.append((place, chunk.slot))
+        else:
+            own = SequenceStates(states, [chunk.slot], device, begins=chunk.start == 0)
+            parts.append((1, slice(place, place + count), own))
+        place += count
+    if single:
+        places, slots = zip(*single, strict=True)
+        rows = torch.tensor(places, device=device)
+        parts.append((len(single), rows, SequenceStates(states, slots, device, begins=False)))
+    return parts

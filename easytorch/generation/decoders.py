@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
+from easytorch.cache.arguments import cache_argument
 from easytorch.generation.model_layers import BOTH, LINEAR, NONE, layers_of
 
 # Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
@@ -61,8 +62,7 @@ class Decoder(ABC):
         wrapped: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._layers = layers_of(wrapped)
         self._accepted = inspect.signature(wrapped.forward).parameters
-        # models without attention call it otherwise, and would pass over the usual name without a word
-        self._cache_name = "cache_params" if "cache_params" in self._accepted else "past_key_values"
+        self._cache_name = cache_argument(wrapped.forward)
 
     @abstractmethod
     def prompt(self) -> torch.Tensor: ...

@@ -88,6 +88,12 @@ _REFUSED = {
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 
 
+def observed(module: nn.Module) -> None:
+    """Says that an attention layer calls ours, here or over pages and latents."""
+    for observe in OBSERVERS:
+        observe(module)
+
+
 def attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -116,8 +122,7 @@ def attend(
     window. cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length. Raises
     `UnsupportedOperationError` for what the chosen implementation does not carry.
     """
-    for observe in OBSERVERS:
-        observe(module)
+    observed(module)
     if cache is not None:
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = _paged(module, cache, key, value, attention_mask, kwargs)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from easytorch.layers.attention import interface_of
+from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, config_of_layer, wants_attentions
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
@@ -146,6 +146,7 @@ class GroupedAttention(FusedProjections):
             if attention_mask is None and hasattr(past_key_values, "attend_pages"):
                 of_pages = self.features_of_pages(implementation, kwargs)
                 if of_pages is not None:
+                    observed(self)
                     output = past_key_values.attend_pages(query, key, value, self.layer_idx, **of_pages)
                     return self.project_output(output.reshape(batch, length, -1), *rest), None
             key, value = past_key_values.update(key, value, self.layer_idx)

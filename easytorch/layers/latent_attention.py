@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import Cache
 
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs
-from easytorch.layers.attention import interface_of
+from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, wants_attentions
 from easytorch.layers.linear import linear, plain_weight
 from easytorch.layers.masks import all_full
@@ -108,11 +109,17 @@ class LatentAttention(nn.Module):
         latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         query_rope, key_rope = self.rotate(query_rope, key_rope[:, :, None], position_embeddings)
         latent, key_rope = self.kv_a_layernorm(latent)[:, None], key_rope.transpose(1, 2)
+        if attention_mask is None and hasattr(past_key_values, "attend_latents") and self.attends_to_pages(kwargs):
+            observed(self)
+            paged = past_key_values.attend_latents(
+                query, query_rope, latent, key_rope, *self._ups(), self.layer_idx, softmax_scale=self.scaling
+            )
+            return linear(self.o_proj, paged.reshape(batch, length, -1)), None
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
         if self._absorbs(query, latent, attention_mask, kwargs):
-            up = self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
-            output, weights = self._absorbed(query, query_rope, latent[:, 0], key_rope[:, 0], up, attention_mask), None
+            observed(self)
+            output, weights = self._absorbed(query, query_rope, latent[:, 0], key_rope[:, 0], attention_mask), None
         else:
             query = torch.cat([query, query_rope.to(query.dtype)], dim=-1).transpose(1, 2)
             attend = interface_of(attn_implementation(self.config))
@@ -157,17 +164,25 @@ class LatentAttention(nn.Module):
         query_rope: torch.Tensor,
         latent: torch.Tensor,
         key_rope: torch.Tensor,
-        up: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """query (B, T, H, Dn), query_rope (B, T, H, R), latent (B, S, L), key_rope (B, S, R) -> (B, T, H, Dv)."""
-        up_key, up_value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
         features: dict[str, Any] = {"softmax_scale": self.scaling}
         if mask is not None:
             features["mask"] = mask
-        return multi_latent_attention(
-            query, query_rope, latent, key_rope, up_key, up_value, **features
-        ).attention_outputs
+        return multi_latent_attention(query, query_rope, latent, key_rope, *self._ups(), **features).attention_outputs
+
+    def _ups(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What expands a latent into the key (H, Dn, L) and the value (H, Dv, L) of each head."""
+        up = self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+        up_key, up_value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+        return up_key, up_value
+
+    def attends_to_pages(self, asked: Mapping[str, Any]) -> bool:
+        """Whether a call attends to the pages of latents themselves (`GroupedAttention.features_of_pages`)."""
+        if self.training or plain_weight(self.kv_b_proj) is None or asked.get("output_attentions"):
+            return False
+        return attn_implementation(self.config) in ("easytorch", "sdpa") and not wants_attentions(self.config)
 
 
 def yarn_scale(rope: dict[str, Any]) -> float:

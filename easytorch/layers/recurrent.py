@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +51,20 @@ def segments(
 def without_padding(hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """hidden_states (B, T, C), zero where mask (B, T) is: padding enters neither a convolution nor a state."""
     return hidden_states if mask is None else hidden_states * mask[:, :, None].to(hidden_states.dtype)
+
+
+def by_sequence(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A mixer's forward that also takes a step of many sequences (cache/ragged_step.py), which it runs one by one."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        if not hasattr(cache_params, "run_sequences"):
+            return forward(self, hidden_states, cache_params, **kwargs)
+        step = functools.partial(forward, self, **kwargs)
+        output: torch.Tensor = cache_params.run_sequences(step, hidden_states)
+        return output
+
+    return run
 
 
 def recurrent_state(cache: Cache | None, layer_idx: int) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerCache, TransformerMetadata
+from easytorch.cache.arguments import cache_argument
 from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 
 
@@ -157,7 +158,7 @@ def prepare_inputs_for_generation(
         raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must have the shape {tuple(input_ids.shape)}")
     cache = init_cache(model, batch, max_length, starts, shardings, pad_token_id, **settings)
     taken = inspect.signature(model.forward).parameters
-    name = "cache_params" if "past_key_values" not in taken and "cache_params" in taken else "past_key_values"
+    name = cache_argument(model.forward)
     mask = attention_mask
     if _masks_are_full(cache):
         # of the full cache, whose end the past does not see: the same for every step

@@ -1,13 +1,18 @@
-"""Which models the engine carries: those whose every layer attends to the pages of a cache itself."""
+"""Which models the engine carries: those whose every layer attends to the pages of a cache itself, or keeps a state."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.decoder import DecoderBackbone
+from easytorch.layers.gated_delta_net import GatedDeltaNet
 from easytorch.layers.grouped_attention import GroupedAttention
-from easytorch.layers.masks import FULL, SLIDING
+from easytorch.layers.latent_attention import LatentAttention
+from easytorch.layers.mamba2_mixer import Mamba2Mixer
+from easytorch.layers.mamba_mixer import MambaMixer
+from easytorch.layers.masks import CHUNKED
 from easytorch.layers.rotary import RotaryTables
 
 
@@ -18,31 +23,88 @@ def refusal(model: Any) -> str | None:
         return f"{name} is no causal language model; load one with AutoModelForCausalLM"
     if model.config.is_encoder_decoder:
         return f"{name} has an encoder, whose keys lie in no pages; use model.generate"
-    backbone = backbone_of(model)
-    if backbone is None:
+    layers = attending_layers(model)
+    if layers is None:
         return (
             f"{name} is not a native decoder, and attends to no pages; docs/models.md lists the native ones, and "
             "model.generate_batch is transformers' own engine"
         )
-    if others := sorted(set(backbone.layer_types) - {FULL, SLIDING}):
-        return f"{name} has layers of {', '.join(others)}, whose states lie in no pages; use model.generate"
-    layers = [one for one in backbone.modules() if getattr(one, "layer_idx", None) is not None]
-    attentions = []
-    for layer in layers:
-        if not isinstance(layer, GroupedAttention) or type(layer).forward is not GroupedAttention.forward:
+    if CHUNKED in layers.types:
+        return f"{name} has layers of {CHUNKED}, whose chunks no page knows; use model.generate"
+    for layer in layers.modules:
+        known = next((one for one in _STATEFUL + _ATTENTIONS if isinstance(layer, one)), None)
+        if known is None or type(layer).forward is not known.forward:
             return f"{name} has layers of {type(layer).__name__}, which attend to no pages; use model.generate"
-        attentions.append(layer)
-    if len(layers) != len(backbone.layer_types):
-        return f"{name} has {len(layers)} attentions in {len(backbone.layer_types)} layers; use model.generate"
+    if len(layers.modules) != layers.expected:
+        return f"{name} has {len(layers.modules)} attentions and states in {layers.expected} layers; use model.generate"
     if model.training:
         return f"{name} is in training mode, where dropout applies: call model.eval()"
     implementation = attn_implementation(model.config)
-    if any(attention.features_of_pages(implementation, {}) is None for attention in attentions):
+    if any(not _attends_to_pages(layer, implementation) for layer in layers.modules):
         return (
             f"{name} was loaded with attn_implementation={implementation!r}, which attends to no pages, or returns "
             'attention weights; load it with attn_implementation="easytorch"'
         )
     return None
+
+
+class AttendingLayers(NamedTuple):
+    """modules: those that look at other tokens. expected: how many of them the layer types ask for."""
+
+    modules: list[Any]
+    types: list[str]
+    expected: int
+
+    @property
+    def attentions(self) -> list[int]:
+        """The indices of the layers that keep keys and values, or latents."""
+        return [layer.layer_idx for layer in self.modules if isinstance(layer, _ATTENTIONS)]
+
+    @property
+    def have_states(self) -> bool:
+        return any(isinstance(layer, _STATEFUL) for layer in self.modules)
+
+    @property
+    def have_latents(self) -> bool:
+        return any(isinstance(layer, LatentAttention) for layer in self.modules)
+
+
+_ATTENTIONS = (GroupedAttention, LatentAttention)
+_STATEFUL = (GatedDeltaNet, Mamba2Mixer, MambaMixer)
+# Types of layers that look at no other token.
+_ALONE = ("moe", "mlp")
+
+
+def attending_layers(model: Any) -> AttendingLayers | None:
+    """The layers of a native decoder that look at other tokens; None for another model."""
+    base = model.base_model
+    backbone = backbone_of(model)
+    if backbone is None and not any(isinstance(one, _STATEFUL) for one in base.modules()):
+        return None
+    types = ["state"] * model.config.num_hidden_layers if backbone is None else list(backbone.layer_types)
+    # both an attention and a state: a mapping of two masks
+    both = {} if backbone is None else {one for one in types if isinstance(backbone.masks_of[one], Mapping)}
+    expected = sum(0 if one in _ALONE else 2 if one in both else 1 for one in types)
+    modules = [one for one in base.modules() if isinstance(getattr(one, "layer_idx", None), int)]
+    return AttendingLayers(modules, types, expected)
+
+
+def no_masks(model: Any) -> dict[str, None] | None:
+    """The masks of a step, by layer type: pages and slots say who attends to what."""
+    backbone = backbone_of(model)
+    if backbone is None:
+        return None
+    given: dict[str, None] = dict.fromkeys(backbone.layer_types)
+    for one in backbone.layer_types:
+        if isinstance(parts := backbone.masks_of[one], Mapping):
+            given |= dict.fromkeys(parts)
+    return given
+
+
+def _attends_to_pages(layer: Any, implementation: str) -> bool:
+    if isinstance(layer, LatentAttention):
+        return layer.attends_to_pages({})
+    return not isinstance(layer, GroupedAttention) or layer.features_of_pages(implementation, {}) is not None
 
 
 def backbone_of(model: Any) -> DecoderBackbone | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep
-from easytorch.cache.arguments import positive
-from easytorch.generation.engine.carried import backbone_of, longest_row, refusal
-from easytorch.generation.engine.memory import pages_for
+from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep, StateSlots
+from easytorch.cache.arguments import cache_argument, positive
+from easytorch.generation.engine.carried import attending_layers, longest_row, no_masks, refusal
+from easytorch.generation.engine.memory import room_for
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.request import Logprob, Request, RequestOutput
@@ -48,13 +48,13 @@ class EngineStats:
 class Engine:
     """Continuous batching over pages: prompts and single tokens of all requests run in one call of the model.
 
-    model: a native causal language model (docs/models.md) whose layers keep keys and values; another one is a
-    `ValueError` that says what it lacks. tokenizer: for prompts and outputs as text.
-    max_memory: for keys and values; bytes as an int, or a share of the free memory as a float. By default half of it
-    on a CPU, 0.9 elsewhere, and no more than all requests can fill.
+    model: a native causal language model (docs/models.md); one whose layers the engine does not carry is a
+    `ValueError` that says why. tokenizer: for prompts and outputs as text.
+    max_memory: for keys, values and recurrent states; bytes as an int, or a share of the free memory as a float. By
+    default half of it on a CPU, 0.9 elsewhere, and no more than all requests can fill.
     max_batch_tokens: of one step. max_requests: that run at once; further ones wait. max_model_length: tokens of a
     request, prompt and output; by default what model and memory allow.
-    prefix_reuse: pages of prompts that begin alike are computed once.
+    prefix_reuse: pages of prompts that begin alike are computed once; not where the model has recurrent states.
 
     Not thread-safe: one thread calls it.
     """
@@ -80,7 +80,10 @@ class Engine:
         longest, why = longest_row(model)
         if max_model_length is not None and longest is not None and max_model_length > longest:
             raise ValueError(f"max_model_length={max_model_length} is above the {longest} positions: {why}")
-        metadata = pages_for(model, max_memory, page_size, max_model_length or longest or _MOST_TOKENS, max_requests)
+        layers = attending_layers(model)
+        assert layers is not None
+        room = room_for(model, layers, max_memory, page_size, max_model_length or longest or _MOST_TOKENS, max_requests)
+        metadata = room.metadata
         if max_model_length is not None and metadata.max_model_length < max_model_length:
             raise ValueError(
                 f"a request of max_model_length={max_model_length} tokens takes {-(-max_model_length // page_size)} "
@@ -89,13 +92,14 @@ class Engine:
         self.max_model_length = metadata.max_model_length
         self._cache = RaggedPagesCache(metadata, model.device)
         self._pool = PagePool(metadata.num_pages)
+        self._states = StateSlots(room.slots) if layers.have_states else None
         self._scheduler = Scheduler(
-            self._pool, page_size, max_batch_tokens=max_batch_tokens, max_requests=max_requests,
-            prefix_reuse=prefix_reuse,
+            self._pool, metadata.page_size, max_batch_tokens=max_batch_tokens, max_requests=room.slots,
+            # a state is that of all tokens before: there is none of the pages' ends
+            prefix_reuse=prefix_reuse and self._states is None,
         )  # fmt: skip
-        backbone = backbone_of(model)
-        assert backbone is not None
-        self._masks = dict.fromkeys(backbone.layer_types)  # the pages say who attends to what
+        self._masks = no_masks(model)
+        self._cache_name = cache_argument(model.forward)
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._end_tokens = _end_tokens(model, tokenizer)
         self.structured_outputs = StructuredOutputs(tokenizer, self._vocabulary, self._end_tokens)
@@ -258,7 +262,8 @@ class Engine:
         """The next tokens of `requests`, those of the works that sample."""
         if not works:
             return []
-        step = RaggedStep(self._cache, [Chunk(work.request.pages, work.start, work.end) for work in works])
+        chunks = [Chunk(work.request.pages, work.start, work.end, work.request.slot) for work in works]
+        step = RaggedStep(self._cache, chunks, self._states)
         tokens = [token for work in works for token in work.request.tokens[work.start : work.end]]
         ends = itertools.accumulate(work.end - work.start for work in works)
         wanted = [end - 1 for work, end in zip(works, ends, strict=True) if work.samples]
@@ -267,9 +272,9 @@ class Engine:
             input_ids=torch.tensor([tokens], device=device),
             position_ids=step.positions,
             attention_mask=self._masks,
-            past_key_values=step,
             use_cache=True,
             logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=device),
+            **{self._cache_name: step},
         )
         logits = output.logits[0]
         tokens = sample(logits, requests) if requests else []

@@ -1,31 +1,45 @@
-"""How many pages the engine makes of the memory it may use."""
+"""How many pages and slots of states the engine makes of the memory it may use."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
 
 from easytorch.cache import RaggedPagesMetadata
 from easytorch.cache.memory import free_and_total
+from easytorch.generation.engine.carried import AttendingLayers
 
 # Of the memory that is free, unless max_memory says otherwise: the rest of a CPU's is other programs'.
 _SHARE = {"cpu": 0.5}
 _SHARE_ELSEWHERE = 0.9
 
 
-def pages_for(
-    model: Any, max_memory: int | float | None, page_size: int, max_model_length: int, max_requests: int
-) -> RaggedPagesMetadata:
-    """The pages that fit `max_memory`: bytes as an int, or a share of the free memory as a float.
+class Room(NamedTuple):
+    """metadata: of the pages. slots: of recurrent states, of `slot_bytes` each; as many requests run at once."""
 
-    Without it, at most as many as `max_requests` rows of `max_model_length` fill. `ValueError` where not even one page
-    fits.
+    metadata: RaggedPagesMetadata
+    slots: int
+    slot_bytes: int
+
+
+def room_for(
+    model: Any,
+    layers: AttendingLayers,
+    max_memory: int | float | None,
+    page_size: int,
+    max_model_length: int,
+    max_requests: int,
+) -> Room:
+    """The pages and slots that fit `max_memory`: bytes as an int, or a share of the free memory as a float.
+
+    Without it, at most as many as `max_requests` rows of `max_model_length` fill. States take at most half of it where
+    there are keys and values too. `ValueError` where not even one page, or one slot, fits.
     """
     if isinstance(max_memory, bool) or not isinstance(max_memory, int | float | None):
         raise TypeError(f"max_memory={max_memory!r} must be an int of bytes or a float, a share of the free memory")
-    made = RaggedPagesMetadata.of(
-        model.config, model.dtype, model.device, hbm_utilization=1.0, page_size=page_size, max_model_length=1
-    )
     if isinstance(max_memory, int):
         most = max_memory
     else:
@@ -33,11 +47,53 @@ def pages_for(
         if not 0 < share <= 1:
             raise ValueError(f"max_memory={max_memory!r}: a float is a share of the free memory, above 0 and at most 1")
         most = int(free_and_total(model.device)[0] * share)
+    slots, slot_bytes = max_requests, 0
+    if layers.have_states:
+        slot_bytes = state_bytes(model)
+        slots = min(max_requests, (most // 2 if layers.attentions else most) // slot_bytes)
+        if slots < 1:
+            raise ValueError(
+                f"max_memory={max_memory!r} is {most} bytes, and the recurrent states of one request take {slot_bytes}"
+                + (", for which half of it is" if layers.attentions else "")
+            )
+        most -= slots * slot_bytes
+    if not layers.attentions:  # a request is one page, of no bytes
+        metadata = RaggedPagesMetadata(
+            layers=(), num_kv_heads=0, k_headdim=0, v_headdim=0, dtype=model.dtype, page_size=max_model_length,
+            num_pages=slots, max_model_length=max_model_length, hbm_utilization=1.0,
+        )  # fmt: skip
+        return Room(metadata, slots, slot_bytes)
+    made = RaggedPagesMetadata.of(
+        model.config, model.dtype, model.device, hbm_utilization=1.0, page_size=page_size, max_model_length=1,
+        layers=layers.attentions, latents=layers.have_latents,
+    )  # fmt: skip
     pages = most // made.page_bytes
     if max_memory is None:
         pages = min(pages, max_requests * -(-max_model_length // page_size))
     if pages < 1:
         raise ValueError(
-            f"max_memory={max_memory!r} is {most} bytes, and a page of {page_size} tokens takes {made.page_bytes}"
+            f"max_memory={max_memory!r} is {most} bytes"
+            + (" beside the recurrent states" if slot_bytes else "")
+            + f", and a page of {page_size} tokens takes {made.page_bytes}"
         )
-    return dataclasses.replace(made, num_pages=pages, max_model_length=min(max_model_length, pages * page_size))
+    longest = min(max_model_length, pages * page_size)
+    return Room(dataclasses.replace(made, num_pages=pages, max_model_length=longest), slots, slot_bytes)
+
+
+@torch.inference_mode()
+def state_bytes(model: Any) -> int:
+    """Bytes of the recurrent states of one request, as the model's own cache has them after one token."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    output = model(input_ids=token, use_cache=True)
+    cache = getattr(output, "past_key_values", None) or output.cache_params
+    assert isinstance(cache, DynamicCache)
+    states = [
+        state for layer in cache.layers for kind in ("conv_states", "recurrent_states")
+        for state in _tensors(getattr(layer, kind, None))
+    ]  # fmt: skip
+    return sum(state.numel() * state.element_size() for state in states)
+
+
+def _tensors(states: Any) -> list[torch.Tensor]:
+    values = states.values() if isinstance(states, dict) else states or ()
+    return [one for one in values if isinstance(one, torch.Tensor)]

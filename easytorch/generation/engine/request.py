@@ -52,7 +52,8 @@ class RequestOutput:
 @dataclass(eq=False)
 class Request:
     """tokens: prompt and output. computed: of how many of them keys and values lie in `pages`, once the step that is
-    scheduled has run. hashes: of the full pages of tokens. most_tokens: it ends at this many tokens."""
+    scheduled has run. hashes: of the full pages of tokens. most_tokens: it ends at this many tokens. slot: its number
+    among those that run."""
 
     request_id: str
     prompt: str | None
@@ -66,6 +67,7 @@ class Request:
     text: StoppedText | None
     structure: StructuredText | None = None
     index: int = 0
+    slot: int = -1
     computed: int = 0
     cached: int | None = None
     pages: list[int] = field(default_factory=list)

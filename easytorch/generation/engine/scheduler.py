@@ -39,6 +39,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self._slots = list(range(max_requests))
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -56,8 +57,9 @@ class Scheduler:
         self.pool.clear()
         self.waiting.extendleft(reversed(self.running))
         self.running = []
+        self._slots = list(range(self.max_requests))
         for request in self.waiting:
-            request.pages, request.computed = [], 0
+            request.pages, request.computed, request.slot = [], 0, -1
 
     def schedule(self) -> list[Work]:
         works: list[Work] = []
@@ -104,6 +106,7 @@ class Scheduler:
             return False
         self.pool.share(shared)
         request.pages = shared + self.pool.take(missing)
+        request.slot = self._slots.pop()
         request.computed = len(shared) * self.page_size
         if request.cached is None:
             request.cached = request.computed
@@ -124,7 +127,9 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         self.pool.release(request.pages)
-        request.pages, request.computed = [], 0
+        if request.slot >= 0:
+            self._slots.append(request.slot)
+        request.pages, request.computed, request.slot = [], 0, -1
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

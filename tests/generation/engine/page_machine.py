@@ -91,10 +91,12 @@ class PageMachine(RuleBasedStateMachine):
         assert [held.count(page) for page in range(len(self.pool))] == self.pool.holders
         assert self.pool.free == self.pool.holders.count(0)
         assert all(len(set(request.pages)) == len(request.pages) for request in self.requests)
-        assert all(not request.pages for request in self.scheduler.waiting)
         order = [int(request.request_id) for request in self.requests]
         assert order == sorted(order), "the first to come is the first served"
         assert len(self.scheduler.running) <= self.scheduler.max_requests
+        assert all(not request.pages and request.slot < 0 for request in self.scheduler.waiting)
+        slots = [request.slot for request in self.scheduler.running]
+        assert len(set(slots)) == len(slots) and all(0 <= one < self.scheduler.max_requests for one in slots)
 
     def teardown(self) -> None:
         """Everything comes to its end."""

@@ -15,24 +15,26 @@ from hypothesis.stateful import run_state_machine_as_test
 import easytorch
 from easytorch.generation import generate_tokens
 from easytorch.generation.engine import LLM, Engine, SamplingParams
-from easytorch.generation.engine.carried import refusal
+from easytorch.generation.engine.carried import attending_layers, refusal
+from easytorch.generation.engine.memory import room_for
 from tests.generation.engine.page_machine import PageMachine
 from tests.generation.engine.traffic import (
     PAGE_SIZE,
     arrivals,
     difference,
     families,
-    memory_for_a_third,
     model_of,
     run,
+    small_engine,
 )
 
 # One of each kind of block: learned positions, windows, both, softcaps, sinks, experts, partial rotation, ...
-BLOCKS = ("llama", "gpt2", "mistral", "gemma2", "gpt_oss", "cohere2", "qwen3_moe", "opt")
-REFUSED = {
-    "deepseek_v2", "deepseek_v3", "falcon_h1", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next",
-}  # fmt: skip
+BLOCKS = (
+    "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "cohere2", "qwen3_moe", "opt", "deepseek_v3", "mamba2",
+    "falcon_h1", "qwen3_next",
+)  # fmt: skip
+STATEFUL = {"mamba2", "falcon_h1", "qwen3_next"}
+REFUSED = {"gemma4_text"}  # layers that share keys, and heads that differ by layer
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -45,12 +47,43 @@ def llama():
 def test_tokens_are_those_of_one_request(family):
     model = model_of(family)
     requests = arrivals(14, 3)
-    memory = memory_for_a_third(model, requests, at_once=6)
-    engine = Engine(model, max_memory=memory, page_size=PAGE_SIZE, max_batch_tokens=24, max_requests=6)
+    engine = small_engine(model, requests, at_once=6, max_batch_tokens=24)
     run(engine, requests)
     assert [found for one in requests if (found := difference(model, one)) is not None] == []
     stats = engine.stats()
-    assert stats.preemptions > 0 and stats.cached_tokens > 0, stats
+    assert stats.preemptions > 0 or not engine.page_bytes, stats
+    assert (stats.cached_tokens > 0) == (family not in STATEFUL), stats
+
+
+def test_states_take_memory_and_none_is_shared():
+    """Of a hybrid the states take at most half; a model of states alone runs as many requests as there are states."""
+    hybrid, alone = model_of("qwen3_next"), model_of("mamba")
+    one = room_of(hybrid, 1 << 20, 1).slot_bytes
+    room = room_of(hybrid, 7 * one, 100)
+    assert room.slots == 3 and room.metadata.num_pages == 4 * one // room.metadata.page_bytes
+    with pytest.raises(ValueError, match=f"the recurrent states of one request take {one}, for which half of it is"):
+        Engine(hybrid, max_memory=one)
+    engine = Engine(alone, max_memory=5 * room_of(alone, 1 << 20, 1).slot_bytes)
+    assert engine.stats().num_pages == 5 and not engine.page_bytes
+    ids = [engine.add_request([5, 9, 33], GREEDY) for _ in range(7)]
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (5, 2)
+    done = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    assert len({tuple(done[one]) for one in ids}) == 1
+
+
+def room_of(model, memory, requests):
+    return room_for(model, attending_layers(model), memory, 4, 64, requests)
+
+
+def test_the_report_counts_attention_over_pages():
+    for family in ("llama", "deepseek_v3"):
+        model = model_of(family)
+        next(iter(Engine(model, max_memory=1 << 20).stream([5, 6], GREEDY)))
+        report = model.easytorch_report
+        assert report.called == report.layers, family
 
 
 def test_every_native_family_is_carried_or_refused_by_name():

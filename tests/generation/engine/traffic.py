@@ -15,6 +15,7 @@ import torch
 import easytorch
 from easytorch.generation import generate_tokens
 from easytorch.generation.engine import Engine, SamplingParams
+from easytorch.generation.engine.pages import PagePool
 from tests.models.families import CAUSAL, FAMILIES
 
 VOCABULARY = 97
@@ -67,12 +68,17 @@ def arrivals(count: int, seed: int, /, *, aborts: bool = True, **params: Any) ->
     return made
 
 
-def memory_for_a_third(model: Any, requests: Sequence[Arrival], at_once: int) -> int:
-    """Bytes of pages for a third of the tokens that `at_once` of the longest requests have, and for one of them."""
-    engine = Engine(model, max_memory=1 << 20, page_size=PAGE_SIZE)
+def small_engine(model: Any, requests: Sequence[Arrival], at_once: int, **settings: Any) -> Engine:
+    """One with pages for a third of the tokens that `at_once` of the longest requests have, and for one of them.
+
+    Of a model without keys and values, whose requests take one page each, as it is.
+    """
+    engine = Engine(model, max_memory=1 << 24, page_size=PAGE_SIZE, max_requests=at_once, **settings)
     sizes = sorted((len(one.prompt) + (one.params.max_tokens or 0) for one in requests), reverse=True)
     pages = max(-(-sizes[0] // PAGE_SIZE), sum(sizes[:at_once]) // (3 * PAGE_SIZE))
-    return pages * engine.page_bytes
+    if engine.page_bytes:
+        engine._pool = engine._scheduler.pool = PagePool(pages)
+    return engine
 
 
 def run(engine: Engine, requests: Sequence[Arrival]) -> None:

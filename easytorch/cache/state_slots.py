@@ -1,0 +1,82 @@
+"""`StateSlots`: the states of recurrent layers of many sequences, one slot a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StateSlots:
+    """For each recurrent layer the last inputs of its convolution (slots, C, width) and its state (slots, ...).
+
+    Tensors are made at a layer's first update, whose shapes and dtypes they take. A slot's contents mean nothing to a
+    sequence that begins: `SequenceStates` does not read them.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._tensors: dict[tuple[str, int], Tensor] = {}
+
+    def read(self, kind: str, layer_idx: int, slots: Tensor) -> Tensor:
+        return self._tensors[kind, layer_idx][slots]
+
+    def write(self, kind: str, layer_idx: int, slots: Tensor, state: Tensor) -> None:
+        """state (sequences, ...), of the sequences of `slots`."""
+        if (kind, layer_idx) not in self._tensors:
+            # not filled: memory is then taken as slots are written
+            self._tensors[kind, layer_idx] = state.new_empty((self.count, *state.shape[1:]))
+        self._tensors[kind, layer_idx][slots] = state
+
+
+class SequenceStates:
+    """The states of some sequences of a step, as transformers' `Cache` gives them to a recurrent layer.
+
+    begins: the sequences have no earlier tokens.
+    """
+
+    def __init__(self, states: StateSlots, slots: Sequence[int], device: torch.device, *, begins: bool) -> None:
+        self._states, self._begins = states, begins
+        self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        self.layers = _Layers(self)
+
+    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+        return not self._begins
+
+    def read(self, kind: str, layer_idx: int) -> Tensor:
+        return self._states.read(kind, layer_idx, self._slots)
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> None:
+        """Keeps the last `conv_kernel_size` inputs: x (sequences, C, T) and what came before it, zeros at first."""
+        missing = max(0, conv_kernel_size - x.shape[-1])
+        past = x.new_zeros(*x.shape[:-1], missing) if self._begins else self.read("convolution", layer_idx)
+        kept = torch.cat([past, x], dim=-1)[..., -conv_kernel_size:]
+        self._states.write("convolution", layer_idx, self._slots, kept)
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
+        self._states.write("state", layer_idx, self._slots, state)
+
+
+class _Layers:
+    """`cache.layers[i].conv_states[0]` and `.recurrent_states[0]`."""
+
+    def __init__(self, sequences: SequenceStates) -> None:
+        self._sequences = sequences
+
+    def __getitem__(self, layer_idx: int) -> _Layer:
+        return _Layer(self._sequences, layer_idx)
+
+
+class _Layer:
+    def __init__(self, sequences: SequenceStates, layer_idx: int) -> None:
+        self._sequences, self._layer_idx = sequences, layer_idx
+
+    @property
+    def conv_states(self) -> list[Tensor]:
+        return [self._sequences.read("convolution", self._layer_idx)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor]:
+        return [self._sequences.read("state", self._layer_idx)]
