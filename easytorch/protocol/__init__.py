@@ -20,7 +20,7 @@ loss.py              a model's forward and the loss of its head; loss_config.py,
 caches.py            caches, dense and paged, and the inputs that go with them
 quantization.py      weights in few bits; quantization_config.py
 attention_inputs.py  packed sequences, as segment ids say them
-lora.py              low-rank adapters, in PEFT's layers
+lora.py              low-rank adapters, in PEFT's layers; flax_adapters.py, from and to those of JAX models
 module.py            these functions as methods of native models
 
 The functions here take any model of transformers.
@@ -43,6 +43,7 @@ from easytorch.protocol.conversion import from_flax, to_flax, to_torch, transfor
 from easytorch.protocol.describe import get_static_arguments, get_torch_loader
 from easytorch.protocol.display import get_module_repr, prettify_nnx, printify_nnx, return_type_adjuster
 from easytorch.protocol.dtypes import float32, half, to_dtype
+from easytorch.protocol.flax_adapters import lora_from_flax, lora_to_flax
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.lora import (
     apply_lora_to_layers,
@@ -103,6 +104,8 @@ __all__ = [
     "init_ragged_pages",
     "lazy_init",
     "load_state",
+    "lora_from_flax",
+    "lora_to_flax",
     "merge_lora_params",
     "merge_module",
     "merge_params",

@@ -101,8 +101,8 @@ def transform_for(
 ) -> Transform:
     """`transform_fn` of a model that is known by its class, its config and the names of its weights."""
     config = plain_config(config)
-    architecture = _architecture(model_class, config, names)
-    rules = _rules(architecture, config, scheme)
+    architecture = architecture_of_class(model_class, config, names)
+    rules = rules_of(architecture, config, scheme)
     fill = architecture.shapes if architecture.tie else ()
 
     def transform(state_dict: StateDict) -> Tree:
@@ -111,7 +111,7 @@ def transform_for(
         apart = held_apart(infos_of(arrays), architecture, same_arrays(arrays.__getitem__))
         return state_dict_to_tree(
             plain,
-            _rules(replace(architecture, apart=apart), config, scheme) if apart else rules,
+            rules_of(replace(architecture, apart=apart), config, scheme) if apart else rules,
             tie_word_embeddings=architecture.tie,
             fill=fill,
             framework=framework,
@@ -169,8 +169,8 @@ def state_dict_from_flax(
 
 def described(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str]) -> tuple[Architecture, Rules]:
     """The weights of `model_class`, and the rules for their Flax names and those of `given`, the present names."""
-    architecture = _architecture(model_class, config, given)
-    return architecture, _rules(architecture, config, "flax")
+    architecture = architecture_of_class(model_class, config, given)
+    return architecture, rules_of(architecture, config, "flax")
 
 
 def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTrainedModel:
@@ -185,7 +185,7 @@ def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTraine
         weights = copies.deepcopy(dict(weights))  # one call, so that tied weights stay tied
     plain = {name: weight.detach() for name, weight in weights.items()}
     theirs: Any = _their_class(type(model))
-    hub = _architecture(type(model), config).names.to_hub(plain)
+    hub = architecture_of_class(type(model), config).names.to_hub(plain)
     built = theirs.from_pretrained(None, config=config, state_dict=hub, dtype=model.dtype)
     loaded: PreTrainedModel = built.to(model.device)
     for name, parameter in loaded.named_parameters():
@@ -233,19 +233,22 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _open(model_class: ModelClass, config: PreTrainedConfig, params: Any) -> tuple[Architecture, Rules, MemoryTree]:
     leaves = MemoryTree(params)
-    architecture = _architecture(model_class, config, leaves.tensors)
+    architecture = architecture_of_class(model_class, config, leaves.tensors)
     scheme = recognise(leaves.tensors, _content(config))
     return architecture, scheme.rules(_content(config), architecture, leaves.tensors), leaves
 
 
-def _architecture(model_class: ModelClass, config: PreTrainedConfig, given: Collection[str] = ()) -> Architecture:
+def architecture_of_class(
+    model_class: ModelClass, config: PreTrainedConfig, given: Collection[str] = ()
+) -> Architecture:
     """The weights of transformers' own class. given: the present names, torch's or the tree's."""
     with torch.device("meta"):
         model = _their_class(model_class)(plain_config(config))
     return architecture_like(model, given)
 
 
-def _rules(architecture: Architecture, config: PreTrainedConfig, scheme: str) -> Rules:
+def rules_of(architecture: Architecture, config: PreTrainedConfig, scheme: str) -> Rules:
+    """The rules between torch's names and those of `scheme`."""
     return get_scheme(scheme).rules(_content(config), architecture, None)
 
 
