@@ -39,13 +39,19 @@ MODELS: dict[str, tuple[str, Any]] = {
     "mpt": ("CausalLM", transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97)),  # not native
 }
 IDS = torch.tensor([[5, 9, 33, 71, 8, 2]])
-# Arguments of the reference that mean something to JAX alone, and what stands in their place.
-OF_JAX = {
-    "generate(prng_key)": "torch.manual_seed seeds sampling",
-    "generate(trace)": "torch.compile compiles",
-    "init_cache(shardings)": "a cache lies on one device",
-    "shard_model(mesh), gather_model(mesh)": "a mesh is torch's DeviceMesh, and each process calls them",
-    "quantize(runtime_dtype, jax_native)": "the input's dtype decides",
+# Calls with what means something to JAX alone: each is refused, and the reason is printed.
+OF_JAX: dict[str, Callable[[Any], Any]] = {
+    "generate(prng_key=a key)": lambda model: protocol.generate(model, IDS, prng_key=object()),  # type: ignore[arg-type]
+    "generate(trace)": lambda model: protocol.generate(model, IDS, trace=True),
+    "save_pretrained(gather_fns)": lambda model: protocol.save_pretrained(model, "unused", gather_fns={}),
+    "push_to_hub(gather_fns)": lambda model: protocol.push_to_hub(model, "me/unused", gather_fns={}),
+    "push_to_hub(use_temp_dir)": lambda model: protocol.push_to_hub(model, "me/unused", use_temp_dir=True),
+    "push_to_hub(mismatch_allowed)": lambda model: protocol.push_to_hub(model, "me/unused", mismatch_allowed=True),
+    "apply_lora_to_layers(rngs=a key)": lambda model: protocol.apply_lora_to_layers(model, 2, rngs=object()),  # type: ignore[arg-type]
+    "init_cache(shardings)": lambda model: protocol.init_cache(model, 1, 8, shardings={}),
+    "QuantizationConfig(runtime_dtype)": lambda _: protocol.QuantizationConfig(runtime_dtype="bf16"),  # type: ignore[arg-type]
+    "QuantizationConfig(jax_native)": lambda _: protocol.QuantizationConfig(jax_native=True),
+    "shard_model(mesh=jax's)": lambda model: protocol.shard_model(model, None, object()),
 }
 
 
@@ -126,6 +132,9 @@ def life_cycle(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         close(case.logits(type(model).from_pretrained(folder).eval()), case.logits())
+        case.call("save_pretrained", f"{folder}/run", float_dtype=torch.bfloat16, step=5)
+        halved = type(model).from_pretrained(f"{folder}/run/checkpoint-5").eval()
+        close(case.logits(halved.float()), case.logits(copy.deepcopy(model).bfloat16().float()))
     for name, dtype in (("half", torch.float16), ("float32", torch.float32)):
         assert all(one.dtype == dtype for one in getattr(protocol, name)(case.copied()).parameters())
     assert all(one.dtype == torch.bfloat16 for one in protocol.to_dtype(case.copied(), torch.bfloat16).parameters())
@@ -161,9 +170,18 @@ def train_state(case: Case) -> None:
 def lora(case: Case) -> None:
     model = case.copied()
     protocol.apply_lora_to_layers(model, 2, rngs=0)
-    values = {name: torch.full_like(one, 0.01) for name, one in protocol.split_lora_params(model).items()}
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        name: torch.randn(one.shape, generator=generator) * 0.1
+        for name, one in protocol.split_lora_params(model).items()
+    }
     protocol.merge_lora_params(model, values)
     changed = case.logits(model)
+    by_hand = case.copied()  # W + B @ A
+    with torch.no_grad():
+        for name in (one.removesuffix(".lora_A.weight") for one in values if one.endswith("lora_A.weight")):
+            by_hand.get_submodule(name).weight += values[f"{name}.lora_B.weight"] @ values[f"{name}.lora_A.weight"]
+    close(case.logits(by_hand), changed)
     protocol.unwrap_lora_to_layers(model)
     close(case.logits(model), changed)
     assert not torch.equal(changed, case.logits())
@@ -184,6 +202,10 @@ def caches(case: Case) -> None:
     prompt = {"inputs": IDS, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     prompt |= {"pad_token_id": 0, "use_cache": True}  # MPT's config says that it uses none
     right = case.model.generate(**prompt)
+    chosen = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 5}
+    assert torch.equal(protocol.generate(case.model, IDS, **chosen, do_sample=False), right)
+    sampled = [protocol.generate(case.model, IDS, prng_key=key, do_sample=True, **chosen) for key in (1, 1)]
+    assert torch.equal(*sampled)
     assert case.call("create_cache_metadata", 1, 16).max_length == 16
     kind = "dynamic" if case.name == "mpt" else "static"  # its own attention takes no static cache
     assert torch.equal(case.model.generate(**prompt, past_key_values=case.call("init_cache", 1, 16, kind=kind)), right)
@@ -250,8 +272,15 @@ def main(arguments: list[str] | None = None) -> int:
                 failed.append(check.__name__)
                 print(f"{model}: {check.__name__}: {type(error).__name__}: {error}")
         print(f"{model}: {len(CHECKS)} groups of names")
-    for name, reason in OF_JAX.items():
-        print(f"JAX's alone: {name}: {reason}")
+    llama = Case("llama").model
+    for name, call in OF_JAX.items():
+        try:
+            call(llama)
+        except (TypeError, ValueError) as reason:
+            print(f"JAX's alone: {name}: {reason}")
+        else:
+            failed.append(name)
+            print(f"{name}: it should be refused")
     return 1 if failed else 0
 
 

@@ -20,13 +20,16 @@ loss.py              a model's forward and the loss of its head; loss_config.py,
 caches.py            caches, dense and paged, and the inputs that go with them
 quantization.py      weights in few bits; quantization_config.py
 attention_inputs.py  packed sequences, as segment ids say them
-lora.py              low-rank adapters, in PEFT's layers; flax_adapters.py, from and to those of JAX models
+lora.py              low-rank adapters, in PEFT's layers; adapter_loading.py
+flax_adapters.py     adapters from and to JAX models
+reference_arguments.py  EasyDeL's arguments of methods that are transformers'
 module.py            these functions as methods of native models
 
 The functions here take any model of transformers.
 """
 
 from easytorch.distributed.sharding import gather_model, params_sharding, shard_model
+from easytorch.protocol.adapter_loading import load_adapter
 from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.base import BaseModuleProtocol
 from easytorch.protocol.bridge import BridgeMixin
@@ -56,6 +59,7 @@ from easytorch.protocol.loss_config import LossConfig, LossMetrics, SpecialLossN
 from easytorch.protocol.optax_state import from_optax, to_optax
 from easytorch.protocol.quantization import dequantize, quantize
 from easytorch.protocol.quantization_config import QuantizationConfig
+from easytorch.protocol.reference_arguments import generate, push_to_hub, save_pretrained
 from easytorch.protocol.state import (
     GraphDef,
     flatten,
@@ -93,6 +97,7 @@ __all__ = [
     "from_flax",
     "from_optax",
     "gather_model",
+    "generate",
     "get_module_repr",
     "get_static_arguments",
     "get_torch_loader",
@@ -103,6 +108,7 @@ __all__ = [
     "init_cache",
     "init_ragged_pages",
     "lazy_init",
+    "load_adapter",
     "load_state",
     "lora_from_flax",
     "lora_to_flax",
@@ -115,8 +121,10 @@ __all__ = [
     "prepare_inputs_for_generation",
     "prettify_nnx",
     "printify_nnx",
+    "push_to_hub",
     "quantize",
     "return_type_adjuster",
+    "save_pretrained",
     "shard_model",
     "split_lora_params",
     "split_module",

@@ -56,7 +56,10 @@ def packed_inputs(
     if segment_ids is None:
         return inputs, None
     tokens = inputs.get("input_ids")
-    shape = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
+    given = tokens if tokens is not None else inputs.get("inputs_embeds")
+    if given is None:
+        raise ValueError("segment_ids and mask_info are of tokens: give input_ids or inputs_embeds with them")
+    shape = given.shape[:2]
     if segment_ids.shape != shape or segment_ids.is_floating_point():
         raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must be integers of the tokens' shape {tuple(shape)}")
     mask = inputs.pop("attention_mask", None)

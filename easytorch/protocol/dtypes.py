@@ -14,14 +14,20 @@ def to_dtype(model: nn.Module, dtype: torch.dtype | str, change_runtime_dtype: b
     dtype: a torch dtype or its name ("bfloat16"). change_runtime_dtype: also make it `config.dtype`, which
     `save_pretrained` writes.
     """
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-        raise ValueError(f"{dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16 or 'float32'")
+    wanted = dtype_of(dtype)
     model.to(wanted)
     config = getattr(model, "config", None)
     if change_runtime_dtype and config is not None:
         config.dtype = wanted
     return model
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """The floating dtype of that name; `ValueError` for any other."""
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise ValueError(f"{dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16 or 'float32'")
+    return wanted
 
 
 def half(model: nn.Module, change_runtime_dtype: bool = True) -> Any:

@@ -11,7 +11,19 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerMetadata
 from easytorch.distributed import sharding
-from easytorch.protocol import caches, describe, dtypes, lazy, lora, loss, quantization, state, train_state
+from easytorch.protocol import (
+    adapter_loading,
+    caches,
+    describe,
+    dtypes,
+    lazy,
+    lora,
+    loss,
+    quantization,
+    reference_arguments,
+    state,
+    train_state,
+)
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 from easytorch.protocol.quantization_config import QuantizationConfig
 
@@ -29,12 +41,36 @@ class ModuleMixin(_Base):
         # on the class that generates alone: transformers takes every class that has the method for one
         if GenerationMixin in cls.__bases__:
             caches.also_by_length(cls)
+            reference_arguments.with_prng_key(cls)
 
     @classmethod
     def lazy_init(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Self:
         """A model of `config` on the meta device, which `merge_params` fills (`protocol.lazy_init`)."""
         model: Self = lazy.lazy_init(cls, config, *args, **kwargs)
         return model
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: Any, *args: Any, gather_fns: Any = None, float_dtype: Any = None, step: int | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """transformers' own; float_dtype and step: see `protocol.save_pretrained`."""
+        if gather_fns is None and float_dtype is None and step is None:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if args:
+            raise TypeError("save_pretrained: name the arguments behind the folder where float_dtype or step is given")
+        return reference_arguments.save_pretrained(
+            self, save_directory, gather_fns=gather_fns, float_dtype=float_dtype, step=step,
+            theirs=lambda _, folder, **more: PreTrainedModel.save_pretrained(self, folder, **more), **kwargs,
+        )  # fmt: skip
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
+        """transformers' own, with EasyDeL's arguments: see `protocol.push_to_hub`."""
+        return reference_arguments.push_to_hub(
+            self,
+            repo_id,
+            theirs=PreTrainedModel.push_to_hub,
+            **kwargs,
+        )
 
     def split_module(self) -> tuple[state.GraphDef, state.State, state.State]:
         """(graphdef, graphstate, graphother)."""
@@ -172,6 +208,10 @@ class ModuleMixin(_Base):
         """Puts an adapter into linear layers and freezes the rest; settings: see `protocol.apply_lora_to_layers`."""
         model: Self = lora.apply_lora_to_layers(self, lora_rank, lora_pattern, verbose, rngs, **settings)
         return model
+
+    def load_adapter(self, peft_model_id: str | None = None, adapter_name: str | None = None, **kwargs: Any) -> Any:
+        """transformers' own; an adapter of another model is an error, and the model is then as it was."""
+        return adapter_loading.load_adapter(self, peft_model_id, adapter_name, **kwargs)
 
     def split_lora_params(self, adapter_name: str | None = None) -> state.State:
         """name -> tensor of an adapter, the active one by default."""

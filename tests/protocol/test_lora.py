@@ -344,3 +344,23 @@ def test_what_an_adapter_adds_is_scaled():
         model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
         model.apply_lora_to_layers(4, "q_proj", **settings)
         assert model.model.layers[0].self_attn.q_proj.scaling["default"] == scale, settings
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 48}, {"num_hidden_layers": 3}])
+@pytest.mark.parametrize("second", [False, True])
+def test_an_adapter_of_another_model_is_refused_whole(other, second, tmp_path):
+    """Of other shapes, and of layers that the model lacks, which transformers would leave out with a warning."""
+    theirs = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | other))
+    theirs.apply_lora_to_layers(2, "q_proj").save_pretrained(tmp_path)
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    if second:
+        model.apply_lora_to_layers(2, "q_proj", adapter_name="first", rngs=0)
+    before = {name: (one.requires_grad, one.clone()) for name, one in model.named_parameters()}
+    with pytest.raises(ValueError, match="is of another model than LlamaForCausalLM"):
+        model.load_adapter(tmp_path, "new")
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(
+        one.requires_grad == before[name][0] and torch.equal(one, before[name][1]) for name, one in after.items()
+    )
+    assert not second or model.active_adapters() == ["first"]

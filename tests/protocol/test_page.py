@@ -11,7 +11,8 @@ from easytorch import protocol
 from easytorch.models.llama import LlamaForCausalLM
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", PAGE, re.MULTILINE)
+TABLE = re.findall(r"^\| `(\w+)` \| .+? \| `(.+)` \| (.+) \|$", PAGE, re.MULTILINE)
+ROWS = [(name, status) for name, _, status in TABLE]
 # The names of EasyDeL's easydel.infra.mixins.protocol, and the properties its models have beside them.
 NAMES = """
 apply_lora_to_layers base_model_prefix can_generate compute_loss config config_class create_cache_metadata
@@ -35,6 +36,9 @@ def test_samples_run(tmp_path, monkeypatch):
     for block in blocks:
         exec(block, namespace)
     assert namespace["step"] == 100
+    for name, example, _ in TABLE:
+        assert name in example, f"the example of {name} does not use it"
+        eval(example, namespace)
 
 
 def test_every_name_has_a_row():

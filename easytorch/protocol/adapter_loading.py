@@ -1,0 +1,51 @@
+"""`load_adapter`: transformers' own, for adapters of this model alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.integrations import PeftAdapterMixin
+
+from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, require_peft, take_out
+
+
+def load_adapter(
+    model: PreTrainedModel, peft_model_id: str | None = None, adapter_name: str | None = None, **kwargs: Any
+) -> Any:
+    """`PreTrainedModel.load_adapter` with its arguments: PEFT's folder, or a name on the Hub, into `model`.
+
+    `ValueError` where the adapter is of another model: a layer or a shape that is not the model's, which transformers
+    leaves out or stops at halfway. The model is then as it was.
+    """
+    require_peft()
+    name, known = adapter_name or "default", adapter_names(model)
+    if name in known:  # an error of transformers, or a hot swap
+        return PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, **kwargs)
+    keep_what_adapters_change(model, {}, True)
+    active = model.active_adapters() if known else []
+    done = False
+    try:
+        info: Any = PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, **kwargs)
+        left = sorted(getattr(info, "unexpected_keys", ()))
+        missing = sorted(key for key in getattr(info, "missing_keys", ()) if f".{name}." in key)
+        if left or missing:
+            what = f"{left[0]!r} is no part of it" if left else f"{missing[0]!r} is not in it"
+            raise ValueError(f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: {what}")
+        done = True
+    except RuntimeError as error:  # transformers' report of shapes, which it prints
+        raise ValueError(
+            f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: its shapes differ"
+        ) from error
+    finally:
+        if not done:
+            _put_back(model, name, known, active)
+    return info
+
+
+def _put_back(model: Any, name: str, known: list[str], active: list[str]) -> None:
+    if not known:
+        take_out(model)
+    elif name in model.peft_config:
+        model.delete_adapter(name)
+        model.set_adapter(active)

@@ -1,0 +1,166 @@
+"""`generate`, `save_pretrained` and `push_to_hub` of transformers with the arguments that EasyDeL has beside theirs.
+
+What means something to JAX alone is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+
+from easytorch.protocol.dtypes import dtype_of, to_dtype
+
+_LOG = logging.getLogger(__name__)
+# argument: why it has no meaning here, and what stands in its place
+OF_JAX = {
+    "trace": "it says whether JAX compiles the loop; torch.compile(model) compiles here",
+    "gather_fns": "they gather JAX's shards for a file; gather_model makes a sharded model whole",
+    "mismatch_allowed": "it is about parameters that JAX's trees lack; a model is written whole here",
+    "use_temp_dir": "the model is always written to a temporary folder first",
+}
+
+
+def refuse_jax(**given: Any) -> None:
+    """`ValueError` with the reason where one of `given`, names of `OF_JAX`, is not None."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is JAX's alone: {OF_JAX[name]}; leave it out")
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    generation_config: Any = None,
+    prng_key: torch.Generator | int | None = None,
+    trace: bool | None = None,
+    logits_processor: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' `generate`. prng_key: a seed, or a generator one is drawn from, for this call's sampling.
+
+    `ValueError` for `trace`, and `TypeError` for a key of JAX.
+    """
+    if not isinstance(model, GenerationMixin) or not model.can_generate():
+        raise ValueError(f"{type(model).__name__} generates nothing: it has no language modeling head")
+    return generate_by(
+        type(model).generate, model, input_ids, generation_config=generation_config, prng_key=prng_key, trace=trace,
+        logits_processor=logits_processor, **kwargs,
+    )  # fmt: skip
+
+
+def generate_by(
+    theirs: Callable[..., Any], model: Any, *args: Any, prng_key: Any = None, trace: Any = None, **kwargs: Any
+) -> Any:
+    """`theirs`, a `generate` of transformers, with EasyDeL's two arguments beside its own."""
+    refuse_jax(trace=trace)
+    if prng_key is None:
+        return theirs(model, *args, **kwargs)
+    if isinstance(prng_key, bool) or not isinstance(prng_key, torch.Generator | int):
+        raise TypeError(f"prng_key={prng_key!r} must be a seed or a torch.Generator: a key of JAX seeds nothing here")
+    drawn = prng_key
+    if isinstance(prng_key, torch.Generator):
+        drawn = torch.randint(2**63 - 1, (), generator=prng_key, device=prng_key.device)
+    devices = [] if model.device.type == "cpu" else [model.device]
+    with torch.random.fork_rng(devices=devices, device_type=model.device.type if devices else "cuda"):
+        torch.manual_seed(int(drawn))
+        return theirs(model, *args, **kwargs)
+
+
+def with_prng_key(model_class: Any) -> None:
+    """Gives a class that generates `generate_by` of its own `generate`."""
+    theirs = model_class.generate
+
+    @functools.wraps(theirs)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "prng_key" in kwargs or "trace" in kwargs:
+            return generate_by(theirs, self, *args, **kwargs)
+        return theirs(self, *args, **kwargs)
+
+    model_class.generate = generate
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    save_directory: Any,
+    push_to_hub: bool = False,
+    token: str | bool | None = None,
+    gather_fns: Mapping[str, Any] | None = None,
+    float_dtype: torch.dtype | str | None = None,
+    step: int | None = None,
+    *,
+    theirs: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' `save_pretrained`. float_dtype: of the floating tensors in the files; the model keeps its own.
+    step: the folder is `save_directory/checkpoint-<step>`, as transformers' Trainer names it.
+
+    `ValueError` for `gather_fns`. theirs: the method to call, the class's by default.
+    """
+    refuse_jax(gather_fns=gather_fns)
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step={step!r} must be an int of at least 0")
+    folder = save_directory if step is None else Path(save_directory) / f"checkpoint-{step}"
+    if token is not None:
+        kwargs["token"] = token
+    if float_dtype is None:
+        return (theirs or type(model).save_pretrained)(model, folder, push_to_hub=push_to_hub, **kwargs)
+    if kwargs.get("state_dict") is not None or push_to_hub:
+        raise ValueError("float_dtype goes with neither state_dict nor push_to_hub=True: cast the model by to_dtype")
+    dtype = dtype_of(float_dtype)
+    cast: dict[Any, Tensor] = {}  # tied weights stay one tensor
+    state = dict(model.state_dict())
+    for name, one in state.items():
+        if one.is_floating_point():
+            place = (one.data_ptr(), one.shape, one.stride())
+            state[name] = cast[place] if place in cast else cast.setdefault(place, one.to(dtype))
+    result = (theirs or type(model).save_pretrained)(model, folder, state_dict=state, **kwargs)
+    file = Path(folder) / "config.json"
+    if file.is_file():  # an adapter's folder has none
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["dtype"] = str(dtype).removeprefix("torch.")
+        made = file.with_suffix(".json.new")
+        made.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        made.replace(file)
+    return result
+
+
+def push_to_hub(
+    model: PreTrainedModel,
+    repo_id: str,
+    use_temp_dir: bool | None = None,
+    commit_message: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    create_pr: bool = False,
+    gather_fns: Mapping[str, Any] | None = None,
+    float_dtype: torch.dtype | str | None = None,
+    verbose: bool = False,
+    mismatch_allowed: bool | None = None,
+    revision: str | None = None,
+    commit_description: str | None = None,
+    *,
+    theirs: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' `push_to_hub`. float_dtype: uploads a copy in that dtype. verbose: logs where it is.
+
+    `ValueError` for `gather_fns`, `use_temp_dir` and `mismatch_allowed`. theirs: as in `save_pretrained`.
+    """
+    refuse_jax(gather_fns=gather_fns, use_temp_dir=use_temp_dir, mismatch_allowed=mismatch_allowed)
+    uploaded = model if float_dtype is None else to_dtype(copy.deepcopy(model), float_dtype)
+    result = (theirs or type(model).push_to_hub)(
+        uploaded, repo_id, commit_message=commit_message, private=private, token=token, create_pr=create_pr,
+        revision=revision, commit_description=commit_description, **kwargs,
+    )  # fmt: skip
+    if verbose:
+        _LOG.warning("uploaded to %s", result)
+    return result
