@@ -11,7 +11,11 @@ from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change
 
 
 def load_adapter(
-    model: PreTrainedModel, peft_model_id: str | None = None, adapter_name: str | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    peft_model_id: str | None = None,
+    adapter_name: str | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`PreTrainedModel.load_adapter` with its arguments: PEFT's folder, or a name on the Hub, into `model`.
 
@@ -21,12 +25,12 @@ def load_adapter(
     require_peft()
     name, known = adapter_name or "default", adapter_names(model)
     if name in known:  # an error of transformers, or a hot swap
-        return PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, **kwargs)
+        return PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, *args, **kwargs)
     keep_what_adapters_change(model, {}, True)
     active = model.active_adapters() if known else []
     done = False
     try:
-        info: Any = PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, **kwargs)
+        info: Any = PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, *args, **kwargs)
         left = sorted(getattr(info, "unexpected_keys", ()))
         missing = sorted(key for key in getattr(info, "missing_keys", ()) if f".{name}." in key)
         if left or missing:

@@ -90,7 +90,7 @@ def lora_to_flax(
         if part not in ("lora_A", "lora_B"):
             raise ValueError(f"{name} has no place in JAX: only lora_A and lora_B of linear layers have")
         layers.setdefault(layer, {})[part] = to_numpy(tensor.detach().cpu())
-    config = model.peft_config[wanted]
+    config: Any = model.peft_config[wanted]
     factor = _factor(config) if leaves == "nnx" else _factor(config) * config.r / config.lora_alpha
     found: dict[str, np.ndarray] = {}
     left = set(layers)

@@ -49,7 +49,7 @@ class ModuleMixin(_Base):
         model: Self = lazy.lazy_init(cls, config, *args, **kwargs)
         return model
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(
         self, save_directory: Any, *args: Any, gather_fns: Any = None, float_dtype: Any = None, step: int | None = None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
@@ -209,9 +209,11 @@ class ModuleMixin(_Base):
         model: Self = lora.apply_lora_to_layers(self, lora_rank, lora_pattern, verbose, rngs, **settings)
         return model
 
-    def load_adapter(self, peft_model_id: str | None = None, adapter_name: str | None = None, **kwargs: Any) -> Any:
+    def load_adapter(  # type: ignore[override]
+        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """transformers' own; an adapter of another model is an error, and the model is then as it was."""
-        return adapter_loading.load_adapter(self, peft_model_id, adapter_name, **kwargs)
+        return adapter_loading.load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
 
     def split_lora_params(self, adapter_name: str | None = None) -> state.State:
         """name -> tensor of an adapter, the active one by default."""

@@ -66,12 +66,12 @@ def generate_by(
         return theirs(model, *args, **kwargs)
     if isinstance(prng_key, bool) or not isinstance(prng_key, torch.Generator | int):
         raise TypeError(f"prng_key={prng_key!r} must be a seed or a torch.Generator: a key of JAX seeds nothing here")
-    drawn = prng_key
+    seed = prng_key
     if isinstance(prng_key, torch.Generator):
-        drawn = torch.randint(2**63 - 1, (), generator=prng_key, device=prng_key.device)
+        seed = int(torch.randint(2**63 - 1, (), generator=prng_key, device=prng_key.device))
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices=devices, device_type=model.device.type if devices else "cuda"):
-        torch.manual_seed(int(drawn))
+        torch.manual_seed(seed)
         return theirs(model, *args, **kwargs)
 
 
