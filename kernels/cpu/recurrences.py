@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from easytorch.kernels.cpu import processor
 from easytorch.kernels.cpu.inference import ABSENT, DTYPES, refusal, side_by_side
-from easytorch.kernels.linear import preference
 
 _NO_NUMBERS = ABSENT[torch.float32]
 _NO_DOCUMENTS = torch.empty(0, dtype=torch.int64)
@@ -29,7 +29,7 @@ def refusal_of_sequences(
 
 def prefers(tensors: Iterable[Tensor]) -> bool:
     """Whether these are on the CPU, and that one on which the operators were measured."""
-    return preference.BFLOAT16_DOT_PRODUCTS and all(tensor.is_cpu for tensor in tensors)
+    return processor.BFLOAT16_DOT_PRODUCTS and all(tensor.is_cpu for tensor in tensors)
 
 
 def numbers_of(tensor: Tensor | None) -> Tensor:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu import library
-from easytorch.kernels.linear import preference
+from easytorch.kernels.cpu import library, processor
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
@@ -119,7 +118,7 @@ def test_several_threads_give_the_bits_of_one(name: str) -> None:
 @needs_library
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
     operation = OperationRegistry.create(name)
     for dtype in DTYPES:
         given = as_(arguments(name, 5), dtype)
@@ -141,7 +140,7 @@ def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         forced(**recorded)
     with pytest.raises(UnsupportedOperationError, match="float64"):
         forced(**as_(arguments(name, 5), torch.float64))
-    monkeypatch.setattr(preference, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert operation.choose(**arguments(name, 5)).backend == "aten"
 
 
