@@ -2,6 +2,9 @@
 
     python scripts/bench_dispatch.py
 
+Where the operator in C++ is chosen, the call does not repeat the checks that choosing it made, which the direct call
+makes: the overhead may be below zero.
+
 The two are timed in turns, so that a change of clock speed or load meets both; the figures are medians of the CPU time
 of one thread, in microseconds.
 """

@@ -26,10 +26,10 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return act(gate) * up
     kind = type(act)
     if kind in _SILU:
-        product = swiglu.in_cpp(gate, up) if untouched() else None
+        product = swiglu.try_cpp(gate, up) if untouched() else None
         return swiglu(gate, up) if product is None else product
     if approximate := _approximation(act):
-        product = geglu.in_cpp(gate, up, approximate) if untouched() else None
+        product = geglu.try_cpp(gate, up, approximate) if untouched() else None
         return geglu(gate, up, approximate) if product is None else product
     return act(gate) * up
 

@@ -99,7 +99,7 @@ class GroupedAttention(FusedProjections):
             return query, key
         cos, sin = position_embeddings
         if not self.interleaved and untouched():
-            turned = rotary.in_cpp(query, key, cos, sin)
+            turned = rotary.try_cpp(query, key, cos, sin)
             if turned is not None:
                 return turned
         return rotary(query, key, cos, sin, interleaved=self.interleaved)

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        if untouched() and (rows := rms_norm.in_cpp(hidden_states, weight, self.variance_epsilon)) is not None:
+        if untouched() and (rows := rms_norm.try_cpp(hidden_states, weight, self.variance_epsilon)) is not None:
             return rows
         return rms_norm(hidden_states, weight, self.variance_epsilon)
 

@@ -18,6 +18,7 @@ class _GatedLinearUnit(OperationImpl):
     """What the two share: their kernels' folder, their typical call, and what the backends support of them."""
 
     folder = "glu"
+    unconditional = frozenset({"aten"})
     cpp_reason = "inference: the activation and the product in one pass"
 
     @classmethod
@@ -35,7 +36,8 @@ class _GatedLinearUnit(OperationImpl):
         return triton_op.supports(gate, self.metadata.runtime_dtype)
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self.metadata.runtime_dtype is None and _prefers(*args, **kwargs)
+        prefers = cpu.prefers(args[0], args[1]) if len(args) > 1 else _prefers(*args, **kwargs)
+        return prefers and self.metadata.runtime_dtype is None
 
     def run(self, kernel: Callable[..., Tensor], gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
         return kernel(self.cast(gate), self.cast(up), *options, **named)
@@ -54,7 +56,10 @@ class SwiGLU(_GatedLinearUnit):
     def forward_native(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.run(native.swiglu, gate, up)
 
-    def in_cpp(self, gate: Tensor, up: Tensor) -> Tensor | None:
+    def run_cpp(self, gate: Tensor, up: Tensor) -> Tensor:
+        return cpu.run(gate, up, cpu.SILU, library.BEST)
+
+    def try_cpp(self, gate: Tensor, up: Tensor) -> Tensor | None:
         """What a call without settings gives where the operator in C++ runs it; None elsewhere."""
         return cpu.run(gate, up, cpu.SILU, library.BEST) if cpu.prefers(gate, up) else None
 
@@ -72,7 +77,7 @@ class GeGLU(_GatedLinearUnit):
     def forward_native(self, gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
         return self.run(native.geglu, gate, up, approximate)
 
-    def in_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
+    def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
         """As that of `swiglu`."""
         return cpu.run(gate, up, cpu.GELU[approximate], library.BEST) if cpu.prefers(gate, up) else None
 

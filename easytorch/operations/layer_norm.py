@@ -18,6 +18,7 @@ class LayerNorm(OperationImpl):
     """`layer_norm(x, weight=None, bias=None, eps=1e-5)`: (..., N) normalized over its last dimension, in x's dtype."""
 
     paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    unconditional = frozenset({"aten"})
 
     @classmethod
     def get_impl_name(cls) -> str:

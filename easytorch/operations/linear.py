@@ -31,7 +31,7 @@ class Linear(OperationImpl):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
         onednn = Choice(self, "forward_cpu", "cpu", "onednn", "faster than MKL for this CPU and size")
-        aten = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size")
+        aten = Choice(self, "forward_gpu", "cpu", "aten", "MKL is as fast for this CPU and size", True)
         self._even = (aten,)
         self._small = (aten._replace(reason="MKL is as fast for a weight of this size"),)
         self._large = (onednn, aten._replace(reason="ATen's own product"))
@@ -55,7 +55,7 @@ class Linear(OperationImpl):
         if platform != "cpu":
             return super().candidates(platform, args, kwargs)
         if self.prefers_cpp(args, kwargs):
-            return self.in_cpp_alone
+            return self.cpp_choices
         given = _named(*args, **kwargs)
         if given[1].numel() < smallest_weight() or given[1].dim() != 2:
             return self._small
@@ -63,6 +63,9 @@ class Linear(OperationImpl):
         # of another dtype oneDNN is asked all the same, for its reason
         ahead = x.dtype != torch.float32 or prefers_onednn(x, weight, recording(x, weight, bias))
         return self._large if ahead else self._even
+
+    def run_cpp(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cpu.run(x, weight, bias)
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """What a call without settings gives where the operator in C++ runs it; None elsewhere.

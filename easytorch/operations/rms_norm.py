@@ -22,6 +22,7 @@ class RMSNorm(OperationImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
+    unconditional = frozenset({"aten"})
     cpp_reason = "inference: one call, and rows are read once"
 
     @classmethod
@@ -44,14 +45,17 @@ class RMSNorm(OperationImpl):
         return triton_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self.metadata.runtime_dtype is None and cpu.prefers(*args, **kwargs)
+        return cpu.prefers(*args, **kwargs) and self.metadata.runtime_dtype is None
 
-    def in_cpp(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+    def try_cpp(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
         """What a call without settings gives where the operator in C++ runs it; None elsewhere.
 
         For a model's layers, which ask at each token: the dispatch takes longer than the operator.
         """
         return cpu.run(x, weight, eps, library.BEST) if cpu.prefers(x, weight, eps) else None
+
+    def run_cpp(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+        return cpu.run(x, weight, eps, library.BEST)
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
         return self.run(native.rms_norm, x, weight, eps)

@@ -63,12 +63,17 @@ class Rotary(OperationImpl):
             return False
         return cpu.prefers(*args)
 
-    def in_cpp(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    def try_cpp(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
         """What a call without settings gives where the operator in C++ runs it; None elsewhere.
 
         For a model's layers, which ask at each token: the dispatch takes longer than the operator.
         """
         return cpu.run(query, key, cos, sin, library.BEST) if cpu.prefers(query, key, cos, sin) else None
+
+    def run_cpp(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]
+    ) -> tuple[Tensor, Tensor]:
+        return cpu.run(query, key, cos, sin, library.BEST)
 
     def forward_native(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotaryOptions]

@@ -30,10 +30,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """
-    call = resolve(query, key, value, **features)
+    call = resolve(query, key, value, **features)  # refuses what `supports` cannot look at
     if (reason := supports(query, key, value, features)) is not None:
         raise NotImplementedError(f"attention: {reason}")
     return run(query, key, value, call, library.BEST)
+
+
+def preferred(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
+    """`attention` of a call that `preference.prefers_cpp` accepted: `supports` is not asked again."""
+    return run(query, key, value, resolve(query, key, value, **features), library.BEST)
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, level: int) -> Tensor:

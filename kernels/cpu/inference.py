@@ -15,6 +15,7 @@ from easytorch.kernels.interop.torch_func import as_given, eager
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Passed for an absent tensor: the operators take tensors only.
 ABSENT = {dtype: torch.empty(0, dtype=dtype) for dtype in DTYPES}
+_FLOATS = frozenset(DTYPES)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _NO_GRADIENT = "it has no gradient"
@@ -61,6 +62,25 @@ def refusal_of_one_dtype(*tensors: Tensor) -> str | None:
         if tensor.dtype is not dtype:
             return f"it takes one dtype, got {dtype} and {tensor.dtype}"
     return refusal(tensors)
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether `refusal_of_one_dtype` is None and all are on the CPU, without a reason: this is asked of each call."""
+    first = tensors[0]
+    assert first is not None
+    dtype, recorded = first.dtype, torch.is_grad_enabled()
+    if dtype not in _FLOATS or not as_given():
+        return False
+    for x in tensors:
+        if x is not None and (
+            x.dtype is not dtype
+            or type(x) not in _PLAIN
+            or not x.is_cpu
+            or x.layout is not _STRIDED
+            or (recorded and x.requires_grad)
+        ):
+            return False
+    return library.missing() is None
 
 
 def side_by_side(tensor: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import DTYPES, side_by_side
-from easytorch.kernels.decode.contract import resolve, without_dropout
+from easytorch.kernels.cpu.inference import DTYPES, refusal, side_by_side
+from easytorch.kernels.decode.contract import Supports, resolve, without_dropout
 from easytorch.kernels.interop.torch_func import as_given
 
 _FLOATS = frozenset(DTYPES)
@@ -32,7 +32,10 @@ def prefers(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, An
         and key.dim() == 4
         and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
         and query.is_cpu
-        and supports(query, key, value, features) is None
+        # `supports`, inlined: the dispatch asks it of each token
+        and features.get("dropout_prob", 0.0) <= 0.0
+        and query.dtype is not torch.float64
+        and refusal((query, key, value, features.get("bias"), features.get("sinks"))) is None
     )
 
 
@@ -41,7 +44,20 @@ def decode(query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None 
 
     Raises `NotImplementedError` with the reason where `supports` gives one, `ValueError` for a length beyond 0..S.
     """
-    call = resolve(query, key, value, lengths, supports=supports, **features)
+    return _resolved(query, key, value, lengths, supports, features)
+
+
+def preferred(
+    query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, **features: Any
+) -> Tensor:  # fmt: skip
+    """`decode` of a call that `prefers` accepted: `supports` is not asked again."""
+    return _resolved(query, key, value, lengths, None, features)
+
+
+def _resolved(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, asked: Supports | None, features: dict[str, Any]
+) -> Tensor:
+    call = resolve(query, key, value, lengths, supports=asked, **features)
     return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), lengths, call, library.BEST)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side
+from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side, takes
 from easytorch.kernels.glu.native import check_tensors
 
 # The operator's numbers of the activations; gelu's by its `approximate`.
@@ -26,13 +26,11 @@ def prefers(gate: Tensor, up: Tensor) -> bool:
     """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
     shape = gate.shape
     return (
-        processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
-        and len(shape) > 0
+        len(shape) > 0
         and shape[-1] >= SMALLEST_ROW
+        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
         and up.shape == shape
-        and gate.is_cpu
-        and up.is_cpu
-        and supports(gate, up) is None
+        and takes(gate, up)
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import ABSENT, refusal_of_one_dtype, side_by_side
+from easytorch.kernels.cpu.inference import ABSENT, refusal_of_one_dtype, side_by_side, takes
 from easytorch.kernels.rms_norm.native import check_tensors
 
 # The shortest rows that it is chosen for: it adds squares in another order, and a small model keeps transformers' bits.
@@ -22,14 +24,13 @@ def prefers(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
     """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
     shape = x.shape
     return (
-        processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
-        and len(shape) > 0
+        len(shape) > 0
         and shape[-1] >= SMALLEST_ROW
-        and x.is_cpu
-        and (weight is None or (weight.shape == shape[-1:] and weight.is_cpu))
+        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and (weight is None or weight.shape == shape[-1:])
         and type(eps) is float
-        and eps >= 0.0
-        and supports(x, weight) is None
+        and 0.0 <= eps < math.inf
+        and takes(x, weight)
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side
+from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side, takes
 from easytorch.kernels.rotary import native
 
 
@@ -20,6 +20,8 @@ def prefers(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     (B or 1, T, R), and all of it fits. It may build the library."""
     if not (processor.BFLOAT16_DOT_PRODUCTS and query.dim() == key.dim() == 4 and cos.dim() == 3):  # where measured
         return False
+    if not takes(query, key, cos, sin):
+        return False
     batch, rows, _, size = query.shape
     key_batch, key_rows, _, key_size = key.shape
     tables = cos.shape
@@ -32,11 +34,6 @@ def prefers(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and (own == 1 or own == batch)
         and turned <= size
         and turned % 2 == 0
-        and query.is_cpu
-        and key.is_cpu
-        and cos.is_cpu
-        and sin.is_cpu
-        and refusal_of_one_dtype(query, key, cos, sin) is None
     )
 
 

@@ -456,6 +456,8 @@ def test_a_call_runs_what_choosing_chooses(settings: dict[str, float], features:
         for method in set(implementation.backends().values()):
             run = functools.partial(lambda name, method, *_, **given: ran.append((name, method, given)), name, method)
             setattr(implementation, method, run)
+            if method == "forward_cpp":  # without its checks, which choosing has made
+                implementation.run_cpp = run  # type: ignore[method-assign]
     operation(q, k, k, **features)
     assert ran == [(choice.implementation, choice.method, features)]  # the settings are the implementation's to add
 
@@ -478,3 +480,25 @@ def test_a_wrong_keyword_is_laid_to_the_operation(name: str) -> None:
     named = {operation.primary_name()} | ({"attention"} if isinstance(operation, AttentionImpl) else set())
     with pytest.raises(TypeError, match=rf"^({'|'.join(named)})\(\) got an unexpected keyword argument 'temperature'"):
         operation(*args, **kwargs, temperature=1.0)
+
+
+def test_what_a_subclass_overrides_runs_where_the_operator_in_cpp_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    from easytorch.operations.rms_norm import RMSNorm
+
+    class Doubled(RMSNorm):
+        def run(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().run(kernel, *args, **kwargs) * 2
+
+    class Zero(RMSNorm):
+        @backend("cpu")
+        def forward_cpp(self, x: torch.Tensor, weight: Any = None, eps: float = 1e-6) -> torch.Tensor:
+            return torch.zeros_like(x)
+
+    x = torch.randn(3, 256)
+    monkeypatch.setattr(RMSNorm, "prefers_cpp", lambda *given: True)
+    for operation in (Doubled(), Zero()):
+        try:
+            expected = operation.forward_cpp(x)
+        except NotImplementedError as error:  # the library is missing
+            pytest.skip(str(error))
+        assert torch.equal(operation(x), expected)

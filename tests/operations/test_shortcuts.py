@@ -78,7 +78,7 @@ def test_norms_in_cpp_are_those_that_rms_norm_gives_its_operator(dot_products, d
             given = {"x": torch.randn(3, width).to(dtype), "weight": torch.randn(width).to(dtype) if weighted else None}
             if leaf is not None and given[leaf] is not None:
                 given[leaf].requires_grad_()
-            got, choice = rms_norm.in_cpp(*given.values(), 1e-5), rms_norm.choose(**given, eps=1e-5)
+            got, choice = rms_norm.try_cpp(*given.values(), 1e-5), rms_norm.choose(**given, eps=1e-5)
             assert (got is not None) == (choice.backend == "cpu"), (width, weighted, choice)
             if got is not None:
                 taken += 1
@@ -97,7 +97,7 @@ def test_rotations_in_cpp_are_those_that_rotary_gives_its_operator(dot_products,
         given += [torch.randn(tables, tokens, 16).to(dtype) for _ in "cs"]
         if leaf is not None:
             given[leaf].requires_grad_()
-        got, choice = rotary.in_cpp(*given), rotary.choose(*given, interleaved=False)
+        got, choice = rotary.try_cpp(*given), rotary.choose(*given, interleaved=False)
         assert (got is not None) == (choice.backend == "cpu")
         assert (got is not None) == (
             dot_products and leaf is None and dtype != torch.float64 and library.missing() is None
@@ -121,7 +121,7 @@ def test_gates_in_cpp_are_those_that_the_units_give_their_operator(dot_products,
             given = [torch.randn(3, width).to(dtype) for _ in "gu"]
             if leaf is not None:
                 given[leaf].requires_grad_()
-            got, choice = operation.in_cpp(*given, *options), operation.choose(*given, *options)
+            got, choice = operation.try_cpp(*given, *options), operation.choose(*given, *options)
             assert (got is not None) == (choice.backend == "cpu"), (width, choice)
             if got is not None:
                 taken += 1

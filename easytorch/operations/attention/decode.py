@@ -59,6 +59,11 @@ class DecodeAttention(AttentionImpl):
         query, key, value, features = (*args, kwargs) if len(args) == 3 else named(*args, **kwargs)
         return self.leaves_to_cpp(features) and cpu.prefers(query, key, value, features)
 
+    def run_cpp(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[DecodeFeatures]
+    ) -> AttentionOutput:  # fmt: skip
+        return AttentionOutput(attention_outputs=cpu.preferred(query, key, value, **features))
+
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
         query, _, _, _ = named(*args, **kwargs)
         if (reason := not_one_query(query)) is not None:  # the definition refuses it too: nothing to fall back to

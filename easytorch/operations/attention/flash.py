@@ -63,6 +63,11 @@ class FlashAttention(AttentionImpl):
 
         return triton_flash.supports(query, key, value)
 
+    def run_cpp(
+        self, query: Tensor, key: Tensor, value: Tensor, **features: Unpack[FlashFeatures]
+    ) -> AttentionOutput:  # fmt: skip
+        return AttentionOutput(attention_outputs=cpu.preferred(query, key, value, **features))
+
     def emulates(self, backend: str, platform: str) -> bool:
         return (backend == "xla" and platform == "cpu") or super().emulates(backend, platform)
 

@@ -92,16 +92,16 @@ class Attention(AttentionImpl):
             one_query = order is DECODE_LAST or order is DECODE_FIRST
             prefers, implementation = (prefers_one, self._decode) if one_query else (prefers_many, self._flash)
             if prefers(query, key, value, features) and implementation.leaves_to_cpp(features):
-                return implementation.in_cpp_alone
+                return implementation.cpp_choices
             return self._orders[order]
         one_query = bool(preferences) and query.dim() == 4 and query.shape[1] == 1
         return self._orders[platform, one_query]
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         implementation: Any = choice.operation
-        if choice.backend not in PLAIN_TORCH and choice.method != "forward_cpp" and forward_mode():
+        if choice.backend not in PLAIN_TORCH and forward_mode():
             return FORWARD_REFUSAL
-        if len(args) == 3 and choice.method != "forward_cpp":  # passing the features on as keywords takes 1 us
+        if len(args) == 3:  # passing the features on as keywords takes 1 us
             refusal: str | None = implementation.supports_features(choice.backend, *args, kwargs)
             return refusal
         return super().refusal_of(choice, args, kwargs)

@@ -45,6 +45,7 @@ class Choice(NamedTuple):
     platform: str
     backend: str
     reason: str
+    unconditional: bool = False  # whether it supports every call that it is a candidate of: `supports` is not asked
 
     @property
     def implementation(self) -> str:
@@ -69,6 +70,7 @@ class OperationImpl(BaseOperation):
     folder: ClassVar[str | None] = None  # of kernels/, where it is not the operation's name
     functions: ClassVar[Mapping[str, str]] = {}  # backend -> "file.function" there, where it has another name
     takes_sparse: ClassVar[bool] = False  # whether some backend multiplies sparse tensors
+    unconditional: ClassVar[frozenset[str]] = frozenset()  # the backends that support every call
     cpp_reason: ClassVar[str] = "few numbers: one call, and memory is read once"  # why `prefers_cpp` chooses it
     _tensors: ClassVar[tuple[tuple[int, str, bool], ...]]  # place and name of each tensor, and whether it may be None
     _positional: ClassVar[tuple[str, ...] | None]  # the names of positional arguments; None: any number of them
@@ -80,6 +82,8 @@ class OperationImpl(BaseOperation):
     _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "run_cpp" not in cls.__dict__ and ("forward_cpp" in cls.__dict__ or "run" in cls.__dict__):
+            cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]  # what a class overrides is what runs
         for platform, library in cls.__dict__.get("paths", {}).items():
             if f"forward_{platform}" not in cls.__dict__:
                 name = cls.primary_name()
@@ -103,11 +107,11 @@ class OperationImpl(BaseOperation):
         # nothing forces a backend here: unless the environment does, `choose_freely` is called directly
         self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
         self._own: dict[str, tuple[Choice, ...]] = {  # platform -> its path, which most operations have one of
-            platform: (Choice(self, method, platform, backend, _reason_of(method)),)
+            platform: (Choice(self, method, platform, backend, _reason_of(method), backend in self.unconditional),)
             for platform, (method, backend) in self._paths.items()
         }
-        in_cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason)
-        self.in_cpp_alone: tuple[Choice, ...] = (in_cpp,) if "cpp" in self.paths else ()
+        cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason, unconditional=True)  # `prefers_cpp` asks
+        self.cpp_choices: tuple[Choice, ...] = (cpp,) if "cpp" in self.paths else ()
 
     @classmethod
     @abstractmethod
@@ -176,6 +180,8 @@ class OperationImpl(BaseOperation):
         self.check_call(args, kwargs)
         if self._free and untouched():
             choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
+            if choice.method == "forward_cpp":  # `prefers_cpp` has looked at the call: it is not checked again
+                return choice.operation.run_cpp(*args, **kwargs)
         else:
             choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
             if checking() and not torch.compiler.is_compiling():
@@ -258,21 +264,23 @@ class OperationImpl(BaseOperation):
 
         The operator in C++ alone where it is preferred, since that is asked only of calls that it supports.
         """
-        if platform == "cpu" and self.in_cpp_alone and self.prefers_cpp(args, kwargs):
-            return self.in_cpp_alone
+        if self.cpp_choices and platform == "cpu" and self.prefers_cpp(args, kwargs):
+            return self.cpp_choices
         return self._own[platform]
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether `forward_cpp`, the operator in C++ that `paths` names ("cpp": "cpu"), is to run this call on the CPU.
 
-        True only where it supports the call: `refusal_of` does not ask again.
+        True only where it supports the call: nothing asks again.
         """
         return False
 
+    def run_cpp(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward_cpp` of a call that `prefers_cpp` accepted; an operation may leave out what was asked there."""
+        return getattr(self, "forward_cpp")(*args, **kwargs)  # noqa: B009 - a class without the path has no such method
+
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """None where the candidate supports the call, else the reason."""
-        if choice.method == "forward_cpp":  # `prefers_cpp` has asked
-            return None
         if choice.backend not in PLAIN_TORCH and forward_mode():
             return FORWARD_REFUSAL
         return choice.operation.supports(choice.backend, *args, **kwargs)
@@ -285,7 +293,7 @@ class OperationImpl(BaseOperation):
         """The first of the candidates that supports the call, or the definition where none does."""
         refusals: list[str] = []
         for choice in self.candidates(platform, args, kwargs):
-            refusal = self.refusal_of(choice, args, kwargs)
+            refusal = None if choice.unconditional else self.refusal_of(choice, args, kwargs)
             if refusal is None:
                 if not refusals:
                     return choice
