@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -36,6 +36,7 @@ def command(
     from transformers.utils import logging
 
     import easytorch
+    from easytorch.auto.tokenizer import load_tokenizer
     from easytorch.generation.text import decode_incrementally, stream_tokens
 
     logging.disable_progress_bar()
@@ -89,18 +90,6 @@ def check_causal(model: PreTrainedModel, missing: Collection[str], source: str) 
         raise ValueError(
             f"{source}: holds {saved}, which cannot generate: {why}; give a causal language model's checkpoint"
         )
-
-
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights; `ValueError` that names `source` when there is none, or a broken one."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{source}: no tokenizer can be loaded there ({error}); save the model's own beside the weights"
-        ) from error
 
 
 def find_device(name: str) -> torch.device:

@@ -52,7 +52,7 @@ def generate_tokens(
     )
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     _check(model, input_ids, mask, max_new_tokens)
-    eos = _end_tokens(model, eos_token_id)
+    eos = end_tokens(model, eos_token_id)
     if pad_token_id is None:
         pad_token_id = model.generation_config.pad_token_id
     if pad_token_id is None:
@@ -122,8 +122,9 @@ def _check(model: CausalLM, input_ids: torch.Tensor, mask: torch.Tensor, max_new
         )  # fmt: skip
 
 
-def _end_tokens(model: CausalLM, eos_token_id: int | Sequence[int] | None) -> list[int]:
-    given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+def end_tokens(model: CausalLM, eos_token_id: int | Sequence[int] | None = None) -> list[int]:
+    """The end tokens given, else those of the model's generation config."""
+    given = getattr(model.generation_config, "eos_token_id", None) if eos_token_id is None else eos_token_id
     if given is None:
         return []
     return [given] if isinstance(given, int) else list(given)

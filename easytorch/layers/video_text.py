@@ -24,6 +24,22 @@ logger = logging.getLogger(__name__)
 
 KINDS = {"image": IMAGE, "video": VIDEO}
 
+# What a processor makes of images and videos, in the order of transformers' forwards.
+VIDEO_TEXT_INPUTS = (
+    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids",
+)  # fmt: skip
+_TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+
+
+def model_arguments(*inputs: str) -> tuple[str, ...]:
+    """The arguments of a model's forward in transformers' order, `inputs` among them."""
+    return (*_TEXT_INPUTS, *inputs, "mm_encoder_outputs")
+
+
+def head_arguments(*inputs: str) -> tuple[str, ...]:
+    """As `model_arguments`, of a model with a language modeling head."""
+    return (*_TEXT_INPUTS, "labels", *inputs, "logits_to_keep", "mm_encoder_outputs")
+
 
 class VideoTextModel(ArgumentsInOrder):
     """The decoder over embeddings in which the features of images and videos stand in place of their tokens.

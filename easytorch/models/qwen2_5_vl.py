@@ -29,7 +29,13 @@ from easytorch.layers.packed_tower import (
     segments_of,
 )
 from easytorch.layers.patches import pair
-from easytorch.layers.video_text import VideoTextHead, VideoTextModel
+from easytorch.layers.video_text import (
+    VIDEO_TEXT_INPUTS,
+    VideoTextHead,
+    VideoTextModel,
+    head_arguments,
+    model_arguments,
+)
 from easytorch.models.mistral import MistralMLP
 from easytorch.models.qwen2 import Qwen2Attention
 from easytorch.models.qwen2_vl import PatchMerger, Qwen2VLDecoder
@@ -134,21 +140,7 @@ class Qwen2_5_VLModel(VideoTextModel, Qwen2_5_VLPreTrainedModel):
     decoder_class = Qwen2_5_VLTextModel
     either_input = True
     needs_token_types = False
-    arguments = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "use_cache",
-        "pixel_values",
-        "pixel_values_videos",
-        "image_grid_thw",
-        "video_grid_thw",
-        "mm_token_type_ids",
-        "second_per_grid_ts",
-        "mm_encoder_outputs",
-    )
+    arguments = model_arguments("use_cache", *VIDEO_TEXT_INPUTS, "second_per_grid_ts")
 
     def frame_intervals(self, seconds: Iterable[Any] | None, videos: int) -> Iterable[Any]:
         vision: Any = self.config.vision_config
@@ -163,20 +155,4 @@ class Qwen2_5_VLModel(VideoTextModel, Qwen2_5_VLPreTrainedModel):
 class Qwen2_5_VLForConditionalGeneration(VideoTextHead, Qwen2_5_VLPreTrainedModel, GenerationMixin):
     backbone_class = Qwen2_5_VLModel
     accepts_loss_kwargs = False
-    arguments = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "labels",
-        "use_cache",
-        "pixel_values",
-        "pixel_values_videos",
-        "image_grid_thw",
-        "video_grid_thw",
-        "mm_token_type_ids",
-        "second_per_grid_ts",
-        "logits_to_keep",
-        "mm_encoder_outputs",
-    )
+    arguments = head_arguments("use_cache", *VIDEO_TEXT_INPUTS, "second_per_grid_ts")

@@ -25,7 +25,13 @@ from easytorch.layers.packed_tower import (
     PackedPatches,
     segments_of,
 )
-from easytorch.layers.video_text import VideoTextHead, VideoTextModel
+from easytorch.layers.video_text import (
+    VIDEO_TEXT_INPUTS,
+    VideoTextHead,
+    VideoTextModel,
+    head_arguments,
+    model_arguments,
+)
 from easytorch.models.mistral import MistralMLP
 from easytorch.models.qwen2 import Qwen2Attention
 from easytorch.protocol.native import NativeVideoText
@@ -134,37 +140,9 @@ class Qwen2VLModel(VideoTextModel, Qwen2VLPreTrainedModel):
     tower_class = Qwen2VisionTransformerPretrainedModel
     decoder_class = Qwen2VLTextModel
     either_input = True
-    arguments = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "use_cache",
-        "pixel_values",
-        "pixel_values_videos",
-        "image_grid_thw",
-        "video_grid_thw",
-        "mm_token_type_ids",
-        "mm_encoder_outputs",
-    )
+    arguments = model_arguments("use_cache", *VIDEO_TEXT_INPUTS)
 
 
 class Qwen2VLForConditionalGeneration(VideoTextHead, Qwen2VLPreTrainedModel, GenerationMixin):
     backbone_class = Qwen2VLModel
-    arguments = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "labels",
-        "use_cache",
-        "pixel_values",
-        "pixel_values_videos",
-        "image_grid_thw",
-        "video_grid_thw",
-        "mm_token_type_ids",
-        "logits_to_keep",
-        "mm_encoder_outputs",
-    )
+    arguments = head_arguments("use_cache", *VIDEO_TEXT_INPUTS)

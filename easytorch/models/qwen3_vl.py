@@ -29,17 +29,15 @@ from easytorch.layers.packed_tower import (
     PackedPatches,
     segments_of,
 )
-from easytorch.layers.video_text import VideoTextHead, VideoTextModel
+from easytorch.layers.video_text import (
+    VIDEO_TEXT_INPUTS,
+    VideoTextHead,
+    VideoTextModel,
+    head_arguments,
+    model_arguments,
+)
 from easytorch.models.qwen3 import Qwen3MLP
 from easytorch.protocol.native import NativeVideoText
-
-_INPUTS = (
-    "pixel_values",
-    "pixel_values_videos",
-    "image_grid_thw",
-    "video_grid_thw",
-    "mm_token_type_ids",
-)
 
 
 class Qwen3VLVisionAttention(PackedAttention):
@@ -195,15 +193,7 @@ class Qwen3VLTextModel(MultimodalPositions, DecoderBackbone, Qwen3VLPreTrainedMo
 class Qwen3VLModel(VideoTextModel, Qwen3VLPreTrainedModel):
     tower_class = Qwen3VLVisionModel
     decoder_class = Qwen3VLTextModel
-    arguments = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        *_INPUTS,
-        "mm_encoder_outputs",
-    )
+    arguments = model_arguments(*VIDEO_TEXT_INPUTS)
 
     def split(self, outputs: Any, sizes: list[int]) -> Any:
         outputs.deepstack_features = [torch.split(level, sizes) for level in outputs.deepstack_features]
@@ -234,14 +224,4 @@ class Qwen3VLModel(VideoTextModel, Qwen3VLPreTrainedModel):
 class Qwen3VLForConditionalGeneration(VideoTextHead, Qwen3VLPreTrainedModel, GenerationMixin):
     backbone_class = Qwen3VLModel
     accepts_loss_kwargs = False
-    arguments = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "inputs_embeds",
-        "labels",
-        *_INPUTS,
-        "logits_to_keep",
-        "mm_encoder_outputs",
-    )
+    arguments = head_arguments(*VIDEO_TEXT_INPUTS)

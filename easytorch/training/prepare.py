@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import easytorch
+from easytorch.auto.tokenizer import load_tokenizer
 from easytorch.training import architecture, memory
 from easytorch.training.checkpoint import latest_checkpoint, load_state
 from easytorch.training.config import TrainingConfig, flag
@@ -84,24 +85,13 @@ def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | No
     logging.disable_progress_bar()
     folder = Path(config.output) / "data"
     source = checkpoint or (config.model if isinstance(config.model, str) else None)
-    tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else _load_tokenizer(source)
+    tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else load_tokenizer(source)
     tokens = tokenize(texts, tokenizer)
     split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses what is too little
     with named_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(folder)
         np.save(folder / "tokens.npy", tokens)
-
-
-def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (ValueError, OSError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{source}: no tokenizer can be loaded there ({error}); put the model's own beside the weights"
-        ) from error
 
 
 def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, TokenBlocks]:
