@@ -30,6 +30,8 @@ def arrows(row: re.Pattern[str]) -> dict[str, set[str]]:
 
 
 ARROWS = arrows(_ROW)
+# | `room.module` of the bridge | the rooms outside of it that import that |
+INSIDE_BRIDGE = arrows(re.compile(r"^\| `(\w+\.\w+)` \| (.+) \|$", re.MULTILINE))
 # `errors` and `dtypes` stand at the bridge's top for users, and are what its core is made of.
 IN_BRIDGE = arrows(_ROW_OF_BRIDGE)
 OF_CORE = {"errors", "dtypes"}
@@ -186,6 +188,17 @@ def test_the_rooms_of_the_bridge_import_what_the_page_lists() -> None:
     used = arrows_of_bridge()
     assert {where for arrow, where in used.items() if arrow not in allowed} == set()
     assert listed <= set(used), "the page lists imports that there are none of"
+
+
+def test_other_rooms_import_of_the_inside_of_the_bridge_what_the_page_lists() -> None:
+    used: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for _, module in imported_modules(path):
+            parts = module.split(".")
+            inside = module.startswith("easytorch.bridge.") and (ROOT / "bridge" / parts[2]).is_dir()
+            if inside and (room := room_of(path) or f"easytorch/{path.name}") != "bridge":
+                used.setdefault(".".join(parts[2:4]), set()).add(room)
+    assert used == INSIDE_BRIDGE
 
 
 def test_the_folders_of_the_bridge_do_not_import_one_another() -> None:
