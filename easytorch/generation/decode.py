@@ -67,6 +67,7 @@ def generate_tokens(
     # on the host: padding is normalized before anything is traced or compiled
     ids, mask = align_right(input_ids.cpu(), mask.cpu().bool(), pad_token_id)
     decoder = _DECODERS[kind](model, ids, mask, max_new_tokens, device)
+    decoder.greedy = config.temperature == 0.0 and config.repetition_penalty == 1.0
     sampler = Sampler(config, decoder.ids, decoder.mask, eos, pad_token_id, device)
     return _loop(decoder, sampler, max_new_tokens, input_ids.device)
 
@@ -75,7 +76,8 @@ def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch
     tokens: torch.Tensor | None = None
     for _ in range(max_new_tokens):
         with torch.no_grad():
-            tokens = sampler(decoder.prompt() if tokens is None else decoder.step(tokens))
+            found = decoder.prompt() if tokens is None else decoder.step(tokens)
+            tokens = sampler(found) if found.dim() == 2 else sampler.follow(found)
         _run_graph(tokens.device)
         yield tokens.to(device)
         # reduced on the host: on xla it would be a program of its own

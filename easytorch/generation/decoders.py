@@ -51,13 +51,15 @@ def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tup
 class Decoder(ABC):
     """One run of a model: `prompt()` once, then `step(tokens)` for each token. Both return logits (B, V).
 
-    ids (B, T) and mask (B, T), as the model is given them, are on the host.
+    ids (B, T) and mask (B, T), as the model is given them, are on the host. greedy: they return the tokens of the largest
+    logits, (B,) int64, in place of logits where the model can do without these.
     """
 
     def __init__(
         self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
         self.model, self.ids, self.mask, self.device = model, ids, mask, device
+        self.greedy = False
         # PEFT's wrappers take **kwargs; the wrapped model counts
         wrapped: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._layers = layers_of(wrapped)
@@ -78,6 +80,15 @@ class Decoder(ABC):
         optional = {"position_ids": positions, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self._accepted}
         optional[self._cache_name] = cache
+        # of the class: a wrapper (PEFT) has the attributes of its model, and does more than call it
+        likeliest = getattr(type(self.model), "likeliest_token", None)
+        if self.greedy and likeliest is not None and ids.is_cpu:
+            given = {name: value for name, value in optional.items() if name != "logits_to_keep"}
+            tokens: torch.Tensor | None = likeliest(
+                self.model, input_ids=ids, attention_mask=mask, use_cache=True, **given
+            )
+            if tokens is not None:
+                return tokens
         output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **optional)
         logits: torch.Tensor = output.logits
         return logits[:, -1]

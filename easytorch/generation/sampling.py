@@ -124,7 +124,10 @@ class Sampler:
             if config.top_p is not None and config.top_p < 1.0:
                 logits = keep_top_p(logits, self.top_p)
             logits = logits + gumbel_noise(self.seed, self.step, (logits.shape[0], logits.shape[1]))
-        tokens = torch.argmax(logits, dim=-1)
+        return self.follow(torch.argmax(logits, dim=-1))
+
+    def follow(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens (B,) that were chosen -> those of each row, padding where it has ended."""
         if self.eos is not None:
             tokens = torch.where(self.finished, self.pad_token_id, tokens)
             self.finished = self.finished | (tokens[:, None] == self.eos).any(dim=-1)

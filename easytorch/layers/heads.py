@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from easytorch.layers.basics import keep_logits
 from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
 from easytorch.layers.deferred_logits import DeferredLogits, deferring, defers
-from easytorch.layers.linear import linear
+from easytorch.layers.linear import argmax, linear, watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -100,6 +100,18 @@ class CausalLMHead(_Base):
         scale, softcap = self.logits_finish()
         hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
         return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
+
+    def likeliest_token(self, **inputs: Any) -> torch.Tensor | None:
+        """The argmax of the last position's logits, (B,), which are not kept; inputs as those of a call.
+
+        None where a call does more: the logits are changed first, or something listens to it. The first of equal logits.
+        """
+        if type(self).finish_logits is not CausalLMHead.finish_logits or type(self).forward is not CausalLMHead.forward:
+            return None
+        if watched(self):
+            return None
+        outputs = self.base_model(**inputs)
+        return argmax(self.lm_head, outputs.last_hidden_state[:, -1])
 
     def make_output(
         self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor | DeferredLogits, attention_mask: Any

@@ -61,6 +61,17 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight, parameters["bias"])
 
 
+def argmax(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`linear(layer, x).argmax(-1)`: x (..., K) -> (...), int64. On a CPU few rows are multiplied without keeping it."""
+    weight = plain_weight(layer)
+    large = weight is not None and (x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT)
+    if weight is not None and large and "bias" in layer._parameters and untouched():
+        found = _OPERATION.argmax_of_few_rows(x, weight, layer._parameters["bias"])
+        if found is not None:
+            return found
+    return linear(layer, x).argmax(-1)
+
+
 def plain_weight(layer: nn.Module) -> torch.Tensor | None:
     """The weight of a plain `nn.Linear` without hooks or parametrizations, else None."""
     return None if type(layer) is not nn.Linear or watched(layer) else layer._parameters.get("weight")

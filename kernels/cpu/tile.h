@@ -1,4 +1,4 @@
-// A few rows of x times a few rows of a weight, in registers: a tile loads every number once.
+// A few rows of x times rows of a weight, in registers: a few of these at once, or one after another.
 #pragma once
 
 #include "vector.h"
@@ -98,6 +98,64 @@ inline void tile(const typename Kind::Input* x, int64_t steps, const typename Ki
   for (int i = 0; i < MR; ++i) {
     sum4(totals[i][0], totals[i][1], totals[i][2], NR > 3 ? totals[i][NR - 1] : zeros(), sums + 4 * i);
   }
+}
+
+// Rows of x up to which a weight is read row by row, in the order of its addresses; the sums of each that do not wait for one
+// another.
+#if defined(__AVX512F__)
+constexpr int MOST_STREAMED = 4;
+#elif defined(__AVX2__)
+constexpr int MOST_STREAMED = 2;
+#else
+constexpr int MOST_STREAMED = 1;
+#endif
+constexpr int streams_of(int rows) { return rows == 1 ? 2 : 4; }
+
+// sums[i] = x row i . the weight's row over K columns, for MR up to MOST_STREAMED; the rest as for a tile.
+//
+// A weight that is read so, without a prefetch, comes at the speed of a plain read. Measured on one thread of a Zen 4,
+// 4096x1024 in bfloat16, of a plain read: one sum 1.01, two 0.99, four 1.16 (too many loads at once confuse the hardware
+// prefetcher; with prefetches of 4 KiB ahead 1.04, of 8 KiB 1.3), tiles of four rows 1.2 to 1.3. With three and four rows
+// of x four sums are best (0.99 and 1.02 where two have 1.37 and 2.6).
+template <class Kind, int MR>
+inline void stream(const typename Kind::Input* x, int64_t steps, const typename Kind::Weight* row, int64_t k, float* sums) {
+  constexpr int PARTS = streams_of(MR);  // sums that do not wait for each other
+  Floats totals[MR][PARTS];
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; ++part) totals[i][part] = zeros();
+  int64_t c = 0;
+  for (; c + PARTS * Kind::STEP <= k; c += PARTS * Kind::STEP) {
+#pragma GCC unroll 4
+    for (int part = 0; part < PARTS; ++part, x += steps) {
+      const typename Kind::Vector column = Kind::load_weight(row + c + part * Kind::STEP);
+#pragma GCC unroll 4
+      for (int i = 0; i < MR; ++i) {
+        totals[i][part] = Kind::dot(Kind::load_input(x + i * Kind::STEP), column, totals[i][part]);
+      }
+    }
+  }
+  for (; c < k; c += Kind::STEP, x += steps) {
+    typename Kind::Vector column;
+    if (c + Kind::STEP <= k) {
+      column = Kind::load_weight(row + c);
+    } else {
+      typename Kind::Weight rest[Kind::STEP] = {};
+      memcpy(rest, row + c, static_cast<size_t>(k - c) * sizeof *rest);
+      column = Kind::load_weight(rest);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; ++i) totals[i][0] = Kind::dot(Kind::load_input(x + i * Kind::STEP), column, totals[i][0]);
+  }
+  float four[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int part = 1; part < PARTS; ++part) totals[i][0] = add(totals[i][0], totals[i][part]);
+  sum4(totals[0][0], totals[MR > 1 ? 1 : 0][0], totals[MR > 2 ? 2 : 0][0], totals[MR > 3 ? 3 : 0][0], four);
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; ++i) sums[i] = four[i];
 }
 
 }  // namespace

@@ -21,10 +21,6 @@ namespace {
 // Keys that are one task of attention, and tasks from which heads are no tasks of their own: as in decode's operator.
 constexpr int64_t CHUNK = 256, TASKS = 64;
 
-typedef std::unique_ptr<char[]> Bytes;
-
-Bytes bytes(int64_t count) { return Bytes(new char[static_cast<size_t>(count)]); }
-
 // x (B, 1, D), contiguous: hidden states.
 struct Hidden {
   explicit Hidden(const Tensor& x) : data(static_cast<const char*>(x.data)), dtype(element_of(x.dtype)) {
@@ -53,7 +49,7 @@ class NormalizedRows {
   NormalizedRows(const Hidden& x, const void* weight, double eps, int64_t level, int64_t threads)
       : x_(x), weight_(weight), eps_(static_cast<float>(eps)), norm_(norm_of(level)),
         packed(skinny_of(level), x.rows, x.width, x.dtype, threads), of_thread_(x.rows * x.width * size_of(x.dtype)),
-        rows_(bytes(threads * of_thread_)) {}
+        rows_(lines(threads * of_thread_)) {}
 
   const void* make(int64_t thread) const {
     char* const rows = rows_.get() + thread * of_thread_;
@@ -73,7 +69,7 @@ class NormalizedRows {
 
  private:
   const int64_t of_thread_;
-  const Bytes rows_;
+  const Buffer rows_;
 };
 
 // Rows [begin, end) of the nth block of a projection.
@@ -115,7 +111,7 @@ void feed_forward_step(uint64_t* stack, uint64_t, uint64_t) {
   const StepFunctions& step = step_of(level);
   const NormalizedRows rows(x, weight_of(norm, x.width, hidden), eps, level, threads);
   const PackedRows inner_rows(skinny, x.rows, inner, x.dtype, threads);
-  const Bytes gates = bytes(x.rows * inner * size), ups = bytes(x.rows * inner * size);
+  const Buffer gates = lines(x.rows * inner * size), ups = lines(x.rows * inner * size);
   Phase opening(gate.tasks(), threads), closing(down.tasks(), threads);
   parallel_for(threads, 1, [&](int64_t thread, int64_t) {
     const void* const normalized = rows.make(thread);
@@ -215,9 +211,9 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
   const PackedRows output_rows(skinny, batch, heads * value_dim, dtype, threads);
   const SkinnyPacking packing = attention.packing(dtype);
   const int64_t padded = (dim + packing.step - 1) / packing.step * packing.step, packed_size = size_of(packing.dtype);
-  const Bytes query = bytes(batch * heads * dim * size), key = bytes(batch * kv_heads * dim * size),
-              value = bytes(batch * kv_heads * value_dim * size), attended = bytes(batch * heads * value_dim * size),
-              queries = bytes(batch * heads * padded * packed_size), heads_of_threads = bytes(2 * threads * dim * size);
+  const Buffer query = lines(batch * heads * dim * size), key = lines(batch * kv_heads * dim * size),
+              value = lines(batch * kv_heads * value_dim * size), attended = lines(batch * heads * value_dim * size),
+              queries = lines(batch * heads * padded * packed_size), heads_of_threads = lines(2 * threads * dim * size);
   const int64_t chunks = (seen + CHUNK - 1) / CHUNK, splits = batch * chunks >= TASKS ? 1 : kv_heads;
   const int64_t row = attention.sums_row(value_dim), stride = batch * heads * row;
   const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(chunks * stride)]);

@@ -1,8 +1,7 @@
 // Products of a few rows as tasks of a phase: blocks of the rows of several weights that share their input.
 #pragma once
 
-#include <memory>
-
+#include "../cpu/buffer.h"
 #include "../cpu/levels.h"
 #include "../cpu/phases.h"
 #include "../linear/cpu_skinny.h"
@@ -42,7 +41,8 @@ class PackedRows {
       : functions_(functions), packing_(functions.packing(dtype)), rows_(rows), k_(k), dtype_(dtype) {
     as_it_is_ = rows == 1 && packing_.dtype == dtype && k % packing_.step == 0;
     of_thread_ = rows * ((k + packing_.step - 1) / packing_.step) * packing_.step * size_of(packing_.dtype);
-    if (!as_it_is_) packed_.reset(new char[static_cast<size_t>(threads * of_thread_)]);
+    of_thread_ = (of_thread_ + 63) / 64 * 64;
+    if (!as_it_is_) packed_ = lines(threads * of_thread_);
   }
 
   // x: `rows` rows of K numbers one after another.
@@ -68,7 +68,7 @@ class PackedRows {
   const int32_t dtype_;
   bool as_it_is_ = false;
   int64_t of_thread_ = 0;
-  std::unique_ptr<char[]> packed_;
+  Buffer packed_;
 };
 
 }  // namespace easytorch

@@ -100,6 +100,17 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.easytorch_cpu.linear.default(x, weight, ABSENT[x.dtype] if bias is None else bias, library.BEST)
 
 
+def argmax(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The argmax over the last dimension of what `run` gives, without that: (..., K), weight (N, K) -> (...), int64.
+
+    Of equal numbers the first, and NaN before all; for calls that `prefers` takes.
+    """
+    if weight.stride(1) != 1 or (bias is not None and bias.stride(0) != 1):
+        weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    none = ABSENT[x.dtype] if bias is None else bias
+    return torch.ops.easytorch_cpu.linear_argmax.default(x, weight, none, library.BEST)
+
+
 def _run_or_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`run`, or ATen where the library is missing: an exported program may run on a machine without a compiler."""
     return run(x, weight, bias) if library.missing() is None else F.linear(x, weight, bias)

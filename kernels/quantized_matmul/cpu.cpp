@@ -1,12 +1,12 @@
 // The operator easytorch_cpu::quantized_matmul.
 #include "cpu_product.h"
 
-#include <memory>
-
+#include "../cpu/buffer.h"
 #include "../cpu/levels.h"
 #include "../cpu/torch_abi.h"
 
 EASYTORCH_TABLE(QuantizedFunctions, quantized)
+EASYTORCH_TABLE(BFloat16CodesFunctions, bfloat16_codes)
 
 namespace easytorch {
 namespace {
@@ -55,10 +55,24 @@ void quantized_matmul(uint64_t* stack, uint64_t, uint64_t) {
   const int64_t step = functions.step();
   require(one || groups == 1 || group_size % step == 0, "quantized_matmul: groups of a multiple of 32 columns");
   Tensor y(empty_like_rows(x, n));
-  const std::unique_ptr<float[]> rows(new float[static_cast<size_t>(m * ((k + step - 1) / step) * step)]);
-  for (int64_t row = 0; row < m; ++row) {
-    functions.pack(static_cast<const char*>(x.data) + row_offset(x, row) * (dtype == FLOAT32 ? 4 : 2),
-                   x.strides[x.dim - 1], dtype, k, m, format, rows.get() + row * step);
+  const BFloat16CodesFunctions& of_bfloat16 = bfloat16_codes_of(level);
+  bool in_bfloat16 = dtype == BFLOAT16 && of_bfloat16.takes(format, one ? k : group_size, one ? 1 : groups);
+  const auto numbers = [&](int64_t row) {
+    return static_cast<const char*>(x.data) + row_offset(x, row) * (dtype == FLOAT32 ? 4 : 2);
+  };
+  Buffer rows;
+  if (in_bfloat16) {
+    rows = lines(of_bfloat16.bytes(format, m, k));
+    for (int64_t row = 0; row < m && in_bfloat16; ++row) {
+      in_bfloat16 = of_bfloat16.pack(numbers(row), x.strides[x.dim - 1], k, m, row, format, rows.get());
+    }
+  }
+  if (!in_bfloat16) {
+    rows = lines(m * ((k + step - 1) / step) * step * 4);
+    for (int64_t row = 0; row < m; ++row) {
+      functions.pack(numbers(row), x.strides[x.dim - 1], dtype, k, m, format,
+                     reinterpret_cast<float*>(rows.get()) + row * step);
+    }
   }
   const QuantizedProduct product{
       rows.get(), m, n, k, format, static_cast<const uint8_t*>(data.data), n == 0 ? stored : data.strides[0],
@@ -66,7 +80,9 @@ void quantized_matmul(uint64_t* stack, uint64_t, uint64_t) {
       one ? 1 : groups, one ? 0 : groups, one ? k : group_size, bias.sizes[0] == 0 ? nullptr : bias.data, bias_dtype,
       y.data, dtype};
   if (m > 0 && n > 0) {
-    parallel_for(n, 1 + GRAIN_BYTES / stored, [&](int64_t begin, int64_t end) { functions.run(&product, begin, end); });
+    parallel_for(n, 1 + GRAIN_BYTES / stored, [&](int64_t begin, int64_t end) {
+      in_bfloat16 ? of_bfloat16.run(&product, begin, end) : functions.run(&product, begin, end);
+    });
   }
   stack[0] = y.release();
 }

@@ -11,7 +11,7 @@ enum QuantizedFormat : int64_t {
 
 // y (M, N) = x (M, K) @ weight (N, K)^T + bias, where the weight is (code - zero) * scale, by groups of columns.
 struct QuantizedProduct {
-  const float* x;  // packed by the function below
+  const void* x;  // packed, by one of the functions below
   int64_t m, n, k;
   int64_t format;
   const uint8_t* data;  // rows of codes, `row_bytes` apart
@@ -25,11 +25,24 @@ struct QuantizedProduct {
   int32_t y_dtype;
 };
 
+// Codes as numbers of float32, of any x.
 struct QuantizedFunctions {
   // Columns that are packed together; x takes M * K of them, rounded up.
   int64_t (*step)();
   // Packs one row of x, K numbers of `dtype` that are `stride` apart, among M rows.
   void (*pack)(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t format, float* out);
   // Computes the columns [begin, end) of y, from those rows of the weight.
+  void (*run)(const QuantizedProduct* product, int64_t begin, int64_t end);
+};
+
+// Codes as bfloat16, for x in bfloat16: exact, since these codes are, or are sums of two, and twice to four times as fast.
+struct BFloat16CodesFunctions {
+  // Whether this instruction set has it for the format, and groups of that size among `groups`.
+  bool (*takes)(int64_t format, int64_t group_size, int64_t groups);
+  // The bytes that M packed rows of K columns take.
+  int64_t (*bytes)(int64_t format, int64_t m, int64_t k);
+  // Packs row i of M, K numbers of bfloat16 that are `stride` apart; false where one is infinite or NaN: a number that is a
+  // sum of two would give NaN for an infinity.
+  bool (*pack)(const void* row, int64_t stride, int64_t k, int64_t m, int64_t i, int64_t format, void* out);
   void (*run)(const QuantizedProduct* product, int64_t begin, int64_t end);
 };

@@ -2,18 +2,9 @@
 #include "cpu_product.h"
 
 #include "../cpu/tile.h"
+#include "cpu_levels.h"
 
 namespace {
-
-// NormalFloat4, formats.py's NF4_LEVELS.
-constexpr float NF4_LEVELS[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
-    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
-// E2M1, formats.py's FP4_LEVELS.
-constexpr float FP4_LEVELS[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                                  -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-constexpr float INT4_LEVELS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 // Columns that are decoded at once; groups of a weight start at multiples of it.
 constexpr int STEP = 32;
@@ -256,7 +247,8 @@ struct OfQ6K : Blocks<OfQ6K> {
   }
 };
 
-constexpr int NR = 4;
+// Rows of the weight in a tile. With one row of x they are read one after another, as tile.h has it.
+constexpr int rows_of_tile(int rows_of_x) { return rows_of_x == 1 ? 1 : 4; }
 constexpr int64_t AHEAD_BYTES = 1 << 13;
 
 template <class Format>
@@ -274,6 +266,7 @@ template <class Format, int MR>
 inline void quantized_tile(const QuantizedProduct& p, const float* x, const int64_t* rows, float* sums) {
   // With registers to spare a group is summed before it is scaled; otherwise every number is scaled.
   constexpr bool BY_GROUP = MR == 1;
+  constexpr int NR = rows_of_tile(MR);
   const uint8_t* codes[NR];
   Floats totals[MR][NR];
 #pragma GCC unroll 4
@@ -285,13 +278,13 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
   const int64_t ahead = (AHEAD_BYTES / (p.row_bytes + 1) / NR + 1) * NR * p.row_bytes;
   for (int64_t group = 0; group < p.groups; ++group) {
     const int64_t begin = group * p.group_size, limit = begin + p.group_size, end = limit < p.k ? limit : p.k;
-    Floats scales[NR], shifts[NR], parts[NR];
+    Floats scales[NR], shifts[NR], parts[NR][VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) {
       const int64_t at = rows[j] * p.scale_stride + group;
       scales[j] = broadcast(Format::FACTOR * p.scale[at]);
       shifts[j] = broadcast(Format::SHIFTED ? 8.0f - p.zero[at] : 0.0f);
-      parts[j] = zeros();
+      for (int v = 0; v < VECTORS; ++v) parts[j][v] = zeros();
     }
     for (int64_t c = begin; c < end; c += STEP, x += p.m * STEP) {
 #pragma GCC unroll 4
@@ -300,7 +293,7 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
         if (c + STEP <= end) {
           Format::load(codes[j], c, numbers);
           const int64_t byte = c / STEP * Format::BYTES;
-          if (byte % 64 < Format::BYTES) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
+          if (NR > 1 && byte % 64 < Format::BYTES) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
         } else {  // the end of a row: nothing is read beyond it, and x is zero there
           float rest[STEP];
           for (int i = 0; i < STEP; ++i) {
@@ -313,7 +306,7 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
         for (int v = 0; v < VECTORS; ++v) {
           if (Format::SHIFTED) numbers[v] = add(numbers[v], shifts[j]);
           if (BY_GROUP) {
-            parts[j] = multiply_add(load(x + v * WIDTH), numbers[v], parts[j]);
+            parts[j][v] = multiply_add(load(x + v * WIDTH), numbers[v], parts[j][v]);
             continue;
           }
           numbers[v] = multiply(numbers[v], scales[j]);
@@ -326,21 +319,26 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
     }
     if (BY_GROUP) {
 #pragma GCC unroll 4
-      for (int j = 0; j < NR; ++j) totals[0][j] = multiply_add(parts[j], scales[j], totals[0][j]);
+      for (int j = 0; j < NR; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) totals[0][j] = multiply_add(parts[j][v], scales[j], totals[0][j]);
     }
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < MR; ++i) sum4(totals[i][0], totals[i][1], totals[i][2], totals[i][3], sums + 4 * i);
+  for (int i = 0; i < MR; ++i) {
+    sum4(totals[i][0], totals[i][NR > 1 ? 1 : 0], totals[i][NR > 2 ? 2 : 0], totals[i][NR > 3 ? 3 : 0], sums + 4 * i);
+  }
 }
 
 template <class Format, int MR>
 void rows_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end) {
+  constexpr int NR = rows_of_tile(MR);
   for (int64_t n = begin; n < end; n += NR) {
     const int count = end - n < NR ? static_cast<int>(end - n) : NR;
     int64_t rows[NR];
     for (int j = 0; j < NR; ++j) rows[j] = n + (j < count ? j : count - 1);
     float sums[MR * 4];
-    quantized_tile<Format, MR>(p, p.x + m * STEP, rows, sums);
+    quantized_tile<Format, MR>(p, static_cast<const float*>(p.x) + m * STEP, rows, sums);
     for (int j = 0; j < count; ++j) {
       const float added = p.bias == nullptr ? 0.0f : load_number(p.bias, n + j, p.bias_dtype);
       for (int i = 0; i < MR; ++i) store_number(p.y, (m + i) * p.n + n + j, p.y_dtype, sums[4 * i + j] + added);
@@ -357,7 +355,7 @@ constexpr int MOST_ROWS_OF_X = 1;
 template <class Format>
 void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
   // with several parts of x, a few weight rows at a time, so that the next parts find them in the cache
-  const int64_t block = p.m <= MOST_ROWS_OF_X ? end - begin : NR;
+  const int64_t block = p.m <= MOST_ROWS_OF_X ? end - begin : 4;
   for (int64_t n = begin; n < end; n += block) {
     const int64_t last = n + block < end ? n + block : end;
     for (int64_t m = 0; m < p.m; m += MOST_ROWS_OF_X) {

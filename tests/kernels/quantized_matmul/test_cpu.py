@@ -18,7 +18,7 @@ from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
-SIZES = ((1, 1, "row"), (5, 33, 32), (13, 100, 64), (9, 64, "tensor"), (6, 257, "row"), (4, 200, 96), (3, 96, 32))
+SIZES = ((1, 1, "row"), (3, 300, 128), (2, 290, 32), (5, 33, 32), (13, 100, 64), (9, 64, "tensor"), (6, 257, "row"), (4, 200, 96), (3, 96, 32))
 
 
 def weights(format: str, seed: int) -> list[QuantizedWeight]:
@@ -73,6 +73,31 @@ def test_every_code(level: int) -> None:
                 clean = numbers.isfinite().all(1)
                 torch.testing.assert_close(got[:, clean], (x @ finite.t())[:, clean], rtol=0, atol=0)
                 assert got[:, ~clean].isnan().all() or format == "fp8_e5m2"
+
+
+@needs_library
+@pytest.mark.parametrize("format", cpu.FORMATS)
+def test_bfloat16_rows_meet_every_code_and_infinities(format: str) -> None:
+    """Codes that become bfloat16: subnormal numbers and NaN among them, and x that is infinite or NaN."""
+    packed, group = FORMATS[format].packed, 64
+    stored = torch.arange(256, dtype=torch.uint8).repeat(2).view(8, 64)
+    dtype = {"int8": torch.int8, "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(format)
+    data, columns = (stored, 128) if packed else (stored.view(dtype), 64)
+    weight = QuantizedWeight(data, torch.full((8, columns // group), 0.5), None, format, (8, columns), group)
+    numbers = weight.dequantize()
+    clean = numbers.isfinite().all(1)
+    x = torch.eye(columns, dtype=torch.bfloat16)
+    for rows in (1, 4):
+        for column in range(0, columns, rows):
+            got = cpu.run(x[column : column + rows], weight, None, library.BEST).float()
+            expected = numbers.nan_to_num(0.0, 0.0, 0.0)[:, column : column + rows].t()
+            torch.testing.assert_close(got[:, clean], expected[:, clean], rtol=2**-8 if format == "nf4" else 0, atol=0)
+            assert not got[:, ~clean].isfinite().any()
+    infinite = torch.zeros(1, columns, dtype=torch.bfloat16)
+    infinite[0, 3] = float("inf")
+    one = quantize(torch.randn(5, columns, generator=torch.Generator().manual_seed(0)), format, 64)
+    expected = native.quantized_matmul(infinite.double(), one).bfloat16()
+    torch.testing.assert_close(cpu.run(infinite, one, None, library.BEST), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_library

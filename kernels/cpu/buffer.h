@@ -1,0 +1,20 @@
+// Memory that begins with a cache line: a vector of 64 bytes that crosses two lines is loaded at half the speed.
+#pragma once
+
+#include <stdint.h>
+
+#include <memory>
+#include <new>
+
+namespace easytorch {
+
+struct FreeLines {
+  void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
+};
+typedef std::unique_ptr<char[], FreeLines> Buffer;
+
+inline Buffer lines(int64_t bytes) {
+  return Buffer(static_cast<char*>(::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), std::align_val_t(64))));
+}
+
+}  // namespace easytorch
