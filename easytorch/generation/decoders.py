@@ -51,8 +51,8 @@ def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tup
 class Decoder(ABC):
     """One run of a model: `prompt()` once, then `step(tokens)` for each token. Both return logits (B, V).
 
-    ids (B, T) and mask (B, T), as the model is given them, are on the host. greedy: they return the tokens of the largest
-    logits, (B,) int64, in place of logits where the model can do without these.
+    ids (B, T) and mask (B, T), as the model is given them, are on the host. greedy: they return the tokens of the
+    largest logits, (B,) int64, in place of logits where the model can do without these.
     """
 
     def __init__(

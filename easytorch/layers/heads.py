@@ -104,7 +104,7 @@ class CausalLMHead(_Base):
     def likeliest_token(self, **inputs: Any) -> torch.Tensor | None:
         """The argmax of the last position's logits, (B,), which are not kept; inputs as those of a call.
 
-        None where a call does more: the logits are changed first, or something listens to it. The first of equal logits.
+        None where a call does more: the logits are changed first, or something listens to it.
         """
         if type(self).finish_logits is not CausalLMHead.finish_logits or type(self).forward is not CausalLMHead.forward:
             return None

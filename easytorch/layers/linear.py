@@ -62,7 +62,7 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def argmax(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`linear(layer, x).argmax(-1)`: x (..., K) -> (...), int64. On a CPU few rows are multiplied without keeping it."""
+    """`linear(layer, x).argmax(-1)`: x (..., K) -> (...), int64. On a CPU few rows keep no product."""
     weight = plain_weight(layer)
     large = weight is not None and (x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT)
     if weight is not None and large and "bias" in layer._parameters and untouched():

@@ -75,7 +75,7 @@ class Linear(OperationImpl):
         return cpu.run(x, weight, bias) if cpu.prefers(x, weight, bias) else None
 
     def argmax_of_few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The argmax over the last dimension of what `few_rows` gives, which is not kept; None where that gives None."""
+        """The argmax over the last dimension of what `few_rows` gives, which is not kept; None where it gives None."""
         return cpu.argmax(x, weight, bias) if cpu.prefers(x, weight, bias) and weight.shape[0] else None
 
     def forward_native(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

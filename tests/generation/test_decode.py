@@ -49,6 +49,22 @@ def test_greedy_equals_transformers(make_model, batch, name, cache):
 
 
 @pytest.mark.parametrize("cache", CACHES)
+def test_greedy_tokens_need_no_logits(make_model, batch, cache, monkeypatch):
+    model = make_model("native_llama")
+    want = expected(model, *batch, max_new_tokens=6)
+
+    def logits(*_):
+        raise AssertionError("logits were computed")
+
+    monkeypatch.setattr("easytorch.layers.heads.linear", logits)
+    assert torch.equal(generate(model, *batch, max_new_tokens=6, cache=cache), want)
+    model.register_forward_hook(lambda *_: None)  # whoever listens sees them
+    for sampled in ({}, {"temperature": 1.0}, {"repetition_penalty": 1.5}):
+        with pytest.raises(AssertionError, match="logits were computed"):
+            generate(model, *batch, max_new_tokens=1, cache=cache, **sampled)
+
+
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("native", [False, True], ids=["transformers", "native"])
 @pytest.mark.parametrize("layer_types", ["sliding_attention", "full_attention", "chunked_attention"])
 def test_settings_that_the_model_does_not_read_change_nothing(make_model, batch, native, layer_types, cache):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.linear import cpu, preference
+from easytorch.layers.linear import argmax as layer_argmax
 from easytorch.layers.linear import linear as layer_linear
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
@@ -212,6 +213,43 @@ def test_a_layer_of_a_model_takes_it_where_nothing_listens(monkeypatch: pytest.M
     assert len(calls) == 1
 
 
+@needs_library
+@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+def test_argmax_is_that_of_the_products(level: int) -> None:
+    """Of equal numbers the first, NaN before all: over several blocks of the weight's rows, and a last one of few."""
+    generator, none = torch.Generator().manual_seed(level), float("nan")
+    for dtype in DTYPES:
+        for n in (1, 7, 256, 700):
+            x, weight = (torch.randint(-2, 3, s, generator=generator).to(dtype) for s in ((6, 33), (n, 33)))
+            bias = torch.randint(-1, 2, (n,), generator=generator).to(dtype)
+            x[0], bias[n // 2] = 0.0, bias[0]
+            if n == 700:  # the row of zeros sees the biases alone
+                bias[[300, 650]] = none
+            for rows in (x, x[:1], x[1:2], x[:3, None], x[:0]):
+                for added in (bias, torch.empty(0, dtype=dtype)):
+                    got = torch.ops.easytorch_cpu.linear_argmax.default(rows, weight, added, level)
+                    assert torch.equal(got, F.linear(rows, weight, added if added.numel() else None).argmax(-1))
+    with pytest.raises(RuntimeError, match="nothing to choose from"):
+        torch.ops.easytorch_cpu.linear_argmax.default(torch.ones(1, 3), torch.ones(0, 3), torch.empty(0), level)
+
+
+@needs_library
+def test_argmax_of_a_layer_keeps_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    calls: list[tuple[int, ...]] = []
+    run = cpu.argmax
+    monkeypatch.setattr(cpu, "argmax", lambda x, *rest: (calls.append(tuple(x.shape)), run(x, *rest))[1])
+    layer = torch.nn.Linear(256, 1000, dtype=torch.bfloat16)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        expected = layer(x).argmax(-1)
+        assert torch.equal(layer_argmax(layer, x), expected)
+        assert calls == [(3, 256)]
+        layer.register_forward_hook(lambda _, __, output: -output)
+        assert torch.equal(layer_argmax(layer, x), (-layer_linear(layer, x)).neg().argmax(-1))
+    assert len(calls) == 1
+
+
 def read_up_to_guard_pages() -> None:
     generator = torch.Generator().manual_seed(0)
     for level in range(len(library.LEVELS)):
@@ -220,6 +258,8 @@ def read_up_to_guard_pages() -> None:
                 x, weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((rows, k), (n, k), (n,)))
                 got = operator(*(guarded(tensor) for tensor in (x, weight, bias)), level)
                 assert relative_rms_error(got, F.linear(x.double(), weight.double(), bias.double())) <= TOLERANCE[dtype]
+                given = [guarded(tensor) for tensor in (x, weight, bias)]
+                assert torch.equal(torch.ops.easytorch_cpu.linear_argmax.default(*given, level), got.argmax(-1))
 
 
 @needs_library

@@ -18,7 +18,17 @@ from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
-SIZES = ((1, 1, "row"), (3, 300, 128), (2, 290, 32), (5, 33, 32), (13, 100, 64), (9, 64, "tensor"), (6, 257, "row"), (4, 200, 96), (3, 96, 32))
+SIZES = (
+    (1, 1, "row"),
+    (3, 300, 128),
+    (2, 290, 32),
+    (5, 33, 32),
+    (13, 100, 64),
+    (9, 64, "tensor"),
+    (6, 257, "row"),
+    (4, 200, 96),
+    (3, 96, 32),
+)
 
 
 def weights(format: str, seed: int) -> list[QuantizedWeight]:
