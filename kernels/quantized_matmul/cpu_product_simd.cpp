@@ -249,7 +249,7 @@ struct OfQ6K : Blocks<OfQ6K> {
 
 // Rows of the weight in a tile. With one row of x they are read one after another, as tile.h has it.
 constexpr int rows_of_tile(int rows_of_x) { return rows_of_x == 1 ? 1 : 4; }
-constexpr int64_t AHEAD_BYTES = 1 << 13;
+constexpr int64_t AHEAD_BYTES = 1 << 13, AHEAD_OF_ONE = 1 << 11;
 
 template <class Format>
 void pack_row(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, float* out) {
@@ -275,7 +275,7 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) totals[i][j] = zeros();
-  const int64_t ahead = (AHEAD_BYTES / (p.row_bytes + 1) / NR + 1) * NR * p.row_bytes;
+  const int64_t ahead = NR > 1 ? (AHEAD_BYTES / (p.row_bytes + 1) / NR + 1) * NR * p.row_bytes : AHEAD_OF_ONE;
   for (int64_t group = 0; group < p.groups; ++group) {
     const int64_t begin = group * p.group_size, limit = begin + p.group_size, end = limit < p.k ? limit : p.k;
     Floats scales[NR], shifts[NR], parts[NR][VECTORS];
@@ -293,7 +293,7 @@ inline void quantized_tile(const QuantizedProduct& p, const float* x, const int6
         if (c + STEP <= end) {
           Format::load(codes[j], c, numbers);
           const int64_t byte = c / STEP * Format::BYTES;
-          if (NR > 1 && byte % 64 < Format::BYTES) __builtin_prefetch(codes[j] + byte + ahead, 0, 2);
+          if (byte % 64 < Format::BYTES) __builtin_prefetch(codes[j] + byte + ahead, 0, NR > 1 ? 2 : 3);
         } else {  // the end of a row: nothing is read beyond it, and x is zero there
           float rest[STEP];
           for (int i = 0; i < STEP; ++i) {

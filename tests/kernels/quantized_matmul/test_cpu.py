@@ -21,7 +21,7 @@ needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C+
 SIZES = (
     (1, 1, "row"),
     (3, 300, 128),
-    (2, 290, 32),
+    (12, 290, 32),
     (5, 33, 32),
     (13, 100, 64),
     (9, 64, "tensor"),
