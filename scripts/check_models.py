@@ -127,7 +127,8 @@ def export(family: str) -> None:
         program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False).module()
         torch.testing.assert_close(program(IDS, use_cache=False).logits, logits(model), rtol=1e-5, atol=1e-5)
         return
-    length = torch.export.Dim("length", min=2, max=32)
+    least = getattr(model.config, "index_topk", 1) + 1  # fewer tokens than an indexer chooses are another program
+    length = torch.export.Dim("length", min=least, max=32)
     given = options(model)
     shapes = {"input_ids": {1: length}} | dict.fromkeys(given)
     program = torch.export.export(model, (IDS,), given, dynamic_shapes=shapes, strict=False).module()
@@ -162,7 +163,8 @@ def adapters(family: str) -> None:
     generates = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     # PEFT passes what a text model is given
     task = generates if model.can_generate() and family not in TOWERS else None
-    refused = ["out_proj"] if family in MAMBA else None  # by PEFT, for Mamba's kernels would pass over the adapter
+    # by PEFT, for Mamba's kernels would pass over the adapter; and an indexer's choice has no gradient
+    refused = ["out_proj"] if family in MAMBA else r".*\.indexer\..*" if family == "deepseek_v32" else None
     config = peft.LoraConfig(
         target_modules="all-linear", exclude_modules=refused, task_type=task, init_lora_weights=False, r=2
     )
@@ -217,7 +219,9 @@ def half(family: str) -> None:
         # the tower's last norm is behind the layer whose features the decoder of LLaVA reads
         unused = ("mask_token",) if family in TOWERS else ("post_layernorm.weight", "post_layernorm.bias")
         assert all(
-            grad is not None and grad.dtype == dtype for name, grad in gradients.items() if not name.endswith(unused)
+            grad is not None and grad.dtype == dtype
+            for name, grad in gradients.items()
+            if not name.endswith(unused) and ".indexer." not in name
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from easytorch.cache.arguments import cache_argument
-from easytorch.generation.model_layers import BOTH, LINEAR, NONE, layers_of
+from easytorch.generation.model_layers import BOTH, INDEXED, LINEAR, NONE, layers_of
 
 # Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
 _LEAST_PROMPT, _LEAST_CACHE = 16, 128
@@ -133,6 +133,7 @@ class StaticDecoder(Decoder):
             Cache,
             LinearAttentionAndStaticFullAttentionLayer,
             LinearAttentionLayer,
+            StaticIndexedLayer,
             StaticLayer,
         )
 
@@ -142,7 +143,7 @@ class StaticDecoder(Decoder):
         self._check()
         capacity = bucket(length + max_new_tokens, _LEAST_CACHE)
         others: dict[str, Any] = dict.fromkeys((LINEAR, *NONE), LinearAttentionLayer)
-        others[BOTH] = LinearAttentionAndStaticFullAttentionLayer
+        others |= {BOTH: LinearAttentionAndStaticFullAttentionLayer, INDEXED: StaticIndexedLayer}
         self._cache = Cache(
             layers=[others.get(kind, StaticLayer)(max_cache_len=capacity) for kind in self._layers.types]
         )

@@ -36,8 +36,8 @@ else:
 class DecoderLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, D) -> (B, T, D).
 
-    norms: the names of its norms. They, and the final norm of the model, are `norm_class` with the config's `norm_eps`
-    as eps.
+    mlp_name: of the attribute that holds the feed-forward network. norms: the names of its norms. They, and the final
+    norm of the model, are `norm_class` with the config's `norm_eps` as eps.
     """
 
     attention_class: ClassVar[type[nn.Module]]
@@ -79,8 +79,9 @@ class DecoderLayer(GradientCheckpointingLayer):
             # by keyword, as transformers calls it: hooks and wrappers of the attention look for `hidden_states` there
             attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
             stepped = hidden_states + attended
-        mixed = decoder_step.feed_forward_step(self.post_attention_layernorm, self.mlp, stepped) if steps else None
-        return stepped + self.mlp(self.post_attention_layernorm(stepped)) if mixed is None else mixed
+        mlp, norm = getattr(self, self.mlp_name), self.post_attention_layernorm
+        mixed = decoder_step.feed_forward_step(norm, mlp, stepped) if steps else None
+        return stepped + mlp(norm(stepped)) if mixed is None else mixed
 
 
 class PrePostNormLayer(DecoderLayer):

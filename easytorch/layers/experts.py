@@ -32,7 +32,11 @@ def apply_experts(
     """
     order, sizes = sort_by_expert(top_k_index, module.num_experts)
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _project(module, name, rows_of_experts(hidden_states, order, top_k_index.shape[1]), sizes)
+    rows = rows_of_experts(hidden_states, order, top_k_index.shape[1])
+    if getattr(module, "scales_inputs", False):
+        rows = rows * top_k_weights.reshape(-1)[order][:, None].to(rows.dtype)
+        top_k_weights = torch.ones_like(top_k_weights)
+    rows = _project(module, name, rows, sizes)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = _project(module, "down_proj", rows, sizes)
     if module.has_post_expert_norm:
@@ -75,6 +79,7 @@ class Experts(nn.Module):
     has_bias: ClassVar[bool] = False
     has_post_expert_norm: ClassVar[bool] = False
     is_transposed: ClassVar[bool] = False  # weights are (E, in, out)
+    scales_inputs: ClassVar[bool] = False  # the weights multiply what an expert is given, not what it gives (Llama 4)
     is_concatenated: ClassVar[bool] = True  # the gate's rows come before the up projection's, not interleaved
 
     def __init__(
@@ -122,7 +127,7 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """hidden_states (N, D), top_k_index and top_k_weights (N, k) -> (N, D)."""
         implementation = self.config._experts_implementation
-        if implementation in NATIVE_INTERFACES:
+        if implementation in NATIVE_INTERFACES or self.scales_inputs:  # which the others have not
             return apply_experts(self, hidden_states, top_k_index, top_k_weights)
         function = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, apply_experts)
         return function(self, hidden_states, top_k_index, top_k_weights)

@@ -63,6 +63,7 @@ class CausalLMHead(_Base):
     backbone_class: ClassVar[type[nn.Module]]
     lm_head_bias: ClassVar[bool] = False
     backbone_arguments: ClassVar[tuple[str, ...]] = ()  # those of the backbone alone, which no loss is given
+    backbone_name: ClassVar[str | None] = None  # the attribute that holds it, if not `base_model_prefix`
     backbone_keeps: ClassVar[bool] = False  # it takes `logits_to_keep`, and may leave the others out
     output_class: ClassVar[type[ModelOutput]] = CausalLMOutputWithPast
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -72,7 +73,7 @@ class CausalLMHead(_Base):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        setattr(self, self.backbone_name or self.base_model_prefix, self.backbone_class(config))
         self.vocab_size = text_config_of(config).vocab_size
         self.lm_head = nn.Linear(width_of(config), self.vocab_size, bias=self.lm_head_bias)
         self.post_init()

@@ -30,7 +30,8 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv:2405.04434, section 2.1).
 
     Many queries attend to the keys and values of every head, which `kv_b_proj` makes of the latents; few queries over
-    a long cache attend to the latents themselves (kernels/multi_latent/contract.py). A family overrides `rotate`.
+    a long cache attend to the latents themselves (kernels/multi_latent/contract.py). A family overrides `rotate`, and
+    `narrow` where few of the tokens are attended to.
     Legend: B batch, T tokens, S tokens in the cache too, D hidden size, H heads, L width of a latent, R of what
     rotates, Dn of the rest of a query or key, Dv of a value.
     """
@@ -69,13 +70,30 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, expanded, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, hidden, bias=bias)
 
-    def queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, T, H, Dn + R)."""
+    def compress_query(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) -> what queries are made of: (B, T, `q_lora_rank`), or the hidden states themselves."""
         if self.q_lora_rank is None:
-            query = linear(self.q_proj, hidden_states)
-        else:
-            query = linear(self.q_b_proj, self.q_a_layernorm(linear(self.q_a_proj, hidden_states)))
-        return query.view(*hidden_states.shape[:2], -1, self.qk_head_dim)
+            return hidden_states
+        return self.q_a_layernorm(linear(self.q_a_proj, hidden_states))
+
+    def queries(self, compressed: torch.Tensor) -> torch.Tensor:
+        """What `compress_query` gives -> (B, T, H, Dn + R)."""
+        query = linear(self.q_proj if self.q_lora_rank is None else self.q_b_proj, compressed)
+        return query.view(*compressed.shape[:2], -1, self.qk_head_dim)
+
+    def narrow(
+        self,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        query: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """latent (B, 1, S, L), key_rope (B, 1, S, R) and the mask (B, 1, T, S): those of the tokens that are attended
+        to. query: what `compress_query` gave."""
+        return latent, key_rope, attention_mask
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -104,7 +122,8 @@ class LatentAttention(nn.Module):
         past_key_values: holds latents as the keys of one head and rotated keys as its values.
         """
         batch, length, _ = hidden_states.shape
-        query, query_rope = self.queries(hidden_states).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        latent_query = self.compress_query(hidden_states)
+        query, query_rope = self.queries(latent_query).split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         compressed = linear(self.kv_a_proj_with_mqa, hidden_states)
         latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         query_rope, key_rope = self.rotate(query_rope, key_rope[:, :, None], position_embeddings)
@@ -117,6 +136,9 @@ class LatentAttention(nn.Module):
             return linear(self.o_proj, paged.reshape(batch, length, -1)), None
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
+        latent, key_rope, attention_mask = self.narrow(
+            latent, key_rope, attention_mask, hidden_states, latent_query, position_embeddings, past_key_values
+        )
         if self._absorbs(query, latent, attention_mask, kwargs):
             observed(self)
             output, weights = self._absorbed(query, query_rope, latent[:, 0], key_rope[:, 0], attention_mask), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,14 +14,25 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from easytorch.layers.config import attn_implementation
+
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"  # layers that keep a state in place of keys and values (layers/hybrid.py)
 
+
+def chunked_mask(config: Any, **given: Any) -> Any:
+    """transformers' mask of chunks, which it refuses to make for names with "flash" in them; ours carries it."""
+    if attn_implementation(config) == "flash":
+        config = copy.copy(config)
+        config._attn_implementation_internal = "easytorch"
+    return create_chunked_causal_mask(config=config, **given)
+
+
 # transformers' function for each; what it returns depends on `config._attn_implementation`.
-MASKS_OF = {
+MASKS_OF: dict[str, Callable[..., Any]] = {
     FULL: create_causal_mask,
     SLIDING: create_sliding_window_causal_mask,
-    CHUNKED: create_chunked_causal_mask,
+    CHUNKED: chunked_mask,
 }
 
 # A tensor, None where is_causal suffices, or what a registered attention takes as its mask (flex attention).
@@ -42,9 +54,11 @@ def types_of_config(config: PreTrainedConfig) -> list[str]:
 
 
 def check_layer_types(
-    config: PreTrainedConfig, layer_types: Collection[str], masks_of: Collection[str] = MASKS_OF
+    config: PreTrainedConfig, layer_types: Collection[str] | None, masks_of: Collection[str] = MASKS_OF
 ) -> None:
     """`ValueError` for an unknown layer type, or a list whose length is not the number of layers."""
+    if layer_types is None:
+        raise ValueError(f"{config.model_type}: config.layer_types is None; this family has {', '.join(masks_of)}")
     unknown = sorted({str(layer_type) for layer_type in layer_types} - set(masks_of))
     if unknown:
         raise ValueError(

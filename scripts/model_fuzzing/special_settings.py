@@ -42,4 +42,28 @@ def _gemma4(rng: random.Random, changes: dict[str, Any]) -> None:
         changes["enable_moe_block"] = False
 
 
-_AMENDED = {"gemma4_text": _gemma4}
+def _llama4(rng: random.Random, changes: dict[str, Any]) -> None:
+    """Chunks, layers without positions or experts, and the scale of queries by their places."""
+    layers = changes["num_hidden_layers"]
+    changes |= {"attention_chunk_size": rng.choice((1, 2, 3, 7, 40)), "intermediate_size_mlp": rng.choice((17, 24))}
+    changes["moe_layers"] = rng.choice((None, [], [index for index in range(layers) if rng.random() < 0.5]))
+    changes["layer_types"] = None
+    if rng.random() < 0.3:
+        changes["layer_types"] = [rng.choice(("chunked_attention", "full_attention")) for _ in range(layers)]
+    changes |= {"floor_scale": rng.choice((1, 3, 8192)), "attn_scale": rng.choice((0.1, 0.7))}
+    changes["head_dim"] = changes["head_dim"] or 8
+
+
+def _deepseek_v32(rng: random.Random, changes: dict[str, Any]) -> None:
+    """The indexer, and which layers have experts."""
+    changes |= {"index_topk": rng.choice((1, 3, 6, 40)), "index_n_heads": rng.choice((3, 5))}
+    changes["index_head_dim"] = rng.choice((8, 12))
+    changes["num_key_value_heads"] = changes["num_attention_heads"]
+    if "longrope" in str(changes.get("rope_parameters")):  # drawn for heads of another width
+        del changes["rope_parameters"]
+    changes["layer_types"] = None
+    kinds = ("dense", "sparse")
+    changes["mlp_layer_types"] = rng.choice((None, [rng.choice(kinds) for _ in range(changes["num_hidden_layers"])]))
+
+
+_AMENDED = {"gemma4_text": _gemma4, "llama4_text": _llama4, "deepseek_v32": _deepseek_v32}

@@ -244,6 +244,30 @@ FAMILIES |= {
             {"use_bidirectional_attention": "all", "sliding_window": 8},
         ),
     ),
+    "llama4_text": Family(
+        transformers.Llama4TextConfig,
+        ("Llama4TextModel", "Llama4ForCausalLM"),
+        _DECODER
+        | {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 4,
+            "floor_scale": 3,
+            "attn_scale": 0.4,
+        },
+        attentions=3,
+        variants=(
+            {"num_experts_per_tok": 1, "use_qk_norm": False, "attention_bias": True},
+            {"no_rope_layers": None, "no_rope_layer_interval": 2, "attn_temperature_tuning": False},
+            {"moe_layers": [], "hidden_act": "gelu", "tie_word_embeddings": True},
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+        ),
+    ),
     "cohere": _decoder(
         "Cohere", sizes={"use_qk_norm": True}, variants=({"use_qk_norm": False, "attention_bias": True},)
     ),
@@ -482,6 +506,16 @@ FAMILIES |= {
             {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_parameters": _YARN},
         ),
     ),
+    "deepseek_v32": _decoder(
+        "DeepseekV32",
+        base=_ONE_HEAD_EACH,
+        sizes=_LATENT
+        | {"num_key_value_heads": 4, "index_topk": 4, "index_head_dim": 12, "index_n_heads": 5, "num_hidden_layers": 2},
+        variants=(
+            {"index_topk": 32, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_parameters": _YARN},
+            {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True, "index_topk": 1},
+        ),
+    ),
     "deepseek_v2": _decoder(
         "DeepseekV2",
         _SEQUENCE,
@@ -674,6 +708,8 @@ EXPERTS = (
     "granitemoehybrid",
     "nemotron_h",
     "gemma4_text",
+    "llama4_text",
+    "deepseek_v32",
 )
 MAMBA = ("mamba", "mamba2", "nemotron_h", "falcon_h1")  # whose out_proj PEFT refuses
 RECURRENT = (*MAMBA, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")

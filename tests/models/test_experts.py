@@ -20,6 +20,10 @@ IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 
 COMPILED = ("mixtral",)  # the others differ from it in no operation that a graph would show
 
 
+# transformers lets nobody replace the experts of Llama 4, whose routers also give something else
+REPLACEABLE = [family for family in EXPERTS if family != "llama4_text"]
+
+
 @pytest.fixture(params=EXPERTS)
 def family(request):
     return request.param
@@ -78,6 +82,7 @@ def test_a_file_with_stacked_experts_loads_too(family, make_pair, tmp_path) -> N
     assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.state_dict().items())
 
 
+@pytest.mark.parametrize("family", REPLACEABLE)
 def test_every_implementation_computes_the_same(family, make_pair) -> None:
     ours, theirs = models(make_pair, family)
     assert ours.config._experts_implementation == "easytorch"
@@ -133,7 +138,8 @@ def test_gradient_checkpointing(family, make_pair) -> None:
         if checkpointing:
             ours.gradient_checkpointing_enable()
         ours.train()(IDS, labels=IDS, use_cache=False).loss.backward()
-        gradients.append({name: weight.grad.clone() for name, weight in ours.named_parameters()})
+        learned = {name: weight for name, weight in ours.named_parameters() if ".indexer." not in name}
+        gradients.append({name: weight.grad.clone() for name, weight in learned.items()})
     assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
 
 
@@ -206,6 +212,7 @@ def test_experts_in_4_bits_stay_so_or_are_unpacked(tmp_path) -> None:
     assert all(torch.equal(expected[name], tensor) for name, tensor in ours.state_dict().items())
 
 
+@pytest.mark.parametrize("family", REPLACEABLE)
 def test_weights_of_experts_are_rounded_as_in_transformers(family, make_pair) -> None:
     """In bfloat16: what the routers give has the dtypes and the bits of transformers' routers."""
     found = []

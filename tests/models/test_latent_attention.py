@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache
 
 import easytorch
 from easytorch.layers import latent_attention
+from easytorch.models import deepseek_v32
 from tests.models.families import CAUSAL, FAMILIES
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -124,3 +126,44 @@ def test_autocast_joins_what_it_narrowed(family, make_pair) -> None:
 def test_routing_that_a_family_does_not_have(family, changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         easytorch.AutoModelForCausalLM.from_config(FAMILIES[family].config(**changes))
+
+
+@torch.no_grad()
+def test_one_token_reads_the_latents_that_the_indexer_chooses(make_pair, monkeypatch) -> None:
+    ours, theirs = make_pair("DeepseekV32ForCausalLM", FAMILIES["deepseek_v32"].config(index_topk=3))
+    ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    caches = [DynamicCache(config=model.config) for model in (ours, theirs)]
+    for model, cache in zip((ours, theirs), caches, strict=True):
+        model(ids[:, :11], attention_mask=mask[:, :11], past_key_values=cache)
+    read = []
+    attention = type(ours.model.layers[0].self_attn)
+    absorbs = attention._absorbs
+
+    def counting(self, query, latent, *rest):
+        read.append(latent.shape[2])
+        return absorbs(self, query, latent, *rest)
+
+    monkeypatch.setattr(attention, "_absorbs", counting)
+    given, expected = (
+        model(ids[:, 11:], attention_mask=mask, past_key_values=cache).logits
+        for model, cache in zip((ours, theirs), caches, strict=True)
+    )
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    assert read == [3, 3]
+
+
+def test_an_indexer_that_cannot_be_carried_is_refused_by_name() -> None:
+    for changes, words in (
+        ({"q_lora_rank": None}, "config.q_lora_rank must be a number"),
+        ({"index_topk": 0}, "config.index_topk=0 must be an integer of 1 or more"),
+        ({"index_head_dim": 4}, "config.qk_rope_head_dim=8 is more than config.index_head_dim=4"),
+        ({"mlp_layer_types": ["dense", "thin"]}, "config.mlp_layer_types names 'thin'"),
+        ({"mlp_layer_types": ["dense"]}, "config.mlp_layer_types has 1 entries"),
+    ):
+        config = FAMILIES["deepseek_v32"].config()
+        for name, value in changes.items():
+            object.__setattr__(config, name, value)
+        with pytest.raises(ValueError, match=words):
+            deepseek_v32.DeepseekV32Model(config)
