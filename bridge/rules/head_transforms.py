@@ -72,6 +72,7 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
         flax_dtype=layer.flax_dtype,
         torch_dtype=layer.torch_dtype,
         to_flax_parts=None if axis else lambda arrays: [layer.to_flax([array]) for array in arrays],
+        stacked_along=axis,
     )
 
 

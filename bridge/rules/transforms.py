@@ -26,6 +26,7 @@ class Transform:
     where it is not the leaf's. `leaves`: how many leaves `parts` tensors become together, where neither side is one
     (the biases of recurrent cells): `to_flax` then returns so many arrays and `to_torch` is given them, and so do the
     functions of shapes. `moves_rows`: the first dimension alone is reordered, so that rows may be of packed bytes too.
+    `stacked_along`: the leaf's dimension of layers, where they are stacked, even one alone.
     `to_flax_parts` gives the leaf as views that follow one another in C order, where
     `to_flax` has to copy them together.
     """
@@ -43,6 +44,7 @@ class Transform:
     torch_dtype: str | None = None
     to_flax_parts: Callable[[Arrays], Arrays] | None = None
     moves_rows: bool = False
+    stacked_along: int | None = None
 
 
 def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:

@@ -234,7 +234,8 @@ def _places_of(
         made = [[_reduced(one) for one in wide.run(probe)] for probe in probes]
         for index, target in enumerate(step.targets):
             if wanted(target.name, layers):
-                yield _place(target, layers, shapes, [one[index] for one in made], factors[index])
+                alone = step.transform.stacked_along if len(layers) == 1 else None
+                yield _place(target, layers, shapes, [one[index] for one in made], factors[index], alone)
 
 
 def _torch_shapes(step: Step) -> Sequence[tuple[int, ...]]:
@@ -255,12 +256,13 @@ def _reduced(array: np.ndarray) -> np.ndarray:
 
 def _place(
     target: TensorInfo, layers: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], made: list[np.ndarray],
-    factors: np.ndarray,
+    factors: np.ndarray, alone: int | None,
 ) -> _Place:  # fmt: skip
     sources, outputs, inputs = (np.rint(one / factors).astype(np.int64) - 1 for one in made)
     sizes = target.shape
     of = [{axis for axis in range(len(sizes)) if one.shape[axis] > 1} for one in (sources, outputs, inputs, factors)]
     stack, rows, columns = of[0] - of[1], of[1], of[2]
+    stack = stack if alone is None else {alone}  # a stack of one layer, along which nothing changes
     if len(stack) > 1 or columns & (stack | rows | of[3]):
         raise CheckpointError("is laid out so that no adapter can stand beside it", tensor=target.name)
     axis = next(iter(stack), None)

@@ -209,7 +209,7 @@ class ModuleMixin(_Base):
         model: Self = lora.apply_lora_to_layers(self, lora_rank, lora_pattern, verbose, rngs, **settings)
         return model
 
-    def load_adapter(  # type: ignore[override]
+    def load_adapter(
         self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """transformers' own; an adapter of another model is an error, and the model is then as it was."""

@@ -126,6 +126,14 @@ def test_a_stack_with_some_layers_has_zeros_and_bfloat16_is_kept() -> None:
     torch.testing.assert_close(logits(again), logits(model), rtol=2e-2, atol=2e-2)
 
 
+def test_a_stack_of_one_layer_has_its_dimension() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1})
+    model = protocol.apply_lora_to_layers(easytorch.AutoModelForCausalLM.from_config(config), RANK, rngs=0)
+    found = flat(protocol.lora_to_flax(model, scheme="maxtext", leaves="qwix"))
+    assert {one.shape[1] for one in found.values()} == {1} and {one.ndim for one in found.values()} == {3}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "reason"),
     [
