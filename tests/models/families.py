@@ -707,7 +707,6 @@ EXPERTS = (
     "qwen3_5_moe_text",
     "granitemoehybrid",
     "nemotron_h",
-    "gemma4_text",
     "llama4_text",
     "deepseek_v32",
 )
