@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from easytorch.cli.generate import DTYPES, check_causal, find_device, load_tokenizer
+from easytorch.cli.generate import DTYPES, check_causal, find_device
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,7 @@ def command(
     import torch
     from transformers import AutoConfig
 
+    from easytorch.auto.tokenizer import load_tokenizer
     from easytorch.generation.engine import Engine
     from easytorch.serving.app import create_app
     from easytorch.serving.embedder import Embedder, pooling_of

@@ -26,5 +26,5 @@ def register() -> bool:
 
     if not isinstance(AutoModel._model_mapping, NativeFirst):
         # looked up by config when a model is built: importing every family would take seconds
-        AutoModel._model_mapping = NativeFirst(AutoModel._model_mapping, DecoderBackbone)
+        AutoModel._model_mapping = NativeFirst(AutoModel._model_mapping, DecoderBackbone)  # type: ignore[assignment]
     return True

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from easytorch.kernels.multi_latent.contract import Sizes, absorbs
 from easytorch.layers.attention import interface_of, observed
@@ -89,7 +88,7 @@ class LatentAttention(nn.Module):
         hidden_states: torch.Tensor,
         query: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Cache | None,
+        past_key_values: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """latent (B, 1, S, L), key_rope (B, 1, S, R) and the mask (B, 1, T, S): those of the tokens that are attended
         to. query: what `compress_query` gave."""
@@ -114,12 +113,13 @@ class LatentAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, T, D), position_embeddings cos and sin (B, T, R) -> (B, T, D) and weights or None.
 
-        past_key_values: holds latents as the keys of one head and rotated keys as its values.
+        past_key_values: a `Cache`, or a step over pages; holds latents as the keys of one head and rotated keys as its
+        values.
         """
         batch, length, _ = hidden_states.shape
         latent_query = self.compress_query(hidden_states)
@@ -202,6 +202,8 @@ class LatentAttention(nn.Module):
 
     def attends_to_pages(self, asked: Mapping[str, Any]) -> bool:
         """Whether a call attends to the pages of latents themselves (`GroupedAttention.features_of_pages`)."""
+        if type(self).narrow is not LatentAttention.narrow:  # pages know nothing of an indexer's choice
+            return False
         if self.training or plain_weight(self.kv_b_proj) is None or asked.get("output_attentions"):
             return False
         return attn_implementation(self.config) in ("easytorch", "sdpa") and not wants_attentions(self.config)

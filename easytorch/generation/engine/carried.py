@@ -35,6 +35,8 @@ def refusal(model: Any) -> str | None:
         known = next((one for one in _STATEFUL + _ATTENTIONS if isinstance(layer, one)), None)
         if known is None or type(layer).forward is not known.forward:
             return f"{name} has layers of {type(layer).__name__}, which attend to no pages; use model.generate"
+        if known is LatentAttention and type(layer).narrow is not known.narrow:
+            return f"{name} chooses the tokens that it attends to, which pages do not know; use model.generate"
     if len(layers.modules) != layers.expected:
         return f"{name} has {len(layers.modules)} attentions and states in {layers.expected} layers; use model.generate"
     if model.training:

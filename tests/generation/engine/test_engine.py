@@ -34,7 +34,8 @@ BLOCKS = (
     "falcon_h1", "qwen3_next",
 )  # fmt: skip
 STATEFUL = {"mamba2", "falcon_h1", "qwen3_next"}
-REFUSED = {"gemma4_text"}  # layers that share keys, and heads that differ by layer
+# heads that differ by layer, an indexer, chunks
+REFUSED = {"gemma4_text", "deepseek_v32", "llama4_text"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
