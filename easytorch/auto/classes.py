@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
 from easytorch.auto.bound import Bound
 from easytorch.auto.plugging import AttentionChoice, attention_for, plug_attention, plug_bridge, settled
-from easytorch.auto.report import report_on
+from easytorch.auto.report import ModuleClass, report_on
+from easytorch.auto.specialising import specialise_modules
 from easytorch.auto.switching import set_attention
 from easytorch.bridge.core.json_files import read_json
 from easytorch.protocol import conversion
@@ -84,19 +86,22 @@ class EasyTorchAuto(_Base):
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
         """A model with new weights, as `transformers.AutoModel.from_config`."""
         if _wants_remote_code(cls, config, kwargs):
+            kwargs.pop("specialise", None)
             return _finished(_theirs(cls).from_config(config, **kwargs), AttentionChoice(reason=_REMOTE))
         config, choice = _choose_attention(_model_class(cls, config), config, kwargs)
+        wanted = _module_wishes(config, kwargs)
         build: Callable[..., PreTrainedModel] = super().from_config
-        return _finished(build(config, **kwargs), choice)
+        return _finished(build(config, **kwargs), choice, wanted)
 
     @classmethod
     def from_flax(cls, config: PreTrainedConfig, params: Any, **kwargs: Any) -> Any:
         """A model of `config` with the weights of a tree of arrays; arguments as for `BridgeMixin.from_flax`."""
         model_class = _model_class(cls, config)
         config, choice = _choose_attention(model_class, config, kwargs)
+        wanted = _module_wishes(config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = conversion.from_flax(model_class, config, params, output_loading_info=True, **kwargs)
-        _finished(model, choice)
+        _finished(model, choice, wanted)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -119,6 +124,7 @@ class EasyTorchAuto(_Base):
         config, choice = _choose_attention(model_class, config, kwargs)
         if isinstance(kwargs.get("config"), PreTrainedConfig):
             kwargs["config"] = config
+        wanted = _module_wishes(config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         if issubclass(model_class, NativeModel):
             model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
@@ -132,7 +138,7 @@ class EasyTorchAuto(_Base):
                 from_state_dict=model_class.from_pretrained,
                 check=check_loaded_foreign,
             )
-        _finished(model, choice)
+        _finished(model, choice, wanted)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -166,7 +172,8 @@ def _theirs(auto: type) -> Any:
 
 def _load_theirs(auto: type, reason: str, path: Any, *model_args: Any, **kwargs: Any) -> Any:
     """What transformers loads, and the reason in its report."""
-    kwargs.pop("strict", None)
+    for name in ("strict", "specialise"):
+        kwargs.pop(name, None)
     loaded = _theirs(auto).from_pretrained(path, *model_args, **kwargs)
     _finished(loaded[0] if isinstance(loaded, tuple) else loaded, AttentionChoice(reason=reason))
     return loaded
@@ -184,17 +191,37 @@ def _choose_attention(
     choice = attention_for(model_class, config, asked, wants_weights)
     if choice.passed is not None:
         kwargs["attn_implementation"] = choice.passed
-    # Our attention's name goes into the config, which from_config would share with its caller and other models.
-    named = choice.ours or issubclass(model_class, NativeModel)
-    return copy.deepcopy(config) if named else config, choice
+    # Our names of attention and experts go into it, and from_config would share it with its caller and other models.
+    return copy.deepcopy(config), choice
 
 
-def _finished(model: PreTrainedModel, choice: AttentionChoice) -> PreTrainedModel:
-    """The loaded `model` with its chosen attention, and its report."""
+@dataclass(frozen=True)
+class ModuleWishes:
+    """What a caller says of the modules beside attention. specialise: they may be ours; experts: which were named."""
+
+    specialise: bool = False
+    experts: str | dict[str, str] | None = None
+
+
+def _module_wishes(config: PreTrainedConfig, kwargs: dict[str, Any]) -> ModuleWishes:
+    """`ModuleWishes` of the arguments, of which `specialise` is popped."""
+    specialise = kwargs.pop("specialise", True)
+    if not isinstance(specialise, bool):
+        raise TypeError(f"specialise must be True or False, got {specialise!r}")
+    asked = kwargs.get("experts_implementation")
+    return ModuleWishes(specialise, config._experts_implementation if asked is None else asked)
+
+
+def _finished(
+    model: PreTrainedModel, choice: AttentionChoice, wishes: ModuleWishes = ModuleWishes()
+) -> PreTrainedModel:
+    """The loaded `model` with its chosen attention and specialised modules, and its report."""
     plug_attention(model, choice)
+    modules: tuple[ModuleClass, ...] = ()
     if not isinstance(model, NativeModel):
         model.set_attn_implementation = Bound(set_attention, model)  # type: ignore[method-assign]
-    return report_on(plug_bridge(model), choice.reason)
+        modules = specialise_modules(model, wishes.experts) if wishes.specialise else ()
+    return report_on(plug_bridge(model), choice.reason, modules)
 
 
 def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:

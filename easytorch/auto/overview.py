@@ -20,7 +20,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from easytorch.auto import MODELS, classes, offered
 from easytorch.auto.inputs import working_inputs
 from easytorch.auto.plugging import attention_for, built_from, plug_attention
-from easytorch.auto.report import attention_layers, report_on
+from easytorch.auto.report import ModuleClass, attention_layers, report_on
+from easytorch.auto.specialising import specialise_modules
 from easytorch.auto.trial import small_models, undisturbed
 from easytorch.bridge.errors import nearest
 from easytorch.protocol.checkpoint_files import check_config
@@ -56,7 +57,7 @@ class SmallRun:
     """What a small model of a class did in a forward. blocks: the layers of EasyTorch in it.
 
     attention_layers: by name; replaced: those that called our attention. reason: why others did not, or why nothing
-    could be run.
+    could be run. modules: of transformers' own class, what became of its other modules.
     """
 
     model_class: str
@@ -65,6 +66,7 @@ class SmallRun:
     attention_layers: tuple[str, ...]
     replaced: tuple[str, ...]
     reason: str | None
+    modules: tuple[ModuleClass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,14 @@ def small_run(model_class: type[PreTrainedModel], config: PreTrainedConfig, reco
             if inputs is None:
                 failures.append(failure)
                 continue
-            report: Any = report_on(model, choice.reason).easytorch_report
+            modules = () if isinstance(model, NativeModel) else specialise_modules(model)
+            report: Any = report_on(model, choice.reason, modules).easytorch_report
             with recorder() as called, torch.no_grad():
                 model(**inputs)
             layers = tuple(attention_layers(model))
-            return SmallRun(name, blocks(model), tuple(sorted(called)), layers, report.called or (), choice.reason)
+            return SmallRun(
+                name, blocks(model), tuple(sorted(called)), layers, report.called or (), choice.reason, modules
+            )
     reason = choice.reason or f"no small {name} could be run ({failures[-1]})"
     return SmallRun(name, (), (), (), (), reason)
 

@@ -17,6 +17,7 @@ from easytorch.auto.bound import bridge_of
 from easytorch.auto.tiny import configs_in
 from easytorch.auto.trial import attention_groups, try_attention
 from easytorch.layers.attention import INTERFACES, OF_STOCK, OURS
+from easytorch.layers.experts import OURS as EXPERTS
 from easytorch.protocol.conversion import plain_config
 from easytorch.protocol.native import NativeModel, check_parts
 
@@ -85,11 +86,13 @@ def plug_attention(model: PreTrainedModel, choice: AttentionChoice) -> None:
 
 
 def settled(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str | None]:
-    """(a config that transformers can build from, the attention it requests): a plugged model's config has our names.
+    """(a config that transformers can build from, the attention it requests): a loaded model's config has our names.
 
     "easytorch" in it is no request: every model loaded here has it.
     """
-    if not any(part._attn_implementation in OURS for part in configs_in(config)):
+    if not any(
+        part._attn_implementation in OURS or part._experts_implementation == EXPERTS for part in configs_in(config)
+    ):
         return config, None
     asked = PUBLIC_NAMES.get(config._attn_implementation or "")
     return plain_config(config), None if asked == "easytorch" else asked

@@ -18,12 +18,28 @@ from easytorch.protocol.native import NativeModel
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ModuleClass:
+    """What became of the modules of one class. operations: what they call; reason: why they are as they were."""
+
+    kind: str
+    name: str
+    count: int
+    operations: str | None = None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        end = f"by {self.operations}" if self.operations else f"not replaced: {self.reason}"
+        return f"{self.count} x {self.name} ({self.kind}) {end}"
+
+
 @dataclass
 class Report:
-    """How a model was loaded.
+    """How a model was loaded. `model.easytorch_report` is one, and so is what calling it returns.
 
     native: it is our own class. attention: its attention's name. reason: why that is not ours, if it is not. layers:
-    its attention layers by name. called: those that called our attention in the first forward, None before it.
+    its attention layers by name. called: those that called our attention in the first forward, None before it. modules:
+    of transformers' own class, what became of its norms, feed-forward networks, rotary positions and experts.
     """
 
     model_class: str
@@ -33,6 +49,10 @@ class Report:
     reason: str | None
     layers: tuple[str, ...]
     called: tuple[str, ...] | None = None
+    modules: tuple[ModuleClass, ...] = ()
+
+    def __call__(self) -> Report:
+        return self
 
     @property
     def not_replaced(self) -> tuple[str, ...]:
@@ -47,11 +67,15 @@ class Report:
             text += f" ({self.reason})"
         if self.called is not None:
             text += f"; {len(self.called)} of {len(self.layers)} attention layers call the EasyTorch attention"
-        return text
+        return "; ".join((text, *map(str, self.modules)))
 
 
-def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
-    """Attach a `Report`, log it, and count in the first forward. Returns `model`."""
+def report_on(
+    model: PreTrainedModel, reason: str | None, modules: tuple[ModuleClass, ...] | None = None
+) -> PreTrainedModel:
+    """Attach a `Report`, log it, and count in the first forward. Returns `model`. modules: None keeps those known."""
+    if modules is None:
+        modules = getattr(getattr(model, "easytorch_report", None), "modules", ())
     layers = attention_layers(model)
     report = Report(
         model_class=type(model).__name__,
@@ -60,6 +84,7 @@ def report_on(model: PreTrainedModel, reason: str | None) -> PreTrainedModel:
         attention=model.config._attn_implementation,
         reason=reason,
         layers=tuple(layers),
+        modules=modules,
     )
     model.easytorch_report = report  # type: ignore[assignment]
     logger.log(logging.INFO if reason is None else logging.WARNING, "%s", report)

@@ -55,6 +55,7 @@ def text(found: Overview) -> str:
     count = f"{len(run.replaced)} of {len(run.attention_layers)}"
     lines.append(f"  attention            {count} layers call EasyTorch's")
     lines += [f"                       not {layer}" for layer in run.attention_layers if layer not in run.replaced]
+    lines += [f"  {'other modules' if not place else '':21}{one}" for place, one in enumerate(run.modules)]
     if run.reason is not None:
         lines.append(f"  reason               {run.reason}")
     return "\n".join(printable(line) for line in lines)

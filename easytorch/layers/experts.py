@@ -18,8 +18,9 @@ from easytorch.operations import OperationRegistry
 grouped_matmul = OperationRegistry.create("grouped_matmul")
 quantized_matmul = OperationRegistry.create("quantized_matmul")
 
+OURS = "easytorch"  # our name in transformers' ExpertsInterface
 # The values of `config._experts_implementation` that run ours; "grouped_mm" is transformers' default in a config.
-NATIVE_INTERFACES = (None, "easytorch", "eager", "grouped_mm")
+NATIVE_INTERFACES = (None, OURS, "eager", "grouped_mm")
 
 
 def apply_experts(
@@ -136,4 +137,4 @@ class Experts(nn.Module):
         return f"{self.num_experts} x ({self.hidden_dim}, {self.intermediate_dim})"
 
 
-ExpertsInterface.register("easytorch", apply_experts)
+ExpertsInterface.register(OURS, apply_experts)

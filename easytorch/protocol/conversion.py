@@ -35,6 +35,7 @@ from easytorch.bridge.state import (
     tree_to_state_dict,
 )
 from easytorch.layers.attention import OURS
+from easytorch.layers.experts import OURS as EXPERTS
 from easytorch.layers.quantized import is_quantized
 from easytorch.protocol.load_checks import check_shapes, refuse_left_over, refuse_missing
 
@@ -263,13 +264,15 @@ def _their_class(model_class: ModelClass) -> ModelClass:
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy without our attention, so that transformers chooses its own."""
+    """A copy without our attention and experts, so that transformers chooses its own."""
     config = copies.deepcopy(config)
     waiting = [config]
     while waiting:
         part = waiting.pop()
         if part._attn_implementation in OURS:
             part._attn_implementation_internal = None
+        if part._experts_implementation == EXPERTS:
+            part._experts_implementation_internal = None
         inner = (getattr(part, name, None) for name in part.sub_configs)
         waiting += [one for one in inner if isinstance(one, PreTrainedConfig)]
     return config

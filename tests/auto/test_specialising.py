@@ -1,0 +1,293 @@
+"""Norms, feed-forward networks, rotary positions and experts of transformers' own classes, replaced in one instance."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+
+import easytorch
+from easytorch.auto import specialising
+from easytorch.auto.recognition import candidates
+from easytorch.auto.specialising import specialise_modules, try_module
+from easytorch.layers import specialised
+from easytorch.layers.specialised import Specialised
+from easytorch.operations.dispatch.check import relative_rms_error
+
+IDS = torch.tensor([[5, 9, 33, 71, 8, 20, 21], [4, 4, 90, 12, 60, 3, 3]])
+# Wide enough for the operators in C++.
+SIZES = {
+    "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def config() -> t.HunYuanMoEV1Config:
+    """Norms of heads, rotary, a shared gated MLP and experts: every kind."""
+    return t.HunYuanMoEV1Config(**SIZES, head_dim=128, num_experts=4, moe_topk=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of `config`, no weight of it 0 or 1."""
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(config())
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    path = tmp_path_factory.mktemp("hunyuan")
+    model.save_pretrained(path)
+    return path
+
+
+def load(folder, **kwargs):
+    return easytorch.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+
+
+def stock(folder, **kwargs):
+    return t.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+
+
+def specialised_in(model) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Specialised)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_transformers(folder, dtype) -> None:
+    ours, theirs = load(folder, dtype=dtype), stock(folder, dtype=dtype)
+    with torch.no_grad():
+        given, expected = ours(IDS).logits, theirs(IDS).logits
+    assert relative_rms_error(given, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+    if dtype == torch.float32:
+        for model in (ours, theirs):
+            model.train()(IDS, labels=IDS).loss.backward()
+        for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+        settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        assert torch.equal(ours.eval().generate(IDS, **settings), theirs.eval().generate(IDS, **settings))
+
+
+def test_every_kind_is_replaced_and_runs(folder, monkeypatch) -> None:
+    model = load(folder)
+    kinds = {row.kind: row for row in model.easytorch_report.modules}
+    assert set(kinds) == {"norm", "gated MLP", "rotary", "experts"}
+    assert all(row.reason is None and row.operations for row in kinds.values()), model.easytorch_report
+    assert kinds["norm"].count == 9 and kinds["experts"].count == 2
+    assert model.easytorch_report() is model.easytorch_report and "9 x HunYuanMoEV1RMSNorm" in str(
+        model.easytorch_report()
+    )
+    ran = []
+    for place, name in ((specialised.rms_norm, "in_cpp"), (specialised.rotary, "in_cpp")):
+        method = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, of=place, f=method: ran.append(of.primary_name()) or f(*a))
+    with torch.no_grad():
+        model(IDS)
+    assert ran.count("rms_norm") == 9 and ran.count("rotary") == 2
+
+
+def test_only_the_instance_changes(folder) -> None:
+    classes = {type(module) for module in stock(folder).modules()}
+    before = {one: dict(vars(one)) for one in classes}
+    model = load(folder)
+    assert specialised_in(model) and {one: dict(vars(one)) for one in classes} == before
+    assert {type(module) for module in stock(folder).modules()} == classes
+    assert specialised_in(load(folder, specialise=False)) == []
+    assert {module.__class__.__name__ for module in model.modules()} == {one.__name__ for one in classes}
+    theirs = type(stock(folder).model.norm)
+    assert isinstance(model.model.norm, theirs) and type(model.model.norm).__module__ == theirs.__module__
+
+
+def test_copies_pickles_and_files(folder, tmp_path) -> None:
+    model = load(folder).eval()
+    expected = model(IDS).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert specialised_in(twin) == specialised_in(model)
+        torch.testing.assert_close(twin(IDS).logits, expected)
+        twin.model.norm.weight.data.zero_()
+        assert not twin(IDS).logits.any() and model(IDS).logits.any()
+    model.save_pretrained(tmp_path)
+    assert "easytorch" not in (tmp_path / "config.json").read_text()
+    again = stock(tmp_path)
+    assert {n: w.shape for n, w in again.state_dict().items()} == {n: w.shape for n, w in model.state_dict().items()}
+    plain = model.to_torch()
+    for one in (again, plain):
+        assert specialised_in(one) == [] and one.config._experts_implementation != "easytorch"
+        torch.testing.assert_close(one.eval()(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compile_export_and_checkpointing(folder) -> None:
+    model = load(folder).eval()
+    expected = model(IDS).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    program = torch.export.export(model, (), {"input_ids": IDS, "use_cache": False}, strict=False)
+    torch.testing.assert_close(program.module()(input_ids=IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    model.train().gradient_checkpointing_enable()
+    model(IDS, labels=IDS).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_hooks_and_adapters_are_seen(folder) -> None:
+    peft = pytest.importorskip("peft")
+    model = load(folder).eval()
+    seen = []
+    for name in ("model.norm", "model.layers.0.mlp.shared_mlp", "model.layers.0.mlp.shared_mlp.up_proj"):
+        model.get_submodule(name).register_forward_hook(lambda module, args, output, name=name: seen.append(name))
+    before = model(IDS).logits
+    assert len(seen) == 3
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=r".*(shared_mlp\.down_proj|q_proj)", init_lora_weights=False)
+    )
+    assert not torch.allclose(adapted(IDS).logits, before)
+    adapted.merge_and_unload()
+    assert specialised_in(model)
+
+
+def test_hooks_of_accelerate_call_ours() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = t.AutoModelForCausalLM.from_config(config()).eval()
+    hooks.add_hook_to_module(model.model.norm, hooks.ModelHook())
+    specialise_modules(model)
+    assert isinstance(model.model.norm._old_forward.__self__, Specialised)
+    assert model.model.norm._old_forward.__func__ is specialised.SpecialisedNorm.forward
+
+
+def test_experts_that_were_named_are_kept(folder) -> None:
+    model = load(folder, experts_implementation="eager")
+    assert model.config._experts_implementation == "eager"
+    row = next(row for row in model.easytorch_report.modules if row.kind == "experts")
+    assert row.reason == "experts_implementation='eager' was asked for"
+    with pytest.raises(TypeError, match="specialise must be True or False, got 'no'"):
+        load(folder, specialise="no")
+
+
+class Row(nn.Module):
+    """LLaMA's norm, changed in one way by each class below."""
+
+    def __init__(self, width: int = 128, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        rows = x.float()
+        return self.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class PlainNorm(Row):
+    pass
+
+
+class OtherEpsNorm(Row):  # the eps that is read is no attribute
+    def forward(self, x):
+        rows = x.float()
+        return self.weight * (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class ClampedNorm(Row):
+    def forward(self, x):
+        return super().forward(x.clamp(max=2.0))
+
+
+class DetachedNorm(Row):  # the same numbers, and other gradients
+    def forward(self, x):
+        rows = x.float()
+        scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps).detach()
+        return self.weight * (rows * scale).to(x.dtype)
+
+
+class WideNorm(Row):  # float32 out, whatever comes in
+    def forward(self, x):
+        return super().forward(x.float()).float()
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
+        self.c, self.act = nn.Linear(96, 64), nn.SiLU()
+
+    def forward(self, x):
+        return self.c(self.act(self.b(x)) * self.a(x))
+
+
+class LimitedFeed(Feed):
+    def forward(self, x):
+        return self.c(self.act(self.b(x)).clamp(max=0.5) * self.a(x))
+
+
+class FirstTokenFeed(Feed):
+    def forward(self, x):
+        return super().forward(x[:, :1])
+
+
+@pytest.mark.parametrize("made, reason", [
+    (PlainNorm, None), (OtherEpsNorm, "another eps"), (ClampedNorm, "values in float32"),
+    (DetachedNorm, "gradients in float32"), (WideNorm, "are bfloat16, not float32"),
+    (Feed, None), (LimitedFeed, "float32"), (FirstTokenFeed, "shapes"),
+])  # fmt: skip
+def test_a_class_is_proved_before_it_is_replaced(made, reason, monkeypatch) -> None:
+    monkeypatch.setattr(specialising, "_VERDICTS", {})
+    module = made()
+    options = candidates(module)
+    verdict = try_module(module, options)
+    assert options
+    if reason is None:
+        assert verdict.reason is None and verdict.how is not None
+        if made is Feed:
+            assert (verdict.how.gate, verdict.how.up, verdict.how.down) == ("b", "a", "c")
+    else:
+        assert verdict.how is None
+        assert reason in verdict.reason
+    assert try_module(made(), options) is verdict, "a class is tried once"
+
+
+def test_roundings_and_zero_centred_weights_are_told_apart() -> None:
+    formulas = {}
+    for kind in (t.models.qwen2.modeling_qwen2.Qwen2RMSNorm, t.models.gemma.modeling_gemma.GemmaRMSNorm,
+                 t.models.olmo2.modeling_olmo2.Olmo2RMSNorm):  # fmt: skip
+        module = kind(64)
+        formulas[kind.__name__] = try_module(module, candidates(module)).how.formula
+    assert formulas == {
+        "Qwen2RMSNorm": "rms_norm", "GemmaRMSNorm": "rms_norm, zero-centred", "Olmo2RMSNorm": "rms_norm, rounded last",
+    }  # fmt: skip
+
+
+def test_dropout_stays_in_training() -> None:
+    class Dropped(Feed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.c(self.drop(self.act(self.b(x)) * self.a(x)))
+
+    module = Dropped().eval()
+    verdict = try_module(module, candidates(module))
+    assert verdict.how is not None and verdict.how.dropouts == ("drop",)
+    twin = copy.deepcopy(module)
+    specialised.specialise(twin, verdict.how)
+    x = torch.randn(2, 3, 64)
+    torch.testing.assert_close(twin(x), module(x))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = module.train()(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(twin.train()(x), expected)
+
+
+def test_turning_the_other_way_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(specialising, "_TURNED", {})
+
+    def turns_back(q, k, cos, sin):
+        return t.models.mistral.modeling_mistral.apply_rotary_pos_emb(q, k, cos, -sin)
+
+    assert specialising._rotary_disagreement(turns_back, partial=False) is not None
+    right = t.models.mistral.modeling_mistral.apply_rotary_pos_emb
+    assert specialising._rotary_disagreement(right, partial=False) is None
+    assert specialising._rotary_disagreement(right, partial=True) is not None  # it turns whole heads alone
