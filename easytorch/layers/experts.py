@@ -3,6 +3,8 @@ operation."""
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from easytorch.kernels.grouped_matmul.routing import combine_experts, rows_of_experts, sort_by_expert
 from easytorch.layers.basics import activation
 from easytorch.layers.gate import gated
+from easytorch.layers.linear import eager_inference, few_rows
 from easytorch.operations import OperationRegistry
 
 grouped_matmul = OperationRegistry.create("grouped_matmul")
@@ -50,7 +53,35 @@ def _project(module: Any, name: str, rows: torch.Tensor, sizes: torch.Tensor) ->
     if hasattr(module, "quantized_experts"):
         return _project_codes(module.quantized_experts(name), rows, sizes, bias)
     weight = getattr(module, name)
+    if not module.is_transposed and weight.is_cpu and eager_inference():
+        few = _project_few(weight, rows, sizes.tolist(), bias)
+        if few is not None:
+            return few
     return grouped_matmul(rows.to(weight.dtype), weight, sizes, bias, transposed=not module.is_transposed)
+
+
+def _project_few(
+    weight: torch.Tensor, rows: torch.Tensor, counts: list[int], bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The same where each expert has so few rows that all of them go to `linear`'s operator in C++; None elsewhere.
+
+    That reads a weight at the memory's speed, and a token's experts are nothing else.
+    """
+    starts = list(itertools.accumulate(counts, initial=0))
+    done = []
+    # the expert with most rows first: the others are asked in vain where it is refused
+    for expert in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
+        if not counts[expert]:
+            break
+        part = rows[starts[expert] : starts[expert + 1]]
+        product = few_rows(part, weight[expert], None if bias is None else bias[expert])
+        if product is None:
+            return None
+        done.append((expert, product))
+    parts = [product for _, product in sorted(done, key=operator.itemgetter(0))]
+    if (left := len(rows) - starts[-1]) or not parts:
+        parts.append(rows.new_zeros(left, weight.shape[1]))
+    return torch.cat(parts)
 
 
 def _project_codes(weights: Any, rows: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

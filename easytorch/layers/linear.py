@@ -88,6 +88,23 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return _OPERATION(x, weight, bias) if asks else F.linear(x, weight, bias)
 
 
+def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """x @ weight.T + bias by the operator in C++ where a layer of these sizes would take it, else None."""
+    if x.dtype == torch.float32 and weight.numel() < SMALLEST_WEIGHT:
+        return None
+    return _OPERATION.few_rows(x, weight, bias)
+
+
+def eager_inference() -> bool:
+    """True where no gradient is recorded, no graph is traced and nothing is forced or compared."""
+    return (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and untouched()
+    )
+
+
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:
     """True where `linear` may choose oneDNN: asking it of every product would take longer than the small ones."""
     large = layer.in_features * layer.out_features >= max(smallest_weight(), SMALLEST_WEIGHT)

@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import easytorch
+from easytorch.layers import experts
 from easytorch.layers.experts import Experts, apply_experts
 from easytorch.layers.routers import load_balancing_loss
+from easytorch.operations.dispatch.check import relative_rms_error
 from tests.models.families import CAUSAL, EXPERTS, FAMILIES
 from tests.models.test_parity import TOLERANCE, assert_same, seen
 
@@ -227,3 +229,25 @@ def test_weights_of_experts_are_rounded_as_in_transformers(family, make_pair) ->
         found.append(given[0])
     assert [one.dtype for one in found[0]] == [one.dtype for one in found[1]]
     assert all(one.isfinite().all() for one in found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_of_experts_go_one_by_one_to_the_operator_in_cpp(dtype, biased) -> None:
+    """The same numbers as `grouped_matmul`'s, wherever the rows lie, and behind the last expert's zeros."""
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(6, 1024, 1024, generator=generator) / 32).to(dtype)
+    bias = torch.randn(6, 1024, generator=generator).to(dtype) if biased else None
+    for counts in ([0, 3, 0, 1, 2, 0], [0, 0, 0, 0, 0, 5], [1, 1, 1, 1, 1, 1]):
+        rows = torch.randn(sum(counts) + 2, 1024, generator=generator).to(dtype)
+        with torch.no_grad():
+            few = experts._project_few(weight, rows, counts, bias)
+            expected = experts.grouped_matmul(rows, weight, torch.tensor(counts), bias, transposed=True)
+        if few is None:
+            pytest.skip("no operator in C++ here")
+        assert relative_rms_error(few, expected) < (1e-5 if dtype == torch.float32 else 8e-3)
+        assert few.shape == expected.shape and not few[sum(counts) :].any()
+    many = torch.randn(65, 1024, generator=generator).to(dtype)
+    with torch.no_grad():
+        assert experts._project_few(weight, many, [64, 1, 0, 0, 0, 0], bias) is None, "some have too many rows"
+    assert experts._project_few(weight.requires_grad_(), many[:3], [1, 2, 0, 0, 0, 0], bias) is None
