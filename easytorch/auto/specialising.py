@@ -41,7 +41,7 @@ class _Found:
     verdict: Verdict = field(default_factory=Verdict)
 
 
-def specialise_modules(model: PreTrainedModel, experts: str | None = None) -> tuple[ModuleClass, ...]:
+def specialise_modules(model: PreTrainedModel, experts: object = None) -> tuple[ModuleClass, ...]:
     """Specialise what can be in `model`, and in no other of its class.
 
     experts: the `experts_implementation` that was asked for; `ValueError` where ours was and gives other numbers.
@@ -214,7 +214,7 @@ def _rotary_disagreement(function: Callable[..., Any], partial: bool) -> str | N
     return None
 
 
-def _specialise_experts(model: PreTrainedModel, asked: str | None) -> list[ModuleClass]:
+def _specialise_experts(model: PreTrainedModel, asked: object) -> list[ModuleClass]:
     """Switch the configs of experts, which transformers asks at each call, to ours."""
     groups: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -223,11 +223,11 @@ def _specialise_experts(model: PreTrainedModel, asked: str | None) -> list[Modul
             groups.setdefault(id(config), []).append(module)
     rows = []
     for modules in groups.values():
-        config = modules[0].config
+        named: Any = modules[0].config
         other = None if asked in (None, EXPERTS) else f"experts_implementation={asked!r} was asked for"
         reason = other or next(filter(None, map(_try_experts, modules)), None)
         if reason is None:
-            config._experts_implementation_internal = EXPERTS
+            named._experts_implementation_internal = EXPERTS
         elif asked == EXPERTS:
             raise ValueError(
                 f"experts_implementation={asked!r} cannot be obeyed: {type(modules[0]).__name__} {reason}; leave it out"
@@ -249,13 +249,12 @@ def _experts_disagreement(module: nn.Module) -> str | None:
     if any(not weight.is_floating_point() for weight in module.parameters()):
         return "its weights are no floating numbers"
     try:
-        stock = miniature(module, seed=3)
-        ours = copy.deepcopy(stock)
+        stock: Any = miniature(module, seed=3)
+        ours: Any = copy.deepcopy(stock)
         for one, name in ((stock, "eager"), (ours, EXPERTS)):
-            one.config = copy.copy(module.config)  # type: ignore[assignment]
-            one.config._experts_implementation_internal = name  # type: ignore[union-attr]
-        count: Any = stock.num_experts
-        hidden: Any = stock.down_proj.shape[-1 if stock.is_transposed else -2]  # type: ignore[union-attr, index]
+            one.config = copy.copy(module.config)
+            one.config._experts_implementation_internal = name
+        count, hidden = stock.num_experts, stock.down_proj.shape[-1 if stock.is_transposed else -2]
         generator = torch.Generator().manual_seed(6)
         for tokens, a_token in ((9, min(2, count)), (1, min(2, count))):
             rows = torch.randn(tokens, hidden, generator=generator)

@@ -121,7 +121,7 @@ How = Norm | GatedMLP | MLP | RotaryAttention
 def specialise(module: nn.Module, how: How) -> None:
     """Let the forward of this instance be ours. accelerate's hooks, which keep the old one, are given the new one."""
     stock = type(module)
-    module.__class__ = specialised_class(stock, how)
+    module.__class__ = specialised_class(stock, how)  # type: ignore[arg-type]
     if isinstance(module, SpecialisedGatedMLP):
         module.joins = sum(getattr(module, name).weight.numel() for name in module.fused) >= SMALLEST_WEIGHT
     hooked = module.__dict__.get("_old_forward")
@@ -136,7 +136,7 @@ def specialised_class(stock: type[nn.Module], how: How) -> type[nn.Module]:
 
 
 def _remade(stock: type[nn.Module], how: How) -> nn.Module:
-    made: type[nn.Module] = specialised_class(stock, how)
+    made: type[nn.Module] = specialised_class(stock, how)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
