@@ -40,5 +40,12 @@ def combine_experts(rows: torch.Tensor, order: torch.Tensor, expert_weights: tor
     """
     tokens, k = expert_weights.shape
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    unsorted = torch.empty_like(rows).index_copy(0, order, rows).reshape(tokens, k, rows.shape[-1])
-    return (unsorted.to(wide) * expert_weights.to(wide)[..., None]).sum(1).to(rows.dtype)
+    if rows.device.type == "xla":  # whose index_copy ends the process
+        unsorted = rows.index_select(0, order.argsort())
+    else:
+        unsorted = torch.empty_like(rows).index_copy(0, order, rows)
+    return (
+        (unsorted.reshape(tokens, k, rows.shape[-1]).to(wide) * expert_weights.to(wide)[..., None])
+        .sum(1)
+        .to(rows.dtype)
+    )
