@@ -116,10 +116,13 @@ def flash_backward(
     precision = _precision(query)
     # sum over the keys of weight * gradient of weight, for each row: dropout leaves it as it is
     delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
-    grad_sinks = None
+    grad_sinks, share = None, jnp.zeros_like(delta)
     if sinks is not None:
-        grad_sinks = -(sink_weights(sinks, logsumexp) * delta).sum(axis=(0, 2)).astype(sinks.dtype)
-    grad_bias = jnp.zeros(call.bias.shape if wants_bias and call.bias is not None else (1, 1, 1, 1))
+        share = sink_weights(sinks, logsumexp) * delta
+        grad_sinks = -share.sum(axis=(0, 2)).astype(sinks.dtype)
+    of_rows = bias is not None and bias.shape[-1] == 1  # logsumexp.sink_share
+    by_tiles = wants_bias and not of_rows
+    grad_bias = jnp.zeros(call.bias.shape if by_tiles and call.bias is not None else (1, 1, 1, 1))
 
     def head_step(
         carry: tuple[Array, Array], parts: tuple[Array, ...]
@@ -147,7 +150,7 @@ def flash_backward(
                     kept, grad_weights = weights * factor, grad_weights * factor
                 grad_part = grad_part + matmul(kept.reshape(-1, n.columns), flat_grad, (0, 0), precision)
                 grad_scores = weights * (grad_weights - row_delta[..., None])
-                if wants_bias:
+                if by_tiles:
                     start, size = tile_start(n, grad_bias, head, i, j)
                     axes = tuple(axis for axis in range(3) if size[axis + 1] == 1)
                     added = grad_scores.sum(axis=axes, keepdims=True)[None]
@@ -181,7 +184,9 @@ def flash_backward(
     parts = (query_heads(n, query), key_heads(n, key), key_heads(n, value), query_heads(n, grad), *rows)
     (_, grad_bias), (grad_query, grad_key, grad_value) = lax.scan(head_step, (jnp.int32(0), grad_bias), parts)
     grad_bias_out = None
-    if bias is not None and wants_bias:
+    if bias is not None and wants_bias and of_rows:
+        grad_bias_out = summed_to(bias, share[..., None])
+    elif bias is not None and wants_bias:
         padded = grad_bias[:, :, : min(grad_bias.shape[2], n.length), : min(grad_bias.shape[3], n.keys)]
         grad_bias_out = padded.reshape(bias.shape).astype(bias.dtype)
     return (
@@ -203,6 +208,13 @@ def logsumexp_parts(m_i: Array, l_i: Array, axis: int) -> Array:
 def sink_weights(sinks: Array, logsumexp: Array) -> Array:
     """(H,), (B, H, 2, T) -> (B, H, T): what of each row's probability its sink takes."""
     return jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp[:, :, 0] - logsumexp[:, :, 1])
+
+
+def summed_to(bias: Array, of_scores: Array) -> Array:
+    """The gradient (B, H, T, S or 1) of the scores summed to the shape of the bias, in its dtype."""
+    full = (1,) * (4 - bias.ndim) + bias.shape
+    axes = tuple(axis for axis, size in enumerate(full) if size == 1)
+    return of_scores.sum(axis=axes, keepdims=True).reshape(bias.shape).astype(bias.dtype)
 
 
 def _finite(m_i: Array) -> Array:

@@ -36,6 +36,19 @@ def weights_of(scores: Tensor, logsumexp: Tensor) -> Tensor:
     return torch.exp((scores - maximum[..., None]).sub_(log_sum[..., None]))
 
 
+def sink_share(sinks: Tensor | None, logsumexp: Tensor, delta: Tensor) -> Tensor:
+    """weight of the sink * delta, (B, H, T): zeros without sinks, (H,).
+
+    delta: sum over the value of output * its gradient, which is the sum over the keys of weight * gradient of weight.
+    Minus its sum over the rows is the gradient of the sinks. It is also the gradient of a bias that is the same for all
+    keys of a row, sum of weight * (gradient of weight - delta) = delta * (1 - sum of weights): as a sum over the keys
+    most of it cancels, and what an output of bfloat16 has lost of delta would be left.
+    """
+    if sinks is None:
+        return torch.zeros_like(delta)
+    return weights_of(sinks.to(delta.dtype)[:, None, None], logsumexp)[..., 0] * delta
+
+
 def from_one_number(logsumexp: Tensor) -> Tensor:
     """(..., R), infinity of either sign for a row that sees nothing -> (..., 2, R)."""
     empty = logsumexp.isinf()

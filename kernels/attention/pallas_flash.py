@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.attention.jax_flash import sink_weights
+from easytorch.kernels.attention.jax_flash import sink_weights, summed_to
 from easytorch.kernels.attention.pallas_flash_backward import Saved, backward_keys, backward_queries
 from easytorch.kernels.attention.pallas_flash_forward import forward
 from easytorch.kernels.attention.pallas_flash_inputs import (
@@ -69,26 +69,25 @@ def flash_backward(
     )
     grad_key, grad_value = backward_keys(n, call, saved, interpret=interpret)
     wants_bias = bias is not None and bias_grad
+    of_rows = bias is not None and bias.shape[-1] == 1  # logsumexp.sink_share
     grad_query, *grad_scores = backward_queries(
-        n, call, saved, heads_first_transposed(key, n.columns), bias_grad=wants_bias, interpret=interpret
+        n, call, saved, heads_first_transposed(key, n.columns), bias_grad=wants_bias and not of_rows, interpret=interpret
     )
-    grad_sinks = None
+    grad_sinks, share = None, jnp.zeros_like(delta)
     if sinks is not None:
-        grad_sinks = -(sink_weights(sinks, logsumexp) * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+        share = sink_weights(sinks, logsumexp) * delta
+        grad_sinks = -share.sum(axis=(0, 2)).astype(sinks.dtype)
+    grad_bias = None
+    if bias is not None and wants_bias:
+        of_scores = share[..., None] if of_rows else grad_scores[0][:, :, : n.keys, : n.length].swapaxes(2, 3)
+        grad_bias = summed_to(bias, of_scores)
     return (
         grad_query[..., : n.length].transpose(0, 3, 1, 2).astype(query.dtype),
         grad_key[:, :, : n.keys].swapaxes(1, 2).astype(key.dtype),
         grad_value[:, :, : n.keys].swapaxes(1, 2).astype(value.dtype),
-        None if bias is None or not wants_bias else _summed_to(bias, grad_scores[0][:, :, : n.keys, : n.length]),
+        grad_bias,
         grad_sinks,
     )
-
-
-def _summed_to(bias: Array, grad_scores: Array) -> Array:
-    """The gradient (B, H, S, T) of the scores, transposed and summed to the shape of the bias."""
-    full = (1,) * (4 - bias.ndim) + bias.shape
-    axes = tuple(axis for axis, size in enumerate(full) if size == 1)
-    return grad_scores.swapaxes(2, 3).sum(axis=axes, keepdims=True).reshape(bias.shape).astype(bias.dtype)
 
 
 def _bits(array: Array) -> int:

@@ -104,7 +104,8 @@ def flash_backward(
         architecture, query, key, value, grad, lse, delta, key_grad, value_grad, call, natural=natural
     ).launch()
     scores_grad = None
-    if wants_bias:
+    of_rows = call.bias is not None and call.bias.shape[-1] == 1  # logsumexp.sink_share
+    if wants_bias and not of_rows:
         # zeros: the blocks outside the band are never visited
         scores_grad = torch.zeros((*delta.shape, key.shape[1]), dtype=torch.float32, device=query.device)
     calls.query_grad_call(
@@ -112,8 +113,11 @@ def flash_backward(
     ).launch()
     if scores_grad is not None:
         bias_grad.copy_(scores_grad.sum_to_size(bias_grad.shape))
+    share = torch.zeros_like(delta) if call.sinks is None else sink_weights(call, lse) * delta
+    if wants_bias and of_rows:
+        bias_grad.copy_(share[..., None].sum_to_size(bias_grad.shape))
     if call.sinks is not None:
-        sinks_grad.copy_(-(sink_weights(call, lse) * delta).sum(dim=(0, 2)))
+        sinks_grad.copy_(-share.sum(dim=(0, 2)))
     return query_grad, key_grad, value_grad, bias_grad, sinks_grad
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.dropout import threshold
 from easytorch.kernels.attention.layout import readable
-from easytorch.kernels.attention.logsumexp import parts, weights_of
+from easytorch.kernels.attention.logsumexp import parts, sink_share
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.blocksparse import aten_tile, torch_tile
 from easytorch.kernels.blocksparse.aten_plan import Step, part_of, steps
@@ -67,12 +67,17 @@ def backward(
     query_grad = torch.zeros(query.shape, dtype=query.dtype)
     key_grad, value_grad = (torch.zeros(x.shape, dtype=working) for x in (key, value))
     bias = call.bias
-    added_grad = torch.zeros(bias.shape, dtype=working) if bias is not None and bias_grad else None
-    sinks_grad = None
-    if call.sinks is not None:
+    sinks_grad = row_bias_grad = added_grad = None
+    of_rows = bias is not None and bias_grad and bias.shape[3] == 1
+    if call.sinks is not None or of_rows:
         delta = (grad.to(working) * output).sum(-1).transpose(1, 2)
-        weight = weights_of(call.sinks.to(working)[:, None, None], logsumexp)[..., 0]
-        sinks_grad = -(weight * delta).sum((0, 2)).to(call.sinks.dtype)
+        share = sink_share(call.sinks, logsumexp, delta)
+        if call.sinks is not None:
+            sinks_grad = -share.sum((0, 2)).to(call.sinks.dtype)
+        if bias is not None and of_rows:
+            row_bias_grad = share[..., None].sum_to_size(bias.shape)
+    if bias is not None and bias_grad and not of_rows:
+        added_grad = torch.zeros(bias.shape, dtype=working)
     grad, query, key, value, output = (readable(x).transpose(1, 2) for x in (grad, query, key, value, output))
     into = query_grad.transpose(1, 2)
     keys_into, values_into = key_grad.transpose(1, 2), value_grad.transpose(1, 2)
@@ -88,13 +93,10 @@ def backward(
         if added_grad is not None and of_bias is not None:
             whole = part_of(added_grad, part.queries[0], part.queries[2], slice(None))
             whole = whole if whole.shape[1] == 1 else whole[:, part.queries[1]]
-            if whole.shape[3] == 1:
-                whole.add_(of_bias.sum_to_size(whole.shape))
-            else:
-                _add(whole.transpose(2, 3), part.columns, of_bias.sum_to_size(*whole.shape[:3], of_bias.shape[3]).mT)
+            _add(whole.transpose(2, 3), part.columns, of_bias.sum_to_size(*whole.shape[:3], of_bias.shape[3]).mT)
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype),
-        added_grad, sinks_grad,
+        row_bias_grad if added_grad is None else added_grad, sinks_grad,
     )  # fmt: skip
 
 

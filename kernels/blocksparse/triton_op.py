@@ -81,14 +81,18 @@ def _backward(
     delta_call(output, grad, delta).launch()
     calls.key_value_grad_call(architecture, heads, grad, lse, delta, dk, dv, structure, call).launch()
     scores_grad = None
-    if wants_bias:
+    of_rows = call.bias is not None and call.bias.shape[-1] == 1  # logsumexp.sink_share
+    if wants_bias and not of_rows:
         # zeros: empty blocks are never visited
         scores_grad = torch.zeros((*delta.shape, key.shape[1]), dtype=torch.float32, device=query.device)
     calls.query_grad_call(architecture, heads, grad, lse, delta, dq, scores_grad, structure, call).launch()
     if scores_grad is not None:
         bias_grad.copy_(scores_grad.sum_to_size(bias_grad.shape))
+    share = torch.zeros_like(delta) if call.sinks is None else sink_weights(call, lse) * delta
+    if wants_bias and of_rows:
+        bias_grad.copy_(share[..., None].sum_to_size(bias_grad.shape))
     if call.sinks is not None:
-        sinks_grad.copy_(-(sink_weights(call, lse) * delta).sum(dim=(0, 2)))
+        sinks_grad.copy_(-share.sum(dim=(0, 2)))
     return dq, dk, dv, bias_grad, sinks_grad
 
 

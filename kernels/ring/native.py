@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
-from easytorch.kernels.attention.logsumexp import parts, weights_of
+from easytorch.kernels.attention.logsumexp import parts, sink_share
 from easytorch.kernels.attention.native import working_dtype
 from easytorch.kernels.ring.blocks import Block
 from easytorch.kernels.ring.exchange import Ring
@@ -74,7 +74,9 @@ def backward(
     """The gradients of query, key, value, bias and sinks; the last two are this rank's part of the sum over ranks."""
     working = working_dtype(shard.query)
     query_grad = torch.zeros_like(shard.query, dtype=working)
-    bias_sum = torch.zeros_like(shard.call.bias, dtype=working) if bias_grad and shard.call.bias is not None else None
+    bias = shard.call.bias if bias_grad else None
+    of_rows = bias is not None and bias.shape[3] == 1
+    bias_sum = None if bias is None or of_rows else torch.zeros_like(bias, dtype=working)
     held, steps = _held(shard), shard.steps(ring)
     sums, before = [], None
     for step in range(steps):
@@ -97,13 +99,16 @@ def backward(
             held = following()
     key_grad, value_grad = ring.send(sums, 1 - steps)()
     sinks_grad = None
-    if shard.call.sinks is not None:
+    if shard.call.sinks is not None or of_rows:
         delta = (output.to(working) * grad.to(working)).sum(-1).transpose(1, 2)
-        weight = weights_of(shard.call.sinks.to(working)[:, None, None], logsumexp)[..., 0]
-        sinks_grad = -(weight * delta).sum(dim=(0, 2)).to(shard.call.sinks.dtype)
+        share = sink_share(shard.call.sinks, logsumexp, delta)
+        if shard.call.sinks is not None:
+            sinks_grad = -share.sum(dim=(0, 2)).to(shard.call.sinks.dtype)
+        if bias is not None and of_rows:
+            bias_sum = share[..., None].sum_to_size(bias.shape)
     dtype = shard.query.dtype
-    if shard.call.bias is not None and bias_sum is not None:
-        bias_sum = bias_sum.to(shard.call.bias.dtype)
+    if bias is not None and bias_sum is not None:
+        bias_sum = bias_sum.to(bias.dtype)
     return query_grad.to(dtype), key_grad.to(dtype), value_grad.to(dtype), bias_sum, sinks_grad
 
 

@@ -218,3 +218,21 @@ def test_there_is_no_memory(name: str, backend_of: Callable[[str], Any]) -> None
     with pytest.raises(BackendError):
         backend.new_shared_buffer(0, huge)
     assert OpType.SIN in backend.capabilities().operations
+
+
+def test_a_repeated_element_is_looked_at_once(backend_of: Callable[[str], Any]) -> None:
+    """The extreme of a broadcast, which torch has without memory: as a loop over 2**40 elements it took hours."""
+    backend = backend_of("torch")
+    b = backend.builder("repeated")
+    x, flags = b.parameter("x", make_shape("float32", 3)), b.parameter("flags", make_shape("bool", 3))
+    many = b.broadcast_in_dim(x, make_shape("float32", 3, 2**40), (0,))
+    bits = b.broadcast_in_dim(b.convert_dtype(flags, "int32"), make_shape("int32", 3, 2**40), (0,))
+    truths = b.broadcast_in_dim(flags, make_shape("bool", 3, 2**40), (0,))
+    reduced = [b.reduce_max(many, [1]), b.reduce_min(many, [1]), b.arg_min_max(many, 1, "int32", True)]
+    reduced += [b.reduce_bitwise_and(bits, [1]), b.reduce_bitwise_or(bits, [1])]
+    reduced += [b.reduce_logical_and(truths, [1]), b.reduce_logical_or(truths, [1])]
+    given = np.array([1.0, np.nan, -2.0], np.float32), np.array([True, False, True])
+    found = b.compile(*reduced).execute([backend.buffer_from_numpy(array) for array in given])
+    expected = [given[0], given[0], np.zeros(3, np.int32), *[given[1].astype(np.int32)] * 2, *[given[1]] * 2]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(backend.buffer_to_numpy(one), other)

@@ -37,7 +37,7 @@ def reduced(dtype: DType, kind: ReduceOpType) -> Reduction:
         if any(x.shape[axis] == 0 for axis in axes):
             kept = [size for axis, size in enumerate(x.shape) if axis not in axes]
             return x.new_full(kept, identity)
-        return function(x, tuple(axes))
+        return function(_distinct(x, axes), tuple(axes))
 
     return extreme
 
@@ -71,6 +71,14 @@ def _product(x: Tensor, axes: Sequence[int]) -> Tensor:
     return torch.prod(_flattened(x, axes), -1, dtype=x.dtype)
 
 
+def _distinct(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """One element of each of `axes` that an expanded view repeats: a broadcast of 2**45 takes hours to look through."""
+    for axis in axes:
+        if x.shape[axis] > 1 and x.stride(axis) == 0:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
 def _flattened(x: Tensor, axes: Sequence[int]) -> Tensor:
     """x with `axes` as one at the end."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
@@ -102,14 +110,14 @@ def _extreme(kind: ReduceOpType) -> Binder:
     return bind
 
 
-def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int) -> Binder:
-    """Halves combined until one element is left."""
+def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int, *, counted: bool = False) -> Binder:
+    """Halves combined until one element is left. counted: an element counts as often as it is there."""
 
     def bind(context: NodeContext) -> Kernel:
         axes = _over(context)
 
         def reduce(x: Tensor) -> Tensor:
-            x = _flattened(x, axes)
+            x = _flattened(x if counted else _distinct(x, axes), axes)
             if x.shape[-1] == 0:
                 return x.new_full(x.shape[:-1], identity)
             while (size := x.shape[-1]) > 1:
@@ -123,10 +131,10 @@ def _bitwise(pair: Callable[[Tensor, Tensor], Tensor], identity: int) -> Binder:
     return bind
 
 
-def _logical(function: Callable[[Tensor, int], Tensor]) -> Binder:
+def _logical(function: Callable[[Tensor, int], Tensor], *, counted: bool = False) -> Binder:
     def bind(context: NodeContext) -> Kernel:
         axes = _over(context)
-        return lambda x: function(_flattened(x, axes), -1)
+        return lambda x: function(_flattened(x if counted else _distinct(x, axes), axes), -1)
 
     return bind
 
@@ -138,6 +146,7 @@ def _arg_min_max(context: NodeContext) -> Kernel:
     back = converter(DType.INT64, context.attributes["output_dtype"])
 
     def chosen(x: Tensor) -> Tensor:
+        x = _distinct(x, (axis,))  # of equal elements the first
         comparable = x.to(torch.uint8) if dtype is DType.BOOL else swap(wide(x, dtype) if is_float8(dtype) else x)
         return back(choose(comparable, axis))
 
@@ -155,9 +164,9 @@ REDUCTION: dict[OpType, Binder] = {
     OpType.REDUCE_MIN: _extreme(ReduceOpType.MIN),
     OpType.REDUCE_BITWISE_AND: _bitwise(torch.bitwise_and, -1),
     OpType.REDUCE_BITWISE_OR: _bitwise(torch.bitwise_or, 0),
-    OpType.REDUCE_BITWISE_XOR: _bitwise(torch.bitwise_xor, 0),
+    OpType.REDUCE_BITWISE_XOR: _bitwise(torch.bitwise_xor, 0, counted=True),
     OpType.REDUCE_LOGICAL_AND: _logical(torch.all),
     OpType.REDUCE_LOGICAL_OR: _logical(torch.any),
-    OpType.REDUCE_LOGICAL_XOR: _logical(_is_odd),
+    OpType.REDUCE_LOGICAL_XOR: _logical(_is_odd, counted=True),
     OpType.ARG_MIN_MAX: _arg_min_max,
 }
