@@ -180,7 +180,7 @@ class SpecialisedNorm(Specialised):
 
 
 def _rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
-    return rms_norm(x, weight, eps) if _operation_runs(x) else rms_norm.in_cpp(x, weight, eps)
+    return rms_norm(x, weight, eps) if _operation_runs(x) else rms_norm.try_cpp(x, weight, eps)
 
 
 def _rms_rounded_last(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
@@ -270,7 +270,7 @@ def turning(stock: Callable[..., Any], partial: bool) -> Callable[..., Any]:
         if query.dim() != 4 or key.dim() != 4 or not (partial or cos.shape[-1] == query.shape[-1]):
             return stock(*args)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
-        turned = rotary(query, key, cos, sin) if _operation_runs(query) else rotary.in_cpp(query, key, cos, sin)
+        turned = rotary(query, key, cos, sin) if _operation_runs(query) else rotary.try_cpp(query, key, cos, sin)
         return stock(*args) if turned is None else tuple(one.transpose(1, 2) for one in turned)
 
     return turn

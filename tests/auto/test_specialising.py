@@ -81,7 +81,7 @@ def test_every_kind_is_replaced_and_runs(folder, monkeypatch) -> None:
         model.easytorch_report()
     )
     ran = []
-    for place, name in ((specialised.rms_norm, "in_cpp"), (specialised.rotary, "in_cpp")):
+    for place, name in ((specialised.rms_norm, "try_cpp"), (specialised.rotary, "try_cpp")):
         method = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, of=place, f=method: ran.append(of.primary_name()) or f(*a))
     with torch.no_grad():
