@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tiny_flax, tmp_path, monkeyp
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_which_step_is_read_and_what_is_dropped(run, tiny_torch, tmp_path):
+    state = load_file(tiny_torch / "model.safetensors")
+    for step in (1, 2):
+        shutil.copytree(tiny_torch, tmp_path / f"run/checkpoint-{step}")
+        state["classifier.bias"] = torch.full((2,), float(step))
+        of_step = state | {"old.weight": torch.ones(2)}
+        save_file(of_step, tmp_path / f"run/checkpoint-{step}/model.safetensors", metadata={"format": "pt"})
+    arguments = ("convert", tmp_path / "run", tmp_path / "new", "--to", "torch", "--step", 1)
+    assert run(*arguments, "--drop", "old.*")[0] == 0
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert "old.weight" not in found and found["classifier.bias"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["convert", "inspect"])

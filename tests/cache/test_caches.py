@@ -135,6 +135,19 @@ def test_a_row_may_have_the_longest_length():
             model(IDS[:, :1], past_key_values=pages)
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic", "int8"])
+def test_a_cache_takes_the_rows_and_tokens_that_it_is_for(kind):
+    cache = model_of("llama").init_cache(2, 5, kind=kind)
+    assert [cache.has_room(0, *given) for given in ((2, 5), (2, 6), (3, 1))] == [True, False, False]
+    token = torch.ones(2, 2, 1, 8)
+    for _ in range(5):
+        assert cache.has_room(0, 2, 1)
+        cache.update(token, token, 0)
+    assert not cache.has_room(0, 2, 1) and cache.has_room(1, 2, 5), "each layer has its own"
+    with pytest.raises(ValueError, match="is for 5 tokens, and holds 5 with 1 to come"):
+        cache.update(token, token, 0)
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_rows_of_a_quantized_cache_are_chosen(kind):
     """Beams first, then copies and rows: each step applies to what the one before left."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +17,11 @@ import transformers
 import easytorch
 from easytorch.bridge import convert
 from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.rules.plan import Step
+from easytorch.bridge.rules.transforms import get_transform
 from easytorch.layers.quantized import QuantizedLinear, QuantizedStacks
 from easytorch.protocol import dequantize
+from easytorch.protocol.gguf_loading import _Blocks
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -106,6 +112,16 @@ def test_layers_keep_the_blocks_of_the_file(name: str, tmp_path: Path) -> None:
     again = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(logits(again), logits(model)) and blocks_of(again) == blocks_of(model)
     torch.testing.assert_close(logits(dequantize(model)), logits(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_whose_rows_are_not_the_file_s_is_decoded() -> None:
+    """Conv1D's is turned in a file, and no other's: blocks go along rows."""
+    packed = np.zeros((4, 144), np.uint8)
+    file: Any = SimpleNamespace(tensors={"w": SimpleNamespace(shape=(4, 256))}, read_packed=lambda _: packed)
+    blocks = _Blocks(transformers.GPT2LMHeadModel(CONFIGS["gpt2"]), file)
+    for conv1d, name in itertools.product((True, False), ("linear", "identity")):
+        rows = blocks._rows(Step(("w",), (), get_transform(name), reverse=False), conv1d)
+        assert (rows is not None) == (conv1d == (name == "linear")), (conv1d, name)
 
 
 def test_experts_keep_theirs(tmp_path: Path) -> None:

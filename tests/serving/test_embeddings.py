@@ -51,7 +51,8 @@ def served(monkeypatch):
 
 
 def test_vectors_are_the_means_of_transformers_outputs(minilm, served):
-    made, code = served(minilm, "--port", 0, "--served-model-name", "minilm", "--max-body", 0.01)
+    # one request at a time may wait: each that is answered or refused makes room for the next
+    made, code = served(minilm, "--port", 0, "--served-model-name", "minilm", "--max-body", 0.01, "--max-queue", 1)
     assert code == 0 and made["ran"] and (made["host"], made["port"], made["drain_timeout"]) == ("127.0.0.1", 0, 60)
     http = openai.DefaultHttpxClient(trust_env=False, timeout=300)
     with serving(made["app"]) as (url, _):
@@ -59,9 +60,10 @@ def test_vectors_are_the_means_of_transformers_outputs(minilm, served):
         # the client asks for base64
         answer = client.embeddings.create(model="minilm", input=TEXTS)
         floats = client.embeddings.create(model="minilm", input=TEXTS[0], encoding_format="float")
+        longest = client.embeddings.create(model="minilm", input="word " * 510)
         for wrong, message in (
             ("", "empty"),
-            ("word " * 600, "an input has 602 tokens"),
+            ("word " * 511, "an input has 513 tokens, and this model takes 512"),
             ([99_999], "token 99999"),
             ([], "input is empty"),
         ):
@@ -82,6 +84,7 @@ def test_vectors_are_the_means_of_transformers_outputs(minilm, served):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.tensor(floats.data[0].embedding), found[0], rtol=1e-4, atol=1e-5)
     assert answer.usage.total_tokens == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
+    assert longest.usage.total_tokens == 512, "of as many positions"
     assert float(found[0] @ found[1]) > 0.5 > float(found[0] @ found[2])
 
 

@@ -21,7 +21,7 @@ from easytorch.bridge.formats.gguf_files.blocks import PLAIN, CastOverflow, can_
 from easytorch.bridge.formats.gguf_files.config import OWN_CONFIG, llama3_factors
 from easytorch.bridge.formats.gguf_files.file import Gguf, GgufReader
 from easytorch.bridge.formats.gguf_files.sentencepiece_model import UNIGRAM, read_vocabulary
-from easytorch.bridge.formats.gguf_files.vocabulary import add_fields
+from easytorch.bridge.formats.gguf_files.vocabulary import add_fields, write_tokenizer
 from easytorch.bridge.formats.gguf_files.walk import Header
 
 SMALL = {
@@ -598,6 +598,15 @@ def test_what_a_sentencepiece_model_does_not_say_is_its_default(tmp_path):
         (tmp_path / "tokenizer.model").write_bytes(piece("a", -0.5) + normalizer)
         found = read_vocabulary(tmp_path / "tokenizer.model")
         assert (found.dummy_prefix, found.remove_spaces, found.model_type) == (said, said, UNIGRAM)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"])
+def test_the_tokenizer_beside_a_file_is_the_original(tmp_path, name):
+    (tmp_path / name).write_text("the original")
+    # there is no such file: to read it would be a reason
+    assert write_tokenizer(tmp_path / "x.gguf", {"tokenizer.ggml.model": "llama"}, tmp_path) is None
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+    assert write_tokenizer(tmp_path / "x.gguf", {"tokenizer.ggml.model": "llama"}, tmp_path / "other") is not None
 
 
 def test_a_sentencepiece_tokenizer(saved, tmp_path):

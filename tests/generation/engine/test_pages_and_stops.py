@@ -11,14 +11,18 @@ from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.request import Request
 from easytorch.generation.engine.sampler import _adjust
+from easytorch.generation.engine.scheduler import Scheduler
 from easytorch.generation.engine.stop import StoppedText
 
 
 class Letters:
-    """A tokenizer whose token n is the nth letter."""
+    """A tokenizer whose token n is the nth letter, and so many after it."""
+
+    def __init__(self, letters: int = 1) -> None:
+        self._letters = letters
 
     def decode(self, ids: list[int], **_: object) -> str:
-        return "".join(chr(ord("a") + one) for one in ids)
+        return "".join(chr(ord("a") + one + more) for one in ids for more in range(self._letters))
 
 
 def test_what_begins_a_prompt_is_kept_longest():
@@ -45,6 +49,19 @@ def test_of_pages_with_equal_tokens_the_first_is_remembered():
     pool.release([first])
     pool.take(1)
     assert pool.match([b"same"]) == [] and pool.remembered == 0
+
+
+def test_a_preempted_request_waits_before_those_that_never_ran():
+    scheduler = Scheduler(PagePool(5), 1, max_batch_tokens=9, max_requests=2, prefix_reuse=False)
+    none = frozenset()
+    first, second, third = (Request(one, None, 2, [0, 0], SamplingParams(), 0, 5, none, none, None) for one in "123")
+    for request in (first, second, third):
+        scheduler.add(request)
+    assert [work.request for work in scheduler.schedule()] == [first, second]
+    for request in (first, second):
+        request.append(0, None)
+    assert [work.request for work in scheduler.schedule()] == [first], "it has the last page"
+    assert [*scheduler.waiting] == [second, third] and scheduler.preemptions == 1
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -74,6 +91,14 @@ def test_a_text_ends_with_the_first_stop_string_and_shows_none_of_it_before(incl
             expected = done if include else done[: len(done) - len(ended_by)]
         assert (text.visible, matched) == (expected, ended_by)
         assert all(expected.startswith(one) for one in shown), "what was shown is taken back"
+
+
+@pytest.mark.parametrize(
+    ("stop", "ended_by"), [(["ab", "abc"], "abc"), (["abc", "ab"], "abc"), (["bcd", "ab"], "ab"), (["c", "cd"], "cd")]
+)
+def test_of_stop_strings_in_one_token_the_first_ends_the_text_and_of_these_the_longest(stop, ended_by):
+    text = StoppedText(Letters(4), stop, include_stop=True, skip_special_tokens=True)
+    assert (text.push(0, search=True), text.visible) == (ended_by, "abcd"[: "abcd".find(ended_by) + len(ended_by)])
 
 
 def test_penalties_count_a_token_once_and_each_time():
