@@ -1,15 +1,18 @@
-"""`TrainingConfig` from the command line: a flag for each field, over the values of `--config FILE.json`."""
+"""`TrainingConfig` from the command line: a flag for each field, over the values of a YAML or JSON file."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from easytorch.bridge.errors import nearest
 from easytorch.missing_packages import what_to_install
@@ -19,9 +22,14 @@ from easytorch.training.config import TrainingConfig, flag
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainingConfig:
-    """`ValueError` or `OSError` for flags and values that are wrong."""
-    flags = vars(_parser(prog).parse_args(arguments))
-    path = flags.pop("config", None)
+    """The flags over the settings of a file, which may come first; `ValueError` or `OSError` for what is wrong."""
+    # not a positional argument of the parser, which would take the value of a misspelt flag for one
+    path = arguments[0] if arguments and arguments[0].endswith(_ENDINGS) else None
+    flags = vars(_parser(prog).parse_args(arguments if path is None else arguments[1:]))
+    named = flags.pop("config", None)
+    if named is not None and path is not None:
+        raise ValueError(f"two files of settings, {path!r} and {flag('config')} {named!r}: give one")
+    path = named if path is None else path
     values = {} if path is None else _read(path)
     return TrainingConfig.from_dict({**values, **flags})
 
@@ -90,7 +98,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog, argument_default=argparse.SUPPRESS, description=TrainingConfig.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="a JSON file with any of the settings; flags override it")
+    help_ = "a YAML or JSON file with any of the settings, which may also come first; flags override it"
+    parser.add_argument("--config", metavar="FILE", help=help_)
     for item in dataclasses.fields(TrainingConfig):
         option, default = "--" + item.name.replace("_", "-"), item.default
         if item.name in ("text", "change"):
@@ -116,12 +125,31 @@ def _model(text: str) -> dict[str, Any] | str:
 def _read(path: str) -> dict[str, Any]:
     if not path or Path(path).is_dir() or not Path(path).exists():
         raise FileNotFoundError(f"{flag('config')}: there is no file {path!r}")
+    is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag('config')}: {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(
-            f"{flag('config')}: {path} must hold a JSON object of training settings, it holds a {type(values).__name__}"
-        )
+        text = Path(path).read_text(encoding="utf-8")
+        values = _from_yaml(text) if is_yaml else json.loads(text)
+    except (ValueError, yaml.YAMLError) as error:
+        what = "YAML" if is_yaml else "JSON (a YAML file ends in .yaml)"
+        raise ValueError(f"{flag('config')}: {path} is not {what}: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        kind = "names that are no text" if isinstance(values, dict) else f"a {type(values).__name__}"
+        what = "a mapping" if is_yaml else "a JSON object"
+        raise ValueError(f"{flag('config')}: {path} must hold {what} of training settings, it holds {kind}")
     return values
+
+
+_ENDINGS = (".yaml", ".yml", ".json")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc] - yaml has no types
+    """YAML as JSON and Python read its numbers: `1e-3` is one, where YAML 1.1 takes it for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+)
+
+
+def _from_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)

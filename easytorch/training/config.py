@@ -14,7 +14,7 @@ from easytorch.bridge.errors import nearest
 from easytorch.distributed.mesh import DATA, read_axes
 
 DTYPES = ("float32", "bfloat16")
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 MESH_AXES = (*DATA, "tp")
@@ -66,8 +66,10 @@ class TrainingConfig:
         processes there are: each takes its share.
     micro_batch_size: sequences a process holds at a time; the rest of its share is accumulated. None means all.
     steps: optimizer steps of the run.
-    learning_rate, min_learning_rate: peak and final rate of `schedule` ("cosine", "linear" or "constant"), after
-        `warmup_steps` of linear warm-up.
+    learning_rate, min_learning_rate: peak and final rate of `schedule` ("cosine", "linear", "constant", or "wsd":
+        warm-up, stable, decay, arXiv:2404.06395), after `warmup_steps` of linear warm-up.
+    decay_steps: of "wsd", the last steps of the run, over which the rate falls as 1 - sqrt(share of them done); None
+        means a tenth of the run.
     weight_decay, beta1, beta2: of AdamW; decay applies to matrices, norms and biases are not decayed.
     grad_clip: largest norm of all gradients together; 0 leaves them as they are.
     seed: of the first weights, the order of the blocks and dropout.
@@ -98,6 +100,7 @@ class TrainingConfig:
     min_learning_rate: float = 0.0
     schedule: str = "cosine"
     warmup_steps: int = 50
+    decay_steps: int | None = None
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -133,7 +136,15 @@ class TrainingConfig:
                     raise ValueError(f"{flag(name)} must be a name, got {path!r}")
         self._require_count("vocab_size", 257, " (the bytes and end-of-text)")
         self._require_count("block_size", 2, " (a token and the one it predicts)")
-        for name in ("batch_size", "micro_batch_size", "steps", "eval_every", "log_every", "keep_checkpoints"):
+        for name in (
+            "batch_size",
+            "micro_batch_size",
+            "steps",
+            "eval_every",
+            "log_every",
+            "keep_checkpoints",
+            "decay_steps",
+        ):
             self._require_count(name, 1)
         for name in ("warmup_steps", "save_every"):
             self._require_count(name, 0)
@@ -151,6 +162,11 @@ class TrainingConfig:
                 f"{flag('min_learning_rate')} {self.min_learning_rate} is above {flag('learning_rate')} "
                 f"{self.learning_rate}"
             )
+        if self.decay_steps is not None:
+            if self.schedule != "wsd":
+                raise ValueError(f"{flag('decay_steps')} is for {flag('schedule')} wsd, and it is {self.schedule}")
+            stable = self.steps - self.warmup_steps
+            self._require("decay_steps", self.decay_steps <= stable, f"at most the {stable} steps after the warm-up")
         changeable = [name for name in (*self.settings(), "processes") if name not in _STORED]
         for name in self.change:
             if name not in changeable:

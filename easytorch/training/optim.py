@@ -111,6 +111,12 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.learning_rate
+    if config.schedule == "wsd":
+        decay = max(1, config.steps // 10) if config.decay_steps is None else config.decay_steps
+        # as in the other schedules the last step has a rate above the final one
+        done = (step - (config.steps - decay)) / decay
+        left = 1 - math.sqrt(done) if done > 0 else 1.0
+        return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     left = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from easytorch.training import TrainingConfig
-from easytorch.training.arguments import parse
+from easytorch.training.arguments import parse, run
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ from easytorch.training.arguments import parse
         {"seed": -1},
         {"min_learning_rate": 0.1},
         {"on_nonfinite": "ignore"},
+        {"decay_steps": 5},
         {"change": ("sead",)},
         {"change": ("model",)},
         {"steps": "10"},
@@ -71,6 +73,65 @@ def test_a_batch_is_shared_by_the_processes(settings, processes, micro, expected
 def test_a_batch_that_does_not_divide_is_refused(settings, processes, micro):
     with pytest.raises(ValueError, match="does not divide"):
         settings(batch_size=8, micro_batch_size=micro).share(processes)
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_settings(recipe):
+    config = parse([str(recipe), "--text", "a.txt", "--output", "runs", "--steps", "5000"], "train")
+    assert config.steps == 5000 and isinstance(config.learning_rate, float)
+    assert config.learning_rate in (6e-4, 2e-5, 3e-4)
+
+
+def test_a_recipe_trains(tmp_path):
+    """As a user runs it, made small by flags: the same numbers as the settings by hand."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the class statement binds a name to an object. " * 60)
+    small = ["--vocab-size", "260", "--block-size", "16", "--batch-size", "4", "--micro-batch-size", "2"]
+    small += ["--steps", "4", "--warmup-steps", "1", "--decay-steps", "2", "--dtype", "float32", "--seed", "3"]
+    tiny = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    tiny |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    common = ["--text", str(corpus), "--model", json.dumps(tiny), *small]
+    recipe = str(next(one for one in RECIPES if one.stem == "pretrain"))
+    assert run([recipe, *common, "--output", str(tmp_path / "recipe")], "train") == 0
+    byhand = [
+        "--learning-rate",
+        "6e-4",
+        "--schedule",
+        "wsd",
+        "--weight-decay",
+        "0.1",
+        "--output",
+        str(tmp_path / "hand"),
+    ]
+    assert run([*common, *byhand], "train") == 0
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / one / "metrics.jsonl").read_text().splitlines()]
+        for one in ("recipe", "hand")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) >= 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: [1", "is not YAML"),
+        ("- steps", "must hold a mapping of training settings, it holds a list"),
+        ("1: 2", "names that are no text"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        ("hiden: 1", "unknown training settings hiden"),
+        ("steps: many", r"steps \(--steps\) must be an integer, got 'many'"),
+    ],
+)
+def test_a_yaml_file_that_is_none_is_refused(tmp_path, text, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse([str(path), "--text", "a", "--output", "b"], "train")
+    with pytest.raises(ValueError, match="two files of settings"):
+        parse([str(path), "--config", str(path)], "train")
 
 
 def test_flags_go_over_the_config_file(tmp_path, settings):

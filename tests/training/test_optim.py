@@ -28,3 +28,14 @@ def test_the_rate_warms_up_and_comes_down(settings, schedule, middle):
 
 def test_no_warm_up_starts_at_the_peak(settings):
     assert learning_rate(0, settings(learning_rate=0.5, warmup_steps=0)) == 0.5
+
+
+def test_the_rate_of_wsd_is_stable_and_then_falls_as_a_square_root(settings):
+    config = settings(steps=100, warmup_steps=10, schedule="wsd", learning_rate=1.0, min_learning_rate=0.2)
+    rates = [learning_rate(step, config) for step in range(100)]
+    assert rates[9:91] == [1.0] * 82
+    assert rates[91:] == pytest.approx([0.2 + 0.8 * (1 - (done / 10) ** 0.5) for done in range(1, 10)])
+    longer = settings(steps=100, warmup_steps=10, schedule="wsd", learning_rate=1.0, decay_steps=90)
+    assert learning_rate(55, longer) == pytest.approx(1 - 0.5**0.5)
+    with pytest.raises(ValueError, match="at most the 90 steps after the warm-up"):
+        settings(steps=100, warmup_steps=10, schedule="wsd", decay_steps=91)
