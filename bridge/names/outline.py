@@ -79,7 +79,9 @@ class Outline:
             names = OutlinedNames(self, name, settings)
         except Unsure:
             return None
-        tie = bool(names.ties) or (described["tie"] and bool(settings["tie_word_embeddings"]))
+        # "always": the config class sets it whatever config.json says
+        said = described["tie"] == "always" or (described["tie"] and bool(settings["tie_word_embeddings"]))
+        tie = bool(names.ties) or said
         return Architecture(name, names.shapes, names.base, tie, names, given)
 
     def rows(self, name: str, settings: Settings) -> list[Row]:

@@ -70,8 +70,9 @@ def flash_backward(
     grad_key, grad_value = backward_keys(n, call, saved, interpret=interpret)
     wants_bias = bias is not None and bias_grad
     of_rows = bias is not None and bias.shape[-1] == 1  # logsumexp.sink_share
+    by_scores = wants_bias and not of_rows
     grad_query, *grad_scores = backward_queries(
-        n, call, saved, heads_first_transposed(key, n.columns), bias_grad=wants_bias and not of_rows, interpret=interpret
+        n, call, saved, heads_first_transposed(key, n.columns), bias_grad=by_scores, interpret=interpret
     )
     grad_sinks, share = None, jnp.zeros_like(delta)
     if sinks is not None:

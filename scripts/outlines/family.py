@@ -103,7 +103,7 @@ class Family:
                 # Span classification has two outputs, and some classes say so.
                 labels = {one.values[LABELS] for _, one in samples}
                 where += [f"{LABELS}={number}" for number in labels if len(labels) == 1]
-                return found | {"tie": self._tie([one for _, one in samples])} | ({"where": where} if where else {})
+                return found | {"tie": self._tie(name, samples)} | ({"where": where} if where else {})
             except Unexplained as error:
                 failed = failed or error
                 if len(samples) < _SAMPLES // 2:
@@ -272,12 +272,16 @@ class Family:
         angles = {**STRETCHED[kind], "rope_theta": 10000.0}
         return self.sampler.buildable({**self._small, key: angles}, self.sampler.default) is not None
 
-    def _tie(self, samples: list[Built]) -> bool:
-        """Whether the config's setting says it, where no weight is tied."""
-        untied = [one for one in samples if not one.ties]
-        if any(one.tie != bool(one.values[TIE]) for one in untied):
+    def _tie(self, name: str, samples: list[tuple[Settings, Built]]) -> bool | str:
+        """Whether the config's setting says it, where no weight is tied; "always" where its class overrides that."""
+        untied = [(settings, one) for settings, one in samples if not one.ties]
+        if any(one.tie != bool(one.values[TIE]) for _, one in untied):
             raise Unexplained("ties by something else than the config's setting")
-        return any(one.tie for one in untied)
+        for settings, _ in untied[:1]:
+            untied_by_config = self.sampler.built({**settings, TIE: False}, name)
+            if untied_by_config is not None and untied_by_config.tie:
+                return "always"
+        return any(one.tie for _, one in untied)
 
     def _fields(self, affecting: set[str]) -> Iterator[tuple[str, list[Any]]]:
         for key in self.sampler.keys.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LongT5Config
 
 from easytorch.bridge.checkpoint import open_checkpoint
 from easytorch.bridge.convert import convert
@@ -73,6 +74,14 @@ def test_an_outline_that_is_wrong_is_seen(family: str, monkeypatch: pytest.Monke
     assert not list(compared(outlined, built(family, name)))
     wrong.shapes[first] = (1, 2)
     assert any(first in text for text in compared(wrong, built(family, name)))
+
+
+def test_a_setting_that_the_config_class_overrides() -> None:
+    """LongT5's says that embeddings are tied whatever config.json says; its stack has no head that would be."""
+    content = {"model_type": "longt5", "tie_word_embeddings": False}
+    outlined = outline("longt5").architecture(Config(Path("config.json"), content), "LongT5Stack")
+    assert outlined is not None and not outlined.names.ties and outlined.tie
+    assert LongT5Config(tie_word_embeddings=False).tie_word_embeddings
 
 
 def built(family: str, name: str) -> Architecture:
