@@ -142,7 +142,7 @@ def _read(path: str) -> dict[str, Any]:
 _ENDINGS = (".yaml", ".yml", ".json")
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc] - yaml has no types
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML as JSON and Python read its numbers: `1e-3` is one, where YAML 1.1 takes it for text."""
 
 
