@@ -1,11 +1,12 @@
 """The C++ kernels against torch's own ways, in one run: products of few rows, attention of one query, over pages too,
 norms, rotations and gated units, whole decoding.
 
-    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [products|attention|pages|rows|decode ...]
+    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [bars|products|attention|pages|rows|decode]
 
 Every figure is a median over rounds in which all ways take turns, so that load and clock meet them alike; a ratio is
 the median of the ratios within a round. Weights are used in turn, more than the caches hold. `read` is a plain
-reduction over the same bytes. Nothing else should run: the load of the machine is in the report.
+reduction over the same bytes. Nothing else should run: the load of the machine is in the report. `bars` are the cases
+that issues name, in about a minute; it is measured where it is asked for.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ PAGES = [
 # Rows, and their widths, of what is computed row by row: norms, rotations (of that many tokens) and gated units.
 ROWS, NORM_WIDTH, GATE_WIDTH, HEADS = (1, 16, 512), 1024, 4096, (16, 8, 64)
 ROUNDS, BYTES = 15, 2**28
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def medians(ways: dict[str, Callable[[int], Any]], calls: int, rounds: int = ROUNDS) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def products() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
     for m, n, k in SHAPES:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for dtype in DTYPES:
             found[f"M{m} N{n} K{k} {str(dtype).removeprefix('torch.')}"] = dense(m, n, k, dtype, generator)
     for m in (1, 4, 16):
         for format in quantized_cpu.FORMATS:
@@ -123,11 +125,11 @@ def products() -> dict[str, Any]:
     return found
 
 
-def attention() -> dict[str, Any]:
+def attention(cases: list[tuple[int, ...]] = ATTENTIONS, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[str, Any]:
     """One query over a cache (B, K, S, D), and one laid out (B, S, K, D)."""
     generator, found = torch.Generator().manual_seed(0), {}
-    for batch, heads, kv_heads, keys, dim in ATTENTIONS:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+    for batch, heads, kv_heads, keys, dim in cases:
+        for dtype in dtypes:
             for layout in ("BKSD", "BSKD"):
                 query = torch.randn(batch, heads, 1, dim, generator=generator).to(dtype)
                 shape = (batch, kv_heads, keys, dim) if layout == "BKSD" else (batch, keys, kv_heads, dim)
@@ -150,12 +152,12 @@ def attention() -> dict[str, Any]:
     return found
 
 
-def pages() -> dict[str, Any]:
+def pages(cases: list[tuple[int, ...]] = PAGES, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[str, Any]:
     """Sequences whose pages lie in any order; `dense` is attention of one query over as many keys side by side, `copy`
     a plain one of the pools."""
     generator, found = torch.Generator().manual_seed(0), {}
-    for batch, rows, keys, heads, kv_heads, dim, size in PAGES:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+    for batch, rows, keys, heads, kv_heads, dim, size in cases:
+        for dtype in dtypes:
             count = batch * keys // size
             tables = torch.randperm(count, generator=generator).int().reshape(batch, -1)
             lens, starts = torch.full((batch,), keys), torch.arange(batch + 1) * rows
@@ -215,6 +217,23 @@ def rows() -> dict[str, Any]:
     return found
 
 
+def bars() -> dict[str, Any]:
+    """The cases with a figure to reach: one row of each kind of weight, the head, a few rows, decode and pages."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    both = DTYPES[:2]
+    for m, n, k, dtypes in (
+        (1, 4096, 1024, both),
+        (1, 32000, 1024, both),
+        (4, 4096, 1024, both),
+        (16, 4096, 1024, both),
+    ):
+        for dtype in dtypes:
+            found[f"M{m} N{n} K{k} {str(dtype)[6:]}"] = dense(m, n, k, dtype, generator)
+    for format in quantized_cpu.FORMATS:
+        found[f"M1 N4096 K1024 {format}"] = quantized(1, 4096, 1024, format, generator)
+    return found | attention(ATTENTIONS[-1:], both) | pages(PAGES[:1], both)
+
+
 def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     """Tokens a second through plain `generate`, of the native Llama and transformers'."""
     import transformers
@@ -245,7 +264,7 @@ def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     return found
 
 
-PARTS = {"products": products, "attention": attention, "pages": pages, "rows": rows, "decode": decode}
+PARTS = {"bars": bars, "products": products, "attention": attention, "pages": pages, "rows": rows, "decode": decode}
 
 
 @torch.no_grad()
@@ -266,7 +285,7 @@ def main() -> None:
         "threads": options.threads,
         "load": os.getloadavg(),
     }
-    for part in options.parts or PARTS:
+    for part in options.parts or [part for part in PARTS if part != "bars"]:
         report[part] = PARTS[part]()
         for name, row in report[part].items():
             print(f"{name:<28}", json.dumps(row, default=lambda x: x), flush=True)
