@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from easytorch.kernels.layer_norm import native
+from easytorch.kernels.layer_norm import cpu, native
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -17,8 +17,9 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 class LayerNorm(OperationImpl):
     """`layer_norm(x, weight=None, bias=None, eps=1e-5)`: (..., N) normalized over its last dimension, in x's dtype."""
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
     unconditional = frozenset({"aten"})
+    cpp_reason = "training in 16 bits: gradients of weight and bias are summed in float32 in one pass"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -32,11 +33,16 @@ class LayerNorm(OperationImpl):
     def supports(
         self, backend: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> str | None:
+        if backend == "cpu":
+            return cpu.supports(self.cast(x), weight, bias)
         if backend != "triton":
             return None
         from easytorch.kernels.layer_norm import triton_limits
 
         return triton_limits.supports(x, weight, bias, dtype=self.metadata.runtime_dtype)
+
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self.metadata.runtime_dtype is None and cpu.prefers(*args, **kwargs)
 
     def forward_native(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5

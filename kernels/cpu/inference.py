@@ -21,14 +21,14 @@ _STRIDED = torch.strided
 _NO_GRADIENT = "it has no gradient"
 
 
-def refusal(given: Iterable[Any]) -> str | None:
+def refusal(given: Iterable[Any], gradients: bool = False) -> str | None:
     """None when such an operator may be called with these tensors, else the reason; what is no tensor is passed over.
 
-    It may build the library.
+    gradients: the operator has one. It may build the library.
     """
     if not as_given():
         return _not_as_given()
-    recorded, other = torch.is_grad_enabled(), None
+    recorded, other = not gradients and torch.is_grad_enabled(), None
     for x in given:
         plain = type(x) in _PLAIN
         if not plain and not isinstance(x, Tensor):
@@ -53,7 +53,7 @@ def other_dtype(dtype: torch.dtype) -> str:
     return f"it computes in float32, bfloat16 and float16, got {dtype}"
 
 
-def refusal_of_one_dtype(*tensors: Tensor) -> str | None:
+def refusal_of_one_dtype(*tensors: Tensor, gradients: bool = False) -> str | None:
     """`refusal` of an operator whose tensors have one dtype."""
     dtype = tensors[0].dtype
     if dtype not in DTYPES:
@@ -61,14 +61,14 @@ def refusal_of_one_dtype(*tensors: Tensor) -> str | None:
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return f"it takes one dtype, got {dtype} and {tensor.dtype}"
-    return refusal(tensors)
+    return refusal(tensors, gradients)
 
 
-def takes(*tensors: Tensor | None) -> bool:
+def takes(*tensors: Tensor | None, gradients: bool = False) -> bool:
     """Whether `refusal_of_one_dtype` is None and all are on the CPU, without a reason: this is asked of each call."""
     first = tensors[0]
     assert first is not None
-    dtype, recorded = first.dtype, torch.is_grad_enabled()
+    dtype, recorded = first.dtype, not gradients and torch.is_grad_enabled()
     if dtype not in _FLOATS or not as_given():
         return False
     for x in tensors:

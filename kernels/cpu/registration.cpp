@@ -10,6 +10,7 @@ void register_flash(Library& library);
 void register_gated_delta_rule(Library& library);
 void register_glu(Library& library);
 void register_decoder_step(Library& library);
+void register_layer_norm(Library& library);
 void register_linear(Library& library);
 void register_quantized_matmul(Library& library);
 void register_ragged_page(Library& library);
@@ -28,6 +29,7 @@ struct Registration {
     register_gated_delta_rule(library);
     register_glu(library);
     register_decoder_step(library);
+    register_layer_norm(library);
     register_linear(library);
     register_quantized_matmul(library);
     register_ragged_page(library);

@@ -1,4 +1,4 @@
-"""RMS norm by the operator in C++ (cpu*.cpp here): one call, where ATen's takes eight in 16 bits. Inference only."""
+"""RMS norm by the operator in C++ (cpu*.cpp here): one call, where ATen's takes eight in 16 bits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import ABSENT, refusal_of_one_dtype, side_by_side, takes
+from easytorch.kernels.cpu.norms import Norm
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.rms_norm.native import check_tensors
 
 # The shortest rows that it is chosen for: it adds squares in another order, and a small model keeps transformers' bits.
@@ -17,11 +19,21 @@ SMALLEST_ROW = 128
 
 def supports(x: Tensor, weight: Tensor | None = None) -> str | None:
     """None when `rms_norm` takes this call, else the reason. The first call may build the library."""
-    return refusal_of_one_dtype(x) if weight is None else refusal_of_one_dtype(x, weight)
+    return refusal_of_one_dtype(*((x,) if weight is None else (x, weight)), gradients=True)
 
 
 def prefers(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
-    """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
+    """True where `run` is faster than ATen and may be called right away: the tensors fit, and nothing is recorded. It
+    may build the library."""
+    return _fits(x, weight, eps) and takes(x, weight)
+
+
+def prefers_training(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+    """The same of `rms_norm` where autograd records it."""
+    return recording(x, weight) and _fits(x, weight, eps) and takes(x, weight, gradients=True)
+
+
+def _fits(x: Tensor, weight: Tensor | None, eps: float) -> bool:
     shape = x.shape
     return (
         len(shape) > 0
@@ -30,7 +42,6 @@ def prefers(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
         and (weight is None or weight.shape == shape[-1:])
         and type(eps) is float
         and 0.0 <= eps < math.inf
-        and takes(x, weight)
     )
 
 
@@ -42,10 +53,13 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     check_tensors(x, weight, eps)
     if (reason := supports(x, weight)) is not None:
         raise NotImplementedError(reason)
+    if recording(x, weight):
+        output: Tensor = Norm.apply(x, weight, None, eps, False, library.BEST)
+        return output
     return run(x, weight, eps, library.BEST)
 
 
 def run(x: Tensor, weight: Tensor | None, eps: float, level: int) -> Tensor:
-    """`rms_norm` without its checks."""
+    """`rms_norm` without its checks, and without a gradient."""
     weight = ABSENT[x.dtype] if weight is None else side_by_side(weight)
     return torch.ops.easytorch_cpu.rms_norm.default(side_by_side(x), weight, eps, level)

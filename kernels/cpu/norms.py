@@ -1,0 +1,60 @@
+"""Layer norm and RMS norm under autograd, whose gradients the operator `norm_backward` sums in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easytorch.kernels.cpu.inference import ABSENT, side_by_side
+from easytorch.kernels.interop.torch_func import transforming
+from easytorch.kernels.layer_norm import native as layer_native
+from easytorch.kernels.rms_norm import native as rms_native
+
+
+def vector(tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight or bias (N,) as the operators take it."""
+    return ABSENT[dtype] if tensor is None else tensor.contiguous()
+
+
+class Norm(torch.autograd.Function):
+    """`layer_norm` (centered) or `rms_norm`; gradients of every order, after the first the definition's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, level: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.eps, ctx.centered, ctx.level = eps, centered, level
+        if centered:  # ATen's forward normalizes in float32 and rounds once
+            return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        output: Tensor = torch.ops.easytorch_cpu.rms_norm.default(side_by_side(x), vector(weight, x.dtype), eps, level)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled() or transforming():
+            return *_by_definition(ctx, grad, x, weight, bias), None, None, None
+        grads = torch.ops.easytorch_cpu.norm_backward.default(
+            side_by_side(grad), side_by_side(x), vector(weight, x.dtype), vector(bias, x.dtype), ctx.eps, ctx.centered,
+            ctx.level,
+        )  # fmt: skip
+        wanted = [found if needed else None for found, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+        return *wanted, None, None, None
+
+
+def _by_definition(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients, which can be differentiated themselves."""
+    with torch.enable_grad():
+        if ctx.centered:
+            output = layer_native.layer_norm(x, weight, bias, ctx.eps)
+        else:
+            output = rms_native.rms_norm(x, weight, ctx.eps)
+        inputs = (x, weight, bias)
+        wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
