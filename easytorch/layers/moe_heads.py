@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.deferred_logits import DeferredLogits
-from easytorch.layers.heads import CausalLMHead
+from easytorch.layers.heads import CausalLMHead, text_config_of
 from easytorch.layers.routers import load_balancing_loss
 
 
@@ -25,8 +25,9 @@ class BalancedCausalLMHead(MoeCausalLMHead):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.router_aux_loss_coef = config.router_aux_loss_coef
-        self.num_experts_per_tok = config.num_experts_per_tok
+        text = text_config_of(config)
+        self.router_aux_loss_coef = text.router_aux_loss_coef
+        self.num_experts_per_tok = text.num_experts_per_tok
 
     def make_output(
         self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor | DeferredLogits, attention_mask: Any
@@ -55,7 +56,7 @@ class BalancedCausalLMHead(MoeCausalLMHead):
     ) -> CausalLMOutputWithPast:
         """`CausalLMHead.forward`; output_router_logits: those of each layer, and their load balancing loss."""
         if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
+            output_router_logits = text_config_of(self.config).output_router_logits
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

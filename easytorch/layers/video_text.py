@@ -53,6 +53,7 @@ class VideoTextModel(ArgumentsInOrder):
     base_model_prefix = "model"
     accepts_loss_kwargs = False
     either_input: ClassVar[bool] = False  # input_ids may be given beside inputs_embeds, to say where images are
+    frames_apart: ClassVar[bool] = False  # the text tells the time of each frame of a video, so that they stand apart
     needs_token_types: ClassVar[bool] = True  # else images without mm_token_type_ids are placed as text is
 
     def __init__(self, config: Any) -> None:
@@ -125,7 +126,10 @@ class VideoTextModel(ArgumentsInOrder):
 
     def grids_of(self, kind: str, grids: torch.Tensor) -> list[Grid]:
         """The grids of what follows one another in the text."""
-        return grids.tolist()
+        if kind == "image" or not self.frames_apart:
+            found: list[Grid] = grids.tolist()
+            return found
+        return [[1, height, width] for time, height, width in grids.tolist() for _ in range(time)]
 
     def frame_intervals(self, seconds: Iterable[Any] | None, videos: int) -> Iterable[Any]:
         """How far apart the frames of each video stand; seconds: between them, for families that count those."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import GenerationMixin, Qwen3VLConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -20,7 +21,7 @@ from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.head_norm import HeadNormAttention
 from easytorch.layers.linear import linear
 from easytorch.layers.mlp import PlainMLP
-from easytorch.layers.multimodal_positions import Grid, MultimodalPositions, MultimodalRotaryEmbedding
+from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.packed_tower import (
     AxialRotaryEmbedding,
@@ -128,8 +129,11 @@ class Qwen3VLPreTrainedModel(NativeVideoText):
 
 
 class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
-    config: Qwen3VLVisionConfig
-    config_class = Qwen3VLVisionConfig
+    """config.deepstack_visual_indexes: the layers whose features are given too; a config may have none of that name."""
+
+    config: Any
+    config_class: Any = Qwen3VLVisionConfig
+    block_class: ClassVar[type[Qwen3VLVisionBlock]] = Qwen3VLVisionBlock
     input_modalities = ("image", "video")
     _can_record_outputs = {"hidden_states": Qwen3VLVisionBlock, "attentions": Qwen3VLVisionAttention}  # noqa: RUF012
 
@@ -141,19 +145,19 @@ class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
         self.pos_embed = nn.Embedding(config.num_position_embeddings, width)
         self.num_grid_per_side = int(config.num_position_embeddings**0.5)
         self.rotary_pos_emb = AxialRotaryEmbedding(config, width)
-        self.blocks = nn.ModuleList(Qwen3VLVisionBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(self.block_class(config) for _ in range(config.depth))
         self.merger = Qwen3VLVisionPatchMerger(config)
-        self.deepstack_merger_list = nn.ModuleList(
-            Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=True) for _ in config.deepstack_visual_indexes
-        )
+        self.deepstack_visual_indexes = getattr(config, "deepstack_visual_indexes", None)
+        if self.deepstack_visual_indexes is not None:
+            self.deepstack_merger_list = nn.ModuleList(
+                Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=True) for _ in self.deepstack_visual_indexes
+            )
         self.gradient_checkpointing = False
         self.post_init()
 
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
-        self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any
-    ) -> BaseModelOutputWithDeepstackFeatures:
+    def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
         """hidden_states (N, a patch's), grid_thw (I, 3) -> last_hidden_state (N, D), pooler_output (N / merge**2, the
         decoder's D), and deepstack_features, the like of each layer `config.deepstack_visual_indexes`."""
         near, shares = get_vision_interpolation_indices_and_weights(
@@ -170,11 +174,14 @@ class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
         learned = (self.pos_embed(near) * shares[:, :, None]).sum(1)
         hidden_states = hidden_states + learned.to(hidden_states.dtype)
         rotations = self.rotary_pos_emb(hidden_states, positions)
-        indexes, features = list(self.config.deepstack_visual_indexes), []
+        indexes: list[int] = list(self.deepstack_visual_indexes or ())
+        features = []
         for index, block in enumerate(self.blocks):
             hidden_states = block(hidden_states, segments=segments, position_embeddings=rotations, **kwargs)
             if index in indexes:
                 features.append(self.deepstack_merger_list[indexes.index(index)](hidden_states))
+        if self.deepstack_visual_indexes is None:
+            return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self.merger(hidden_states))
         return BaseModelOutputWithDeepstackFeatures(
             last_hidden_state=hidden_states,
             pooler_output=self.merger(hidden_states),
@@ -191,19 +198,14 @@ class Qwen3VLTextModel(MultimodalPositions, DecoderBackbone, Qwen3VLPreTrainedMo
 
 
 class Qwen3VLModel(VideoTextModel, Qwen3VLPreTrainedModel):
-    tower_class = Qwen3VLVisionModel
-    decoder_class = Qwen3VLTextModel
+    tower_class: ClassVar[type[Any]] = Qwen3VLVisionModel
+    decoder_class: ClassVar[type[Any]] = Qwen3VLTextModel
+    frames_apart = True
     arguments = model_arguments(*VIDEO_TEXT_INPUTS)
 
     def split(self, outputs: Any, sizes: list[int]) -> Any:
         outputs.deepstack_features = [torch.split(level, sizes) for level in outputs.deepstack_features]
         return super().split(outputs, sizes)
-
-    def grids_of(self, kind: str, grids: torch.Tensor) -> list[Grid]:
-        """The text tells the time of each frame of a video, so that they stand apart."""
-        if kind == "image":
-            return super().grids_of(kind, grids)
-        return [[1, height, width] for time, height, width in grids.tolist() for _ in range(time)]
 
     def decoder_arguments(self, found: dict[str, tuple[Any, torch.Tensor]]) -> dict[str, Any]:
         if not found:

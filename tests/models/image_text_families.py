@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Gemma3Config, LlavaConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import (
+    Gemma3Config,
+    LlavaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 from tests.models.family import Family
 
@@ -56,6 +64,18 @@ _QWEN2_5_VISION = _PATCHES | {"hidden_size": 16, "intermediate_size": 40, "out_h
 _QWEN2_5_VISION |= {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 2}
 _QWEN3_VISION = _PATCHES | {"hidden_size": 16, "intermediate_size": 40, "out_hidden_size": 32}
 _QWEN3_VISION |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN3_5_VISION = {name: value for name, value in _QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
+_QWEN3_5 = _TEXT | {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": _ROPE | {"partial_rotary_factor": 1.0},
+}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 IMAGE_TEXT_FAMILIES = {
     "llava": Family(
@@ -118,9 +138,35 @@ IMAGE_TEXT_FAMILIES = {
             {"text_config": _QWEN3 | {"attention_bias": True, "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}},
         ),
     ),
+    "qwen3_vl_moe": Family(
+        Qwen3VLMoeConfig,
+        ("Qwen3VLMoeModel", "Qwen3VLMoeForConditionalGeneration"),
+        _TOKENS | {"vision_config": _QWEN3_VISION, "text_config": _QWEN3 | _EXPERTS},
+        attentions=3,
+        variants=(
+            {"text_config": _QWEN3 | _EXPERTS | {"mlp_only_layers": [1], "output_router_logits": True}},
+            {"text_config": _QWEN3 | _EXPERTS | {"decoder_sparse_step": 2, "attention_bias": True}},
+        ),
+    ),
+    "qwen3_5": Family(
+        Qwen3_5Config,
+        (
+            "Qwen3_5Model",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5ForSequenceClassification",
+            "Qwen3_5ForTokenClassification",
+        ),
+        _TOKENS | {"vision_config": _QWEN3_5_VISION, "text_config": _QWEN3_5},
+        attentions=1,
+        variants=(
+            {"vision_config": _QWEN3_5_VISION | {"num_position_embeddings": 9, "hidden_act": "gelu"}},
+            {"text_config": _QWEN3_5 | {"attention_bias": True}, "tie_word_embeddings": True},
+        ),
+    ),
 }
 # Families whose images are patches of any number, with the grid of each.
-OF_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FRAMES_APART = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")  # with text between the frames of a video
+OF_GRIDS = ("qwen2_vl", "qwen2_5_vl", *FRAMES_APART)
 _HEADS = {head: family for family, row in IMAGE_TEXT_FAMILIES.items() for head in row.heads}
 
 
@@ -163,5 +209,7 @@ def image_text_labels(head: str) -> dict[str, Any]:
     if "SequenceClassification" in head:
         return {"labels": torch.tensor([1, 0])}
     ids = (image_text_inputs(head) or {})["input_ids"]
+    if "TokenClassification" in head:
+        return {"labels": (ids % 2).masked_fill(ids == 0, -100)}
     ignored = (ids == 0) | (ids == IMAGE_TOKEN)
     return {} if head.endswith("Model") else {"labels": ids.masked_fill(ignored, -100)}

@@ -16,6 +16,7 @@ from easytorch.generation import generate_tokens
 from easytorch.protocol.native import NativeModel
 from tests.models.families import FAMILIES, HEADS, IMAGE_TEXT, LANGUAGE
 from tests.models.image_text_families import (
+    FRAMES_APART,
     IMAGE_TOKEN,
     OF_GRIDS,
     first_row,
@@ -100,7 +101,7 @@ def test_checkpoints_with_the_names_of_the_modules(family, make_pair, tmp_path) 
     before = load_file(tmp_path / "model.safetensors")
     weights = {name: one.contiguous() for name, one in theirs.state_dict().items()}
     assert "model.language_model.norm.weight" in weights
-    assert family == "qwen3_vl" or before.keys() != weights.keys()
+    assert family in FRAMES_APART or before.keys() != weights.keys()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert equal(type(ours).from_pretrained(tmp_path), ours)
 
@@ -116,7 +117,7 @@ def test_initial_weights_names_and_plans_are_those_of_transformers(family, head)
     for name, weight in theirs.items():
         given, expected = (one.std(correction=0).item() for one in (ours[name], weight))
         assert (given == 0) == (expected == 0), name
-        assert given == pytest.approx(expected, rel=0.4, abs=0.01), name
+        assert given == pytest.approx(expected, rel=max(0.4, 2 / weight.numel() ** 0.5), abs=0.01), name
     plans = ("_tp_plan", "_pp_plan", "_no_split_modules", "all_tied_weights_keys", "base_model_prefix")
     for plan in (*plans, "main_input_name", "input_modalities", "accepts_loss_kwargs"):
         assert getattr(made[1], plan, None) == getattr(made[0], plan, None), plan
@@ -271,6 +272,8 @@ def test_flax_and_back(family, make_pair) -> None:
 def test_bfloat16_is_as_exact_as_transformers(family, make_pair) -> None:
     """Logits and gradients."""
     ours, theirs = models(make_pair, family)
+    if theirs._can_set_experts_implementation():
+        theirs.set_experts_implementation("eager")  # the others have no float64
     exact = _computed(theirs.double(), family)
     errors = [(_computed(model.bfloat16(), family) - exact).norm() for model in (ours, theirs)]
     assert errors[0] <= 1.3 * errors[1]

@@ -11,7 +11,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 import easytorch
 from easytorch.layers.packed_tower import segments_of
 from tests.models.families import FAMILIES, LANGUAGE
-from tests.models.image_text_families import IMAGE_TOKEN, OF_GRIDS, VIDEO_TOKEN, image_text_inputs
+from tests.models.image_text_families import FRAMES_APART, IMAGE_TOKEN, OF_GRIDS, VIDEO_TOKEN, image_text_inputs
 from tests.models.test_parity import assert_same
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -29,8 +29,7 @@ def models(make_pair, family, **changes):
 def images_and_videos(family: str) -> dict[str, torch.Tensor]:
     """Padding before an image and a video; and a video, an image, a video. Patches of no whole number of windows."""
     generator = torch.Generator().manual_seed(4)
-    # in Qwen3-VL text stands between the frames of a video
-    between = [11] if family == "qwen3_vl" else []
+    between = [11] if family in FRAMES_APART else []
     image, wide = [IMAGE_TOKEN] * 15, [IMAGE_TOKEN] * 4
     long = [*[VIDEO_TOKEN] * 6, *between, *[VIDEO_TOKEN] * 6]
     short = [VIDEO_TOKEN] * 2
@@ -122,7 +121,7 @@ def test_positions_are_those_of_transformers(family, make_pair) -> None:
 def test_a_video_longer_than_it_is_wide(family, make_pair) -> None:
     """Text begins behind the longer side of a frame, not behind the last one; frames at fractions are rounded down."""
     ours, theirs = (model.model for model in models(make_pair, family))
-    between = [11] if family == "qwen3_vl" else []
+    between = [11] if family in FRAMES_APART else []
     ids = torch.tensor([[5, *[VIDEO_TOKEN, VIDEO_TOKEN, *between] * 6, 7, 8]])
     given = {"mm_token_type_ids": (ids == VIDEO_TOKEN) * 2, "video_grid_thw": torch.tensor([[6, 2, 4]])}
     if family == "qwen2_5_vl":

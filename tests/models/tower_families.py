@@ -237,6 +237,6 @@ def tensors(output: Any) -> list[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             found += [value] if value.is_floating_point() else []
-        elif value is not None and not isinstance(value, str | int | float):
+        elif value is not None and not isinstance(value, str | int | float | transformers.Cache):
             found += tensors(value)
     return found
