@@ -196,9 +196,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.cases) - set(CASES)):
+        parser.error(f"no case is called {', '.join(unknown)}; known: {', '.join(CASES)}")
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
-    for name in arguments.cases:
+    for name in arguments.cases or CASES:
         if name == "scans":
             measure_scans(dtype, arguments.rounds)
         else:

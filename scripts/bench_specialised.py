@@ -37,11 +37,7 @@ EXPERTS = {"moe_intermediate_size": 704, "num_experts": 16, "num_experts_per_tok
 # Types without a native class: what is recognised in them differs.
 CASES: dict[str, dict[str, Any]] = {
     "apertus": {},
-    "exaone4": {},
-    "seed_oss": {},
-    "hunyuan_v1_dense": {},
-    "helium": {},
-    "glm": {},
+    "vaultgemma": {"query_pre_attn_scalar": 64, "sliding_window": 64},
     "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 704, "moe_num_shared_experts": 1},
     "hunyuan_v1_moe": {"num_experts": 16, "moe_topk": 4, "intermediate_size": 704},
     "flex_olmo": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 704},
@@ -110,15 +106,17 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--threads", type=int, default=1, help="times are of the processor, so one is what is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.cases) - set(CASES)):
+        parser.error(f"no case is called {', '.join(unknown)}; known: {', '.join(CASES)}")
     torch.set_num_threads(arguments.threads)
     figures = {}
-    for name in arguments.cases:
+    for name in arguments.cases or CASES:
         figures[name] = measure(name, getattr(torch, arguments.dtype), arguments.rounds)
         for label, one in figures[name].items():
             print(

@@ -11,9 +11,10 @@ import argparse
 import importlib
 import inspect
 import os
+import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ CHOSEN = """
 For B1 T1024 H16 D64 on the GPU and the TPU; on the CPU the choice depends on the sizes too
 (`easytorch/operations/attention/cpu_order.py`).
 """
+
+CALLERS = """
+## Who calls them
+
+| Operation | Called by |
+|---|---|
+"""
+# The folders whose code calls an operation for a model, a cache or the engine.
+CALLING = ("layers", "cache", "generation", "protocol")
+# Why an operation stays that no model calls.
+BY_HAND = {
+    "ring": "your own code, over a mesh of which every device has a part of the sequence; no model here is split so",
+}
 
 CHOOSER = "attention"
 IN_CPP = "cpp"  # beside the platforms in an operation's `paths`
@@ -263,6 +277,24 @@ def chosen(operation: OperationImpl) -> str:
     return "\n".join(lines) + "\n"
 
 
+def callers(every: Iterable[OperationImpl]) -> str:
+    """The modules that create each operation; `attention` calls those that it chooses from."""
+    calls: dict[str, list[str]] = {}
+    for folder in CALLING:
+        for path in sorted((ROOT / "easytorch" / folder).rglob("*.py")):
+            for name in set(re.findall(r'OperationRegistry\.create\(\s*"(\w+)"', path.read_text())):
+                calls.setdefault(OperationRegistry.get(name).primary_name(), []).append(f"`{folder}/{path.name}`")
+    chosen_from = vars(OperationRegistry.create(CHOOSER))["implementations"]
+    rows = []
+    for operation in every:
+        name = operation.primary_name()
+        found = [*(["`attention`"] if name in chosen_from else []), *calls.get(name, [])]
+        if not found and name not in BY_HAND:
+            raise ValueError(f"no model calls {name}: use it, take it out of the registry, or say in BY_HAND who does")
+        rows.append(f"| `{name}` | {', '.join(found) or BY_HAND[name]} |\n")
+    return CALLERS + "".join(rows)
+
+
 def page() -> str:
     os.environ.pop("EASYTORCH_OPS", None)  # the choices of the code, not of this shell
     there, missing = dict(installed.INSTALLED), library.missing
@@ -292,7 +324,14 @@ def _page() -> str:
         if call is not None and is_attention(operation) and operation.primary_name() != CHOOSER:
             matrices.append(matrix(operation, call))
     return (
-        HEAD + "".join(rows) + MATRICES + "".join(matrices) + CHOSEN + "\n" + chosen(OperationRegistry.create(CHOOSER))
+        HEAD
+        + "".join(rows)
+        + callers(every)
+        + MATRICES
+        + "".join(matrices)
+        + CHOSEN
+        + "\n"
+        + chosen(OperationRegistry.create(CHOOSER))
     )
 
 
