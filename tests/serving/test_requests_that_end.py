@@ -14,10 +14,11 @@ import time
 import openai
 import pytest
 
-from easytorch.generation.engine import SamplingParams
+from easytorch.generation.engine import CompletionOutput, RequestOutput, SamplingParams
 from easytorch.serving.app import create_app
 from easytorch.serving.errors import APIError
 from easytorch.serving.events import EventStream
+from easytorch.serving.worker import EngineWorker
 from tests.serving.conftest import serving
 
 BODY = {"model": "small", "prompt": "the class", "temperature": 0, "max_tokens": 20, "ignore_eos": True}
@@ -136,6 +137,51 @@ def test_a_full_queue_is_429_and_the_others_go_on(make_engine):
             assert third.status == 200
 
     in_loop(app, scenario)
+
+
+class OneByOne:
+    """An engine that ends one request a step, the last one once it is open."""
+
+    def __init__(self) -> None:
+        self.open, self.left = threading.Event(), []
+
+    @property
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def add_request(self, prompt, params, index):
+        self.left.append(prompt)
+        return prompt
+
+    def abort(self, request_id):
+        return request_id in self.left
+
+    def abort_all(self):
+        self.left.clear()
+
+    def step(self):
+        if len(self.left) == 1 and not self.open.wait(0.01):
+            return []
+        done = CompletionOutput(0, "", [1], None, "length", None)
+        return [RequestOutput(self.left.pop(0), None, [0], [done], True, 0)]
+
+
+def test_a_choice_that_has_ended_makes_room_while_the_others_run():
+    engine = OneByOne()
+    worker = EngineWorker(engine, max_queue=2)
+
+    async def run():
+        both = worker.generate(lambda: ["a", "b"], SamplingParams(), 60)
+        assert (await anext(both))[0] == 0
+        third = worker.generate(lambda: engine.open.set() or ["c"], SamplingParams(), 60)
+        assert [output.request_id async for _, output in third] == ["c"]
+        assert (await anext(both))[0] == 1
+
+    worker.start()
+    try:
+        asyncio.run(run())
+    finally:
+        worker.stop()
 
 
 def test_the_events_of_a_client_that_went_are_closed_at_once():
