@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -149,3 +150,12 @@ def test_a_shared_buffer_is_not_donated(name: str, backend_of: Callable[[str], A
     flat[:] = 3
     (found,) = adding(backend).execute([buffer])
     np.testing.assert_array_equal(backend.buffer_to_numpy(found), np.full(64, 4, np.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_finalized_buffer_lets_go_of_shared_memory(name: str, backend_of: Callable[[str], Any]) -> None:
+    backend = backend_of(name)
+    buffer, flat = backend.new_shared_buffer(0, SHAPE)
+    backend.buffer_finalize(buffer)
+    held = [one for one in gc.get_referents(buffer) if isinstance(one, np.ndarray)]
+    assert not any(np.shares_memory(one, flat) for one in held)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+from collections.abc import Iterator
+
 import pytest
 import torch
 import transformers
@@ -11,6 +15,7 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.kernels.rotary.frequencies import inverse_frequencies
 from easytorch.models._bert_encoder import BertEmbeddings
 from easytorch.protocol.batching import generate_batch
+from tests.models.families import FAMILIES
 
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
@@ -169,6 +174,35 @@ def test_eps_of_every_norm_is_that_of_the_config(make_pair, llama_config, bert_c
         plain.load_state_dict(ours.state_dict())
         with torch.no_grad():
             assert (plain(IDS)[0] - ours(IDS)[0]).abs().max() > 1e-2
+
+
+def _set_eps(config: transformers.PreTrainedConfig, values: Iterator[float]) -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            _set_eps(value, values)
+        elif "eps" in name and isinstance(value, float):
+            setattr(config, name, next(values))
+
+
+def _eps_of(model: torch.nn.Module) -> dict[str, float]:
+    found = {name: getattr(one, "eps", getattr(one, "variance_epsilon", None)) for name, one in model.named_modules()}
+    return {name: eps for name, eps in found.items() if isinstance(eps, float)}
+
+
+def test_eps_of_every_norm_of_every_family_is_that_of_transformers() -> None:
+    compared = 0
+    for family, row in FAMILIES.items():
+        made = []
+        for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
+            config = row.config()
+            _set_eps(config, itertools.count(0.25, 0.125))
+            with torch.device("meta"):
+                made.append(_eps_of(getattr(source, row.heads[0])(config)))
+        ours, theirs = made
+        same = ours.keys() & theirs.keys()
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}, family
+        compared += len(same)
+    assert compared > 300
 
 
 def test_the_dropout_of_llama_acts_and_only_in_training(make_pair, llama_config) -> None:
