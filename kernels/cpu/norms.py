@@ -55,6 +55,7 @@ def _by_definition(
         else:
             output = rms_native.rms_norm(x, weight, ctx.eps)
         inputs = (x, weight, bias)
-        wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+        pairs = zip(inputs, ctx.needs_input_grad, strict=False)
+        wanted = [tensor for tensor, needed in pairs if needed and tensor is not None]
         found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
