@@ -37,9 +37,9 @@ def tokens(source: Tensor | HeadProduct, labels: Tensor, config: LossConfig) -> 
     if config.reduction == "none":
         return token_losses(rows, flat, options).reshape(labels.shape), metrics
     if config.average_per_sequence:
-        losses = token_losses(rows, flat, options).reshape(labels.shape)
-        counts = weights.flatten(1).sum(1)
-        means = torch.where(counts > 0, losses.flatten(1).sum(1) / counts.clamp(min=1e-30), 0.0)
+        losses = token_losses(rows, flat, options).reshape(len(labels), -1)
+        counts = weights.reshape(len(labels), -1).sum(1)
+        means = torch.where(counts > 0, losses.sum(1) / counts.clamp(min=1e-30), 0.0)
         return means.sum() / (counts > 0).sum(), metrics
     total = token_losses(rows, flat, options, reduction="sum")
     return _divided(total, labels, weights, options, config), metrics

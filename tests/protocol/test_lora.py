@@ -23,6 +23,7 @@ MODELS = {
     "t5": ("AutoModelForSeq2SeqLM", T5, r"SelfAttention\.(q|v)$"),
 }
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
+SOME_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:.*fan_in_fan_out")
 
 
@@ -121,6 +122,64 @@ def test_several_adapters():
         model.disable_adapters()
         assert torch.equal(model(IDS).logits, outputs["none"])
     assert not torch.equal(outputs["one"], outputs["two"])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "mpt"])
+def test_adapters_are_switched_as_pefts(name):
+    """Three adapters, of other ranks, layers and scales, switched call by call; two at once; none."""
+    if name == "mpt":  # not native
+        config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97)
+        auto, patterns = "AutoModelForCausalLM", ("Wqkv", "up_proj", "Wqkv|down_proj")
+    else:
+        auto, config, pattern = MODELS[name]
+        patterns = (pattern, {"llama": "v_proj", "bert": "intermediate", "t5": "wi"}[name], pattern)
+    torch.manual_seed(0)
+    model = getattr(easytorch, auto).from_config(copy.deepcopy(config)).eval()
+    plain, theirs = copy.deepcopy(model), None
+    values = {}
+    for number, (key, settings) in enumerate((("a", {}), ("b", {"rslora": True}), ("c", {"dora": True}))):
+        protocol.apply_lora_to_layers(model, 2 + number, patterns[number], alpha=4, adapter_name=key, **settings)
+        values[key] = {one: value * (number + 1) for one, value in filled(model).items()}
+        protocol.merge_lora_params(model, values[key], key)
+        config = copy.deepcopy(model.peft_config[key])
+        theirs = peft.PeftModel(plain, config, key) if theirs is None else theirs
+        if key not in theirs.peft_config:
+            theirs.add_adapter(key, config)
+        own = dict(theirs.named_parameters())
+        for one, value in values[key].items():
+            stem, part = next((one.split(f".{part}")[0], part) for part in SOME_PARTS if f".{part}" in one)
+            own[f"base_model.model.{stem}.{part}.{key}.weight"].data.copy_(value)
+
+    def compare(chosen):
+        outputs = [one(input_ids=IDS, labels=IDS) for one in (model, theirs)]
+        torch.testing.assert_close(outputs[0].logits, outputs[1].logits, rtol=0, atol=1e-6)
+        for one, output in zip((model, theirs), outputs, strict=True):
+            one.zero_grad()
+            output.loss.backward()
+        own = {one: parameter for one, parameter in theirs.named_parameters() if parameter.grad is not None}
+        found = {one: parameter.grad for one, parameter in model.named_parameters() if parameter.grad is not None}
+        assert found.keys() == {one.removeprefix("base_model.model.") for one in own}
+        assert {key for key in "abc" if any(f".{key}." in one for one in found)} == set(chosen)
+        for one, parameter in own.items():
+            torch.testing.assert_close(
+                found[one.removeprefix("base_model.model.")], parameter.grad, rtol=1e-5, atol=1e-6
+            )
+        return outputs[0].logits.detach()
+
+    seen = {}
+    for key in "bacab":
+        model.set_adapter(key)
+        theirs.set_adapter(key)
+        logits = compare(key)
+        assert torch.equal(seen.setdefault(key, logits), logits)
+        assert protocol.split_lora_params(model).keys() == values[key].keys()
+    assert not any(torch.equal(seen[one], seen[other]) for one, other in ("ab", "bc", "ac"))
+    model.set_adapter(["a", "b"])
+    theirs.base_model.set_adapter(["a", "b"])
+    compare("ab")
+    model.disable_adapters()
+    with theirs.disable_adapter(), torch.no_grad():
+        assert torch.equal(model(input_ids=IDS, labels=IDS).logits, theirs(input_ids=IDS, labels=IDS).logits)
 
 
 def test_seeds():
