@@ -20,12 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of this checkout, installed or not
 
-import torch
-import transformers
-from torch import Tensor
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-import easytorch
-from easytorch.protocol import LossConfig, compute_loss
+import easytorch  # noqa: E402
+from easytorch.protocol import LossConfig, compute_loss  # noqa: E402
 
 SIZES = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 MOE = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}
@@ -50,8 +50,16 @@ HEADS: dict[str, tuple[str, Any, int | None]] = {
     "images_regression": ("ImageClassification", transformers.ViTConfig(**VIT, num_attention_heads=2), 5),
     "images_multi_label": ("ImageClassification", transformers.ViTConfig(**VIT, num_attention_heads=2), 5),
 }
-TOKENS, CLASSES = ("causal", "experts", "masked", "seq2seq", "tokens"), ("choices", "classes", "classes_of_a_decoder", "images")  # fmt: skip
-FACTORS = ("NO_WEIGHT_NUM_REAL_TARGET_TOKENS", "NUM_REAL_TARGET_TOKENS", "NUM_TOTAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE")  # fmt: skip
+TOKENS, CLASSES = (
+    ("causal", "experts", "masked", "seq2seq", "tokens"),
+    ("choices", "classes", "classes_of_a_decoder", "images"),
+)
+FACTORS = (
+    "NO_WEIGHT_NUM_REAL_TARGET_TOKENS",
+    "NUM_REAL_TARGET_TOKENS",
+    "NUM_TOTAL_TARGET_TOKENS",
+    "AVERAGE_PER_SEQUENCE",
+)
 WEIGHTS = "of the number of classes"
 SETTINGS: list[dict[str, Any]] = [
     {}, {"ignore_index": 3}, {"label_smoothing": 0.1}, {"label_smoothing": 1.0}, {"z_loss": 0.02},
@@ -68,7 +76,8 @@ TAKEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ignore_index", "loss_normalizing_factor", "divide_weight_sum"), (*TOKENS, *CLASSES)),
     **dict.fromkeys(("label_smoothing", "z_loss"), (*TOKENS, *CLASSES, "answers")),
     **dict.fromkeys(("class_weights", "weight"), (*TOKENS, *CLASSES, "multi_label", "images_multi_label")),
-    **dict.fromkeys(("chunk_token_size", "chunk_vocab_size", "chunk_block_size", "shift_tokens", "compute_dtype"), TOKENS),
+    **dict.fromkeys(("chunk_token_size", "chunk_vocab_size", "chunk_block_size"), TOKENS),
+    **dict.fromkeys(("shift_tokens", "compute_dtype"), TOKENS),
     **dict.fromkeys(("reduction", "num_items_in_batch", "break_on_nan"), _ALL),
     "router_aux_loss_coef": ("experts",),
 }  # fmt: skip
@@ -158,7 +167,7 @@ def of_numbers(losses: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 def balance(router_logits: tuple[Tensor, ...]) -> Tensor:
-    """The load balancing loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6), of two experts a token."""
+    """The load balancing loss of the Switch Transformer (arXiv:2101.03961); two experts a token."""
     shares = torch.cat(router_logits).softmax(-1)
     chosen = torch.zeros_like(shares).scatter(-1, shares.topk(2, dim=-1).indices, 1.0)
     return shares.shape[-1] * (chosen.mean(0) * shares.mean(0)).sum()

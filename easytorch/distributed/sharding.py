@@ -108,6 +108,11 @@ def data_mesh(mesh: Any) -> Any:
 def _devices_of(mesh: Any) -> int:
     if mesh is None:
         return 1
+    if type(mesh).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise TypeError(
+            "a mesh of JAX places JAX's arrays, not tensors; easytorch.distributed.make_mesh('fsdp=-1,tp=2') "
+            "makes a DeviceMesh by the same axes"
+        )
     size = mesh.size() if callable(getattr(mesh, "size", None)) else getattr(mesh, "size", None)
     if not isinstance(size, int):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +108,39 @@ def _from_hub(name: str, from_flax: bool, kwargs: dict[str, Any]) -> Path | None
             return None  # transformers says what is wrong with a name
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"from_flax=True needs flax_model.msgpack there: {reason}", file=name) from error
+
+
+def hub_snapshot(name: str, kwargs: Mapping[str, Any], wanted_settings: Callable[[Any], bool]) -> Path | None:
+    """The folder in the Hub's cache with config and weights of a repository, downloaded where they are not there.
+
+    None where the `quantization_config` of its config, or of a config in `kwargs`, is not one of `wanted_settings`, and
+    for a name that is none: transformers says what is wrong with it.
+    """
+    hub: dict[str, Any] = {
+        key: kwargs[key] for key in ("cache_dir", "token", "revision") if kwargs.get(key) is not None
+    }
+    inside = f"{kwargs['subfolder']}/" if kwargs.get("subfolder") else ""
+    local, config = bool(kwargs.get("local_files_only")) or is_offline_mode(), kwargs.get("config")
+    try:
+        if isinstance(config, PreTrainedConfig):
+            given = getattr(config, "quantization_config", None)
+        else:
+            file = Path(hf_hub_download(name, f"{inside}config.json", local_files_only=local, **hub))
+            given = read_json(file, limit=_CONFIG_LIMIT).get("quantization_config")
+        settings = given if isinstance(given, Mapping) or given is None else given.to_dict()
+        if settings is None or not wanted_settings(settings):
+            return None
+        if local:
+            return Path(snapshot_download(name, local_files_only=True, **hub)) / inside
+        listed = HfApi(token=hub.get("token")).list_repo_files(name, revision=hub.get("revision"))
+        here = [file for file in listed if file.startswith(inside) and "/" not in file.removeprefix(inside)]
+        weights = [file for file in here if file.endswith(".safetensors")] or [
+            file for file in here if file.endswith(".bin")
+        ]
+        files = weights + [file for file in here if file.endswith(".json")]
+        return Path(snapshot_download(name, allow_patterns=[glob.escape(file) for file in files], **hub)) / inside
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return None
 
 
 def _is_torch(file: str) -> bool:

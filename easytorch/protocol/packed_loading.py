@@ -1,4 +1,4 @@
-"""`from_pretrained` of GPTQ, AWQ, torchao and four-bit float checkpoints: `QuantizedLinear` of the same codes.
+"""`from_pretrained` of GPTQ, AWQ, torchao and compressed-tensors checkpoints: `QuantizedLinear` of the same codes.
 
 Experts that are not in four-bit floats, heads, layers whose groups have other sizes than the config says and eight bits
 with a zero point are decoded to plain weights, since no quantized layer here says the same.
@@ -21,8 +21,9 @@ from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.dtypes import to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.registry import find
-from easytorch.layers.packed_weights import PackedWeight, from_awq, from_gptq
-from easytorch.protocol.checkpoint_files import TORCH_FILES, has_torch_weights
+from easytorch.layers.packed_weights import PackedWeight, TorchaoWeight, from_awq, from_gptq
+from easytorch.protocol.checkpoint_files import TORCH_FILES, has_torch_weights, hub_snapshot
+from easytorch.protocol.compressed_loading import PLAIN_FORMATS, compressed_in, compressed_weight
 from easytorch.protocol.flax_loading import load_state_dict
 from easytorch.protocol.fp4_loading import COMPRESSED, FORMATS, GPT_OSS, read_fp4
 from easytorch.protocol.lazy import lazy_init
@@ -57,10 +58,16 @@ class PackedCheckpoint(NamedTuple):
 
 
 def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedCheckpoint | None:
-    """The local checkpoint at `name_or_path` that this module reads; None for another, or where a config is given."""
+    """The checkpoint at `name_or_path`, a folder or a name on the Hub, that this module reads; None for another, or
+    where a config is given."""
     if name_or_path is None or kwargs.get("quantization_config") is not None:
         return None
     folder = Path(name_or_path) / (kwargs.get("subfolder") or "")
+    if not folder.is_dir():
+        snapshot = hub_snapshot(str(name_or_path), kwargs, _is_read)
+        if snapshot is None:
+            return None
+        folder = snapshot
     file, config = folder / "config.json", kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         given = getattr(config, "quantization_config", None)
@@ -74,7 +81,10 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
     if settings is not None and settings.get("quant_method") == "torchao":
         note_activations(settings)
         return PackedCheckpoint(folder, "torchao", 0, None, False, kind=settings.get("quant_type"))
-    if settings is not None and _is_fp4(settings):
+    if settings is not None and _is_compressed(settings):
+        _note_activations(settings)
+        if settings.get("format") in PLAIN_FORMATS:
+            return PackedCheckpoint(folder, COMPRESSED, 0, None, False, kind=settings["format"])
         return PackedCheckpoint(folder, settings["quant_method"], 4, None, False)
     if settings is None or settings.get("quant_method") not in _BITS:
         return None
@@ -95,15 +105,21 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
     )
 
 
-def _is_fp4(settings: Mapping[str, Any]) -> bool:
+def _is_read(settings: Mapping[str, Any]) -> bool:
+    return settings.get("quant_method") in (*_BITS, "torchao") or _is_compressed(settings)
+
+
+def _is_compressed(settings: Mapping[str, Any]) -> bool:
+    """Whether these are gpt-oss' experts or a format of compressed-tensors that is read."""
     if settings.get("quant_method") == GPT_OSS:
         return not settings.get("dequantize")  # else transformers' loader unpacks the experts
-    if settings.get("quant_method") != COMPRESSED or settings.get("format") not in FORMATS:
-        return False
+    return settings.get("quant_method") == COMPRESSED and settings.get("format") in (*FORMATS, *PLAIN_FORMATS)
+
+
+def _note_activations(settings: Mapping[str, Any]) -> None:
     groups = (settings.get("config_groups") or {}).values()
     if any(isinstance(one, Mapping) and one.get("input_activations") for one in groups):
         _LOG.warning("activations are not quantized here: the checkpoint's are, its weights are taken as they are")
-    return True
 
 
 def _settings_beside(folder: Path) -> dict[str, Any] | None:
@@ -144,6 +160,9 @@ def _read(
     if packed.method == "torchao":
         with format_.open(file) as reader:
             return _read_torchao(reader, file, layers, prefix, config, packed.kind)
+    if packed.kind in PLAIN_FORMATS:
+        with format_.open(file) as reader:
+            return _read_compressed(reader, file, layers, prefix, config)
     if packed.method in (GPT_OSS, COMPRESSED):
         with format_.open(file) as reader:
             made, state, decoded = read_fp4(reader, file, model, config, pattern_of, _layer)
@@ -201,6 +220,39 @@ def _read_torchao(
             weights[layer] = weight
     if not names:
         raise CheckpointError("its config says torchao, and it holds no quantized weight", file=file)
+    return _settled(weights, state, decoded, layers, prefix, config, "torchao")
+
+
+def _read_compressed(
+    reader: Reader, file: Path, layers: Collection[str], prefix: str, config: PreTrainedConfig
+) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    names, left_out = compressed_in(reader.tensors)
+    packed = {name for parts in names.values() for name in parts.values()} | left_out
+    state = {name: to_torch(reader.read(name)) for name in reader.tensors if name not in packed}
+    if not names:
+        raise CheckpointError("its config says compressed-tensors, and it holds no quantized weight", file=file)
+    weights, decoded = {}, []
+    for layer, parts in names.items():
+        tensors = {part: to_torch(reader.read(name)) for part, name in parts.items()}
+        weight = compressed_weight(layer, tensors, file)
+        if isinstance(weight, torch.Tensor):
+            decoded.append(layer)
+            state[f"{layer}.weight"] = weight
+        else:
+            weights[layer] = weight
+    return _settled(weights, state, decoded, layers, prefix, config, COMPRESSED)
+
+
+def _settled(
+    weights: Mapping[str, TorchaoWeight],
+    state: dict[str, torch.Tensor],
+    decoded: list[str],
+    layers: Collection[str],
+    prefix: str,
+    config: PreTrainedConfig,
+    method: str,
+) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    """The config and the state with `weights`: codes where the model has such a layer, of the format most have."""
     own = {name: found for name in weights if (found := _layer(name, layers, prefix)) is not None}
     common = most_common({name: weights[name] for name in own})
     taken = []
@@ -211,7 +263,7 @@ def _read_torchao(
         else:
             decoded.append(name)
             state[f"{name}.weight"] = weight.dequantized()
-    _note_decoded(decoded, "torchao")
+    _note_decoded(decoded, method)
     if taken and common is not None:
         size = -1 if common.group_size is None else common.group_size
         settings = QuantizationConfig(

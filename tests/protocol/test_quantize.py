@@ -154,23 +154,28 @@ def test_models(name, format_, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])
 def test_adapters_train_over_codes(name):
+    peft = pytest.importorskip("peft")
     model, pattern = model_of(name), "q_proj|up_proj|c_attn|c_fc|Wqkv"
     protocol.quantize(model, "nf4", group_size=32)
-    plain = protocol.dequantize(copy.deepcopy(model))
-    found = []
+    plain, wrapped = protocol.dequantize(copy.deepcopy(model)), copy.deepcopy(model)
     for one in (model, plain):
         protocol.apply_lora_to_layers(one, 4, pattern, rngs=0)
-        for index, parameter in enumerate(protocol.split_lora_params(one).values()):
+    wrapped = peft.PeftModel(wrapped, copy.deepcopy(model.peft_config["default"]))  # PEFT's own
+    found = []
+    for one in (plain, model, wrapped):
+        trained = {key.removeprefix("base_model.model."): p for key, p in one.named_parameters() if p.requires_grad}
+        for index, parameter in enumerate(trained.values()):
             generator = torch.Generator().manual_seed(index)
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-        output = one(IDS, labels=IDS)
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        output = one(input_ids=IDS, labels=IDS)
         output.loss.backward()
-        found.append((output.logits, {key: p.grad for key, p in one.named_parameters() if p.grad is not None}))
-    (logits, gradients), (expected, right) = found
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    assert gradients.keys() == right.keys() and gradients
-    for key, gradient in right.items():
-        torch.testing.assert_close(gradients[key], gradient, rtol=1e-4, atol=1e-5)
+        found.append((output.logits, {key: p.grad for key, p in trained.items()}))
+    (expected, right), *others = found
+    for logits, gradients in others:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        assert gradients.keys() == right.keys() and gradients
+        for key, gradient in right.items():
+            torch.testing.assert_close(gradients[key], gradient, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="merge=False"):
         protocol.unwrap_lora_to_layers(model)
     with pytest.raises(ValueError, match="dequantize"):
@@ -309,3 +314,11 @@ def test_one_device():
     ):
         with pytest.raises(error, match=match):
             call()
+
+
+def test_a_mesh_of_jax_is_refused():
+    jax, model = pytest.importorskip("jax"), model_of("llama")
+    of_jax = jax.sharding.Mesh(jax.devices("cpu")[:1], ("tp",))
+    for call in (model.shard_model, model.gather_model):
+        with pytest.raises(TypeError, match="a mesh of JAX places JAX's arrays"):
+            call(mesh=of_jax)
