@@ -10,7 +10,7 @@ from typing import Any
 from easytorch.bridge.checkpoint import Checkpoint, NamedWeights
 from easytorch.bridge.core.reader import TokenizedReader
 from easytorch.bridge.core.tensor_info import TensorInfo
-from easytorch.bridge.core.unsupported import refuse_adapter_beside, refuse_cast, refuse_quantized
+from easytorch.bridge.core.unsupported import note_on_narrow, refuse_adapter_beside, refuse_cast, refuse_quantized
 from easytorch.bridge.core.version import version
 from easytorch.bridge.dtypes import floating_dtype
 from easytorch.bridge.errors import CheckpointError
@@ -56,10 +56,12 @@ class Conversion:
             refuse_adapter_beside(folder)
         if checkpoint.config is not None:
             refuse_foreign_config(checkpoint.config.file, source)
+        self._notes: list[str] = []
         if dtype is not None and checkpoint.scheme == target.scheme == TORCH:
             if checkpoint.config is not None:
                 refuse_quantized(checkpoint.config.content, checkpoint.config.file)
             refuse_cast(checkpoint.weights.tensors)
+            self._notes += note_on_narrow(checkpoint.weights.tensors, ())
         self._checkpoint = checkpoint
         self._target = target
         self._dtype = dtype
@@ -80,7 +82,6 @@ class Conversion:
         self._file = self._single_file()
         self._outputs = OutputCheck(None)
         self._digest = digest(checkpoint)
-        self._notes: list[str] = []
 
     def _single_file(self) -> str | None:
         suffix = self._format.suffix

@@ -133,8 +133,9 @@ def test_fp8_without_scales_is_said(llama, tmp_path):
     file = tmp_path / "model/model.safetensors"
     state = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(file).items()}
     save_file(state, file, metadata={"format": "pt"})
-    report = convert(tmp_path / "model", tmp_path / "out", to="flax", verify=True)
-    assert any("float8_e4m3fn" in note and "quantization_config" in note for note in report.notes)
+    cast = convert(tmp_path / "model", tmp_path / "cast", to="torch", dtype="bf16")
+    for report in (cast, convert(tmp_path / "model", tmp_path / "out", to="flax", verify=True)):
+        assert any("float8_e4m3fn" in note and "quantization_config" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("key", ["compression_config", "quantization"])
