@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from easytorch.backends import BackendError, ConvolveAxesConfig, FFTType, OpType, PadAxis, ReduceOpType, make_shape
 from easytorch.backends.shapeinference import RULES, accepted_dtypes, infer
+from easytorch.backends.shapeinference.windows import window_sizes
 from easytorch.backends.types import OP_TYPES
 
 jax = pytest.importorskip("jax")
@@ -229,3 +230,12 @@ def test_what_a_rule_takes_is_what_it_says(op_type: OpType) -> None:
         assert rule is not None
         with pytest.raises((BackendError, TypeError), match=f"{dtype.value}|missing"):
             rule(make_shape(dtype, 2, 2))
+
+
+def test_a_padding_may_crop_an_axis_to_nothing_and_no_further() -> None:
+    ones = (1,)
+    for crops, windows in (((-1, -1), 1), ((-1, -2), 0), ((2, -5), 0), ((-3, 1), 1)):
+        assert window_sizes((3,), ones, ones, ones, ones, (crops,)) == (windows,)
+    for crops in ((-2, -2), (-4, 0)):
+        with pytest.raises(BackendError, match="crops more than that"):
+            window_sizes((3,), ones, ones, ones, ones, (crops,))

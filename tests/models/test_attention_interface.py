@@ -7,13 +7,21 @@ import logging
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, BloomConfig, BloomModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from easytorch.kernels.attention import native
-from easytorch.layers.attention import EAGER_INTERFACES, FLASH_FOR_TRANSFORMERS, INTERFACES, attend, interface_of
+from easytorch.layers.attention import (
+    EAGER_INTERFACES,
+    FLASH_FOR_TRANSFORMERS,
+    INTERFACES,
+    OURS,
+    attend,
+    interface_of,
+)
 from easytorch.operations import UnsupportedOperationError
+from easytorch.protocol.native_classes import new_part
 
 B, H, K, T, S, D = 2, 4, 2, 5, 7, 8
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -170,3 +178,12 @@ def test_names_in_the_tables_of_transformers() -> None:
         ALL_ATTENTION_FUNCTIONS["sdpa"] is not interface_of("sdpa")
         and "eager" not in AttentionInterface._global_mapping
     )
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_a_part_that_is_transformers_own_has_its_own_attention(name: str) -> None:
+    """That ours is the same there nobody has tried."""
+    config = BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4)
+    config._attn_implementation_internal = name
+    part = new_part(config)
+    assert type(part) is BloomModel and part.config._attn_implementation not in OURS

@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict
 from easytorch.bridge import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.numpy_files.npz import Npz
+from easytorch.bridge.schemes.big_vision_tree import without_class_position
 
 # Two heads of six, so that no two sizes of a kernel are alike.
 WIDTH, HEADS, LAYERS, MLP, PATCH, SIDE, CLASSES, WORDS, LENGTH, OUT = 12, 2, 3, 20, 4, 12, 5, 23, 7, 12
@@ -267,3 +268,12 @@ def test_a_family_without_names(tmp_path):
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     with pytest.raises(CheckpointError, match="no names for 'bert'; it has for vit, siglip"):
         convert(tmp_path / "bert", tmp_path / "out", to="big_vision")
+
+
+def test_a_position_of_the_class_token_is_not_dropped():
+    positions = np.arange(10, dtype=np.float32).reshape(1, 5, 2)
+    with pytest.raises(CheckpointError, match="its class token has a position"):
+        without_class_position.to_flax([positions])
+    positions[:, 0] = 0
+    assert np.array_equal(without_class_position.to_flax([positions]), positions[:, 1:])
+    assert np.array_equal(without_class_position.to_torch(positions[:, 1:])[0], positions)

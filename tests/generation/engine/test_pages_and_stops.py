@@ -9,7 +9,7 @@ import torch
 
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
-from easytorch.generation.engine.request import Request
+from easytorch.generation.engine.request import Logprob, Request
 from easytorch.generation.engine.sampler import _adjust
 from easytorch.generation.engine.scheduler import Scheduler
 from easytorch.generation.engine.stop import StoppedText
@@ -123,3 +123,12 @@ def test_min_tokens_and_most_tokens_count_the_last_one_too():
     assert reason(SamplingParams(stop="b", min_tokens=3), [0, 0, 1]) == [None, None, "stop"]
     assert reason(SamplingParams(stop="b", min_tokens=3), [0, 1, 0]) == [None, None, None]
     assert reason(SamplingParams(), [0, 0, 0], most=3) == [None, None, "length"]
+
+
+def test_an_output_does_not_change_with_later_tokens():
+    none = frozenset()
+    request = Request("0", None, 1, [0], SamplingParams(logprobs=1), 0, 9, none, none, None)
+    request.append(4, {4: Logprob(-0.5, 1)})
+    first = request.output().outputs[0]
+    request.append(5, {5: Logprob(-0.5, 1)})
+    assert first.token_ids == [4] and [*map(list, first.logprobs)] == [[4]]

@@ -229,6 +229,11 @@ def test_argmax_is_that_of_the_products(level: int) -> None:
                 for added in (bias, torch.empty(0, dtype=dtype)):
                     got = torch.ops.easytorch_cpu.linear_argmax.default(rows, weight, added, level)
                     assert torch.equal(got, F.linear(rows, weight, added if added.numel() else None).argmax(-1))
+    x, weight, bias = torch.zeros(2, 3), torch.ones(9, 3), torch.arange(18.0).flip(0)
+    for w, b in ((weight, bias[::2]), (weight.t().contiguous().t(), bias[::2]), (weight[:, :1].expand(9, 3), bias[:9])):
+        assert cpu.argmax(x, w, b).tolist() == [0, 0]  # wherever the numbers lie
+    ends = torch.cat([bias[1::2], torch.full((9,), 20.0)])
+    assert cpu.argmax(x, weight, ends[::2]).tolist() == [5, 5]
     with pytest.raises(RuntimeError, match="nothing to choose from"):
         torch.ops.easytorch_cpu.linear_argmax.default(torch.ones(1, 3), torch.ones(0, 3), torch.empty(0), level)
 
