@@ -1,9 +1,11 @@
 """Calls every name of the module protocol with its documented arguments, and compares it with torch written by hand.
 
-    python scripts/check_protocol.py [--models llama qwen3_moe ...]
+    python scripts/check_protocol.py [--models llama qwen3_moe ...] [--reference TEXT]
 
-The names are the rows of docs/protocol.md, which tests/protocol/test_page.py holds to EasyDeL's. A name that a model
-does not have is refused by a clear error, which is checked too. Exit status 1 where one differs.
+`protocol_arguments.py` has a check for each documented argument; --reference is the text of EasyDeL's page of the
+protocol, whose signatures are then read and must be those. The names are the rows of docs/protocol.md, which
+tests/protocol/test_page.py holds to EasyDeL's. A name that a model does not have is refused by a clear error, which is
+checked too. Exit status 1 where one differs.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-import transformers
-
-import easytorch
-from easytorch import protocol
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # of this checkout, installed or not
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+import transformers  # noqa: E402
+
+import easytorch  # noqa: E402
+from easytorch import protocol  # noqa: E402
+from scripts import protocol_arguments as arguments_of  # noqa: E402
+
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MOE = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
@@ -70,6 +75,7 @@ class Case:
             self.labels = torch.tensor([0, 2])
         elif name == "t5":
             self.inputs |= {"decoder_input_ids": self.model.prepare_decoder_input_ids_from_labels(labels=IDS)}
+        self.causal = head == "CausalLM"
         self.generates = self.model.can_generate() and name != "bert"
 
     def copied(self) -> Any:
@@ -257,6 +263,7 @@ CHECKS: dict[Callable[[Case], None], str] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--reference", type=Path, help="the text of easydel.infra.mixins.protocol's page")
     given = parser.parse_args(arguments)
     page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(\w+)` \| .+ \| there.* \|$", page, re.MULTILINE))
@@ -264,14 +271,22 @@ def main(arguments: list[str] | None = None) -> int:
     failed = sorted(rows ^ checked)
     for name in failed:
         print(f"{name}: {'no check' if name in rows else 'no row in docs/protocol.md'}")
+    signatures = arguments_of.DOCUMENTED
+    if given.reference is not None:
+        signatures = arguments_of.parse(given.reference.read_text(encoding="utf-8"))
+    documented = {f"{name}({one})" for name, some in signatures.items() for one in some.split()}
+    for name in sorted(documented ^ arguments_of.CHECKS.keys()):
+        failed.append(name)
+        print(f"{name}: {'no check' if name in documented else 'not documented'}")
+    checks = [*CHECKS, *dict.fromkeys(arguments_of.CHECKS.values())]
     for model in given.models:
-        for check in CHECKS:
+        for check in checks:
             try:
                 check(Case(model))
             except Exception as error:  # a report of every failure, at the process's boundary
                 failed.append(check.__name__)
                 print(f"{model}: {check.__name__}: {type(error).__name__}: {error}")
-        print(f"{model}: {len(CHECKS)} groups of names")
+        print(f"{model}: {len(CHECKS)} groups of names, {len(documented)} arguments")
     llama = Case("llama").model
     for name, call in OF_JAX.items():
         try:
