@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from easytorch.generation.engine.carried import refusal
+from easytorch.generation.engine.supported import refusal
 from tests.generation.engine.page_machine import PageMachine
 from tests.generation.engine.traffic import (
     arrivals,

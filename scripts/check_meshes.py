@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from easytorch.distributed.mesh import read_axes  # noqa: E402
+from easytorch.distributed.mesh import parse_axes  # noqa: E402
 from easytorch.training import TrainingConfig, train  # noqa: E402
 from easytorch.training.metrics import read_metrics  # noqa: E402
 
@@ -75,7 +75,7 @@ def _train_over(config: TrainingConfig, mesh: str) -> None:
     path = Path(config.output) / "run.json"
     config.save(path)
     processes = math.prod(int(size.partition("=")[2]) for size in mesh.split(","))
-    assert read_axes(mesh, processes)
+    assert parse_axes(mesh, processes)
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
          "-m", "easytorch.training", "--config", str(path)],

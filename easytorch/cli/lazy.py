@@ -13,14 +13,14 @@ import typer
 from typer.core import TyperGroup
 
 from easytorch import cli
+from easytorch.cli.help_format import FullNamesCommand, FullNamesMixin
 from easytorch.cli.plain_values import PlainValues
-from easytorch.cli.whole_help import WholeHelp, WholeNames
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
-_NO_COMMANDS = ("lazy", "main", "plain_values", "whole_help")
+_NO_COMMANDS = ("lazy", "main", "plain_values", "help_format")
 
 
-class LazyGroup(PlainValues, WholeNames, TyperGroup):
+class LazyGroup(PlainValues, FullNamesMixin, TyperGroup):
     """`--help` and completion see a name and a line of help; only the command that is run is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -28,7 +28,7 @@ class LazyGroup(PlainValues, WholeNames, TyperGroup):
         return name, None if name is None else load(name), rest
 
 
-class Command(PlainValues, WholeHelp):
+class Command(PlainValues, FullNamesCommand):
     """A typer command of which `--help` shows plain default values and every option's full name."""
 
 

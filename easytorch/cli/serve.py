@@ -48,7 +48,7 @@ def command(
     from easytorch.generation.engine import Engine
     from easytorch.serving.app import create_app
     from easytorch.serving.embedder import Embedder, pooling_of
-    from easytorch.serving.run import server_of
+    from easytorch.serving.run import make_server
 
     place = find_device(device)
     weights = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -69,7 +69,7 @@ def command(
         served_model_name or model, api_key=api_key, max_body=int(max_body * _MIB), max_queue=max_queue,
         request_timeout=request_timeout, **served,
     )  # fmt: skip
-    server_of(app, host, port, drain_timeout=drain_timeout).run()
+    make_server(app, host, port, drain_timeout=drain_timeout).run()
 
 
 def generates(config: Any) -> bool:

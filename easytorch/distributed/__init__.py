@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "easytorch.distributed.declared": ("declared_sharding", "partition_specs"),
-    "easytorch.distributed.mesh": ("AXES", "make_mesh", "mesh_axis_sizes", "read_axes"),
+    "easytorch.distributed.mesh": ("AXES", "make_mesh", "mesh_axis_sizes", "parse_axes"),
     "easytorch.distributed.sharding": ("gather_model", "mesh_of", "params_sharding", "shard_model"),
     "easytorch.distributed.specs": (
         "PartitionSpec",
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from easytorch.distributed.mesh import AXES as AXES
     from easytorch.distributed.mesh import make_mesh as make_mesh
     from easytorch.distributed.mesh import mesh_axis_sizes as mesh_axis_sizes
-    from easytorch.distributed.mesh import read_axes as read_axes
+    from easytorch.distributed.mesh import parse_axes as parse_axes
     from easytorch.distributed.sharding import gather_model as gather_model
     from easytorch.distributed.sharding import mesh_of as mesh_of
     from easytorch.distributed.sharding import params_sharding as params_sharding

@@ -33,7 +33,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, Partitio
             if (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
                 raise ValueError(f"{name}: {why}")
         dims[id(parameter)] = Shard(dim)
-    groups = [*gathered_apart(model), model]
+    groups = [*fsdp_groups(model), model]
     if AXIS not in sizes:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -44,7 +44,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, Partitio
         fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)))
 
 
-def gathered_apart(model: nn.Module) -> list[nn.Module]:
+def fsdp_groups(model: nn.Module) -> list[nn.Module]:
     """The modules that are gathered one at a time: those of the model's plan, else those that are not to be split."""
     plan = getattr(model, "fsdp_plan", None) or {}
     names = {name for name, style in plan.items() if style == "free_full_weight"}

@@ -30,7 +30,7 @@ def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
     return dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
 
 
-def read_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
+def parse_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
     """{"fsdp": 4, "tp": 2} of "fsdp=-1,tp=2" and 8 devices, in the order of `AXES`.
 
     One size may be -1: it gets the devices that the others leave. `ValueError` where they do not make up `devices`.
@@ -57,11 +57,11 @@ def read_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> DeviceMesh:
-    """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `read_axes` takes them."""
+    """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `parse_axes` takes them."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    sizes = read_axes(axes, dist.get_world_size())
+    sizes = parse_axes(axes, dist.get_world_size())
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

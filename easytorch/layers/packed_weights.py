@@ -3,7 +3,7 @@
 GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978) pack codes into int32. Both give each group of input columns of a
 linear layer (out N, in K) a scale and a zero point: the weight is (code - zero) * scale, of codes in 2, 3, 4 or 8 bits.
 
-GPTQ: qweight (K * bits / 32, N), packed along K; qzeros (groups, N * bits / 32), packed along N, less one; scales
+GPTQ: qweight (K * bits / 32, N), packed along K; qzeros (groups, N * bits / 32), packed along N, minus one; scales
 (groups, N); g_idx (K,), the group of each column, which are in no order where columns were quantized by activation.
 AWQ: qweight (K, N / 8) and qzeros (groups, N / 8), packed along N, eight codes in the order of its kernels.
 """
@@ -60,7 +60,7 @@ class PackedWeight(NamedTuple):
         return parts | {"codes": pack(codes), "zero": self.zero.contiguous()}
 
 
-def unpacked(packed: Tensor, bits: int) -> Tensor:
+def unpack_int32(packed: Tensor, bits: int) -> Tensor:
     """int32 (R, C), codes packed from the lowest bit along the first dimension -> uint8 (C, R * 32 // bits)."""
     stream = packed.t().contiguous().view(torch.uint8)
     if bits == 8:
@@ -74,11 +74,21 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
 
 
 def from_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, group_size: int, *, less_one: bool
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None,
+    bits: int,
+    group_size: int,
+    *,
+    zeros_minus_one: bool,
 ) -> PackedWeight:
-    """A weight of a GPTQ checkpoint. less_one: zero points are stored less one, as all but "gptq_v2" do."""
-    codes, zero = unpacked(qweight, bits), unpacked(qzeros.t(), bits)[:, : scales.shape[1]]
-    if less_one:
+    """A weight of a GPTQ checkpoint.
+
+    zeros_minus_one: qzeros are zero points minus one, as in every format but "gptq_v2".
+    """
+    codes, zero = unpack_int32(qweight, bits), unpack_int32(qzeros.t(), bits)[:, : scales.shape[1]]
+    if zeros_minus_one:
         zero = zero + 1 & 2**bits - 1
     groups = torch.arange(codes.shape[1]) // group_size if g_idx is None else g_idx.long()
     return PackedWeight(codes, zero.t(), scales.t().float(), groups, bits)
@@ -87,7 +97,7 @@ def from_gptq(
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -> PackedWeight:
     """A weight of an AWQ checkpoint of version "gemm": 4 bits."""
     codes, zero = (
-        unpacked(one.t(), 4).unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2) for one in (qweight, qzeros)
+        unpack_int32(one.t(), 4).unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2) for one in (qweight, qzeros)
     )
     groups = torch.arange(len(codes)) // group_size
     return PackedWeight(codes.t(), zero.t(), scales.t().float(), groups, 4)

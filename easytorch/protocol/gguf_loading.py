@@ -6,6 +6,7 @@ Embeddings, heads, norms, and what is in blocks that are not of `GGUF_BLOCKS`, a
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import logging
 import re
@@ -34,7 +35,7 @@ from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS
 from easytorch.protocol.expert_names import EXPERT, PARTS, STACKS, layer_number
 from easytorch.protocol.flax_loading import load_state_dict
 from easytorch.protocol.lazy import lazy_init
-from easytorch.protocol.packed_loading import pattern_of
+from easytorch.protocol.packed_loading import find_layer, pattern_of
 from easytorch.protocol.quantization import linear_layers, stacks_of_experts
 from easytorch.protocol.quantization_config import GGUF, QuantizationConfig
 
@@ -53,8 +54,8 @@ def gguf_source(name_or_path: Any, kwargs: dict[str, Any]) -> Path | None:
         if isinstance(kwargs["quantization_config"], Mapping) or kwargs.get("gguf_file") is None:
             del kwargs["quantization_config"]
         return None
-    file = _kept(name_or_path, kwargs)
-    if file is None or _stated(file) is None:
+    file = _gguf_file(name_or_path, kwargs)
+    if file is None or _stated_config(file) is None:
         return None
     kwargs.pop("gguf_file", None)
     kwargs.pop("quantization_config", None)
@@ -63,8 +64,8 @@ def gguf_source(name_or_path: Any, kwargs: dict[str, Any]) -> Path | None:
 
 def gguf_config(name_or_path: Any, kwargs: Mapping[str, Any]) -> PreTrainedConfig | None:
     """The config that the file of `gguf_source` states, which may be of a family that transformers does not read."""
-    file = _kept(name_or_path, kwargs)
-    content = None if file is None else _stated(file)
+    file = _gguf_file(name_or_path, kwargs)
+    content = None if file is None else _stated_config(file)
     return None if content is None else CONFIG_MAPPING[content["model_type"]].from_dict(content)
 
 
@@ -73,7 +74,7 @@ def _settings(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if given is None else given if isinstance(given, Mapping) else given.to_dict()
 
 
-def _kept(name_or_path: Any, kwargs: Mapping[str, Any]) -> Path | None:
+def _gguf_file(name_or_path: Any, kwargs: Mapping[str, Any]) -> Path | None:
     """The file whose blocks are to be kept."""
     name, settings = kwargs.get("gguf_file"), _settings(kwargs)
     of_gguf = settings.get("quant_method") == GGUF and not settings.get("dequantize")
@@ -98,10 +99,17 @@ def _file(name_or_path: Any, name: str | None, kwargs: Mapping[str, Any]) -> Pat
     return None if cached is None else Path(cached)
 
 
-def _stated(file: Path) -> dict[str, Any] | None:
+def _stated_config(file: Path) -> dict[str, Any] | None:
     """config.json's content; None for an architecture whose names the bridge lacks, which transformers may know."""
     if importlib.util.find_spec("gguf") is None:
         return None
+    stamp = file.stat()
+    return copy.deepcopy(_read_config(file, stamp.st_mtime_ns, stamp.st_size))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_config(file: Path, mtime_ns: int, size: int) -> dict[str, Any] | None:
+    """`reader.config()`: a load asks several times, and opening a file reads the vocabulary in it."""
     with Gguf().open(file) as reader:
         return reader.config() if isinstance(reader, GgufReader) else None
 
@@ -117,8 +125,9 @@ def load_gguf(
 ) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """(model, loading info, weights) of `load`, a `from_pretrained`, given the file's blocks as a state dict."""
     if not isinstance(config, PreTrainedConfig) and not (Path(name_or_path) / "config.json").is_file():
-        with open_checkpoint(file) as checkpoint:
-            config = model_class.config_class.from_dict(checkpoint.needed_config.content)
+        stated = _stated_config(file)
+        assert stated is not None, "gguf_source names no other file"
+        config = model_class.config_class.from_dict(stated)
     return load_state_dict(
         load, model_class.config_class, file, name_or_path, config, model_args, kwargs,
         read=lambda made: _read(file, model_class, made),
@@ -182,11 +191,9 @@ class _Blocks:
         if not kind:
             return None
         if len(step.targets) > 1:
-            self._note_expert(name, step)
+            self._add_expert(name, step)
             return None
-        own = name.removesuffix(".weight")
-        known = (own, own.removeprefix(self._prefix), self._prefix + own)
-        layer = next((one for one in known if one in self._layers), None)
+        layer = find_layer(name.removesuffix(".weight"), self._layers, self._prefix)
         if layer is None:
             return None
         rows = self._rows(step, isinstance(self._model.get_submodule(layer), Conv1D))
@@ -207,7 +214,7 @@ class _Blocks:
             return rows  # Conv1D's weight is (in, out), which GGUF turns
         return step.transform.to_torch(rows)[0] if step.transform.moves_rows else None
 
-    def _note_expert(self, name: str, step: Step) -> None:
+    def _add_expert(self, name: str, step: Step) -> None:
         found, layer = EXPERT.fullmatch(name.removesuffix(".weight")), layer_number(name)
         if found is None or layer is None or found["part"] not in PARTS:
             return

@@ -34,8 +34,8 @@ from easytorch.protocol.torchao_loading import (
     int4_tensors,
     int4_weight,
     most_common,
-    note_activations,
     torchao_weight,
+    warn_activations,
     weights_in,
 )
 
@@ -52,7 +52,7 @@ class PackedCheckpoint(NamedTuple):
     method: str
     bits: int
     group_size: int | None
-    less_one: bool
+    zeros_minus_one: bool
     ordered: bool = False
     kind: Any = None
 
@@ -74,15 +74,15 @@ def packed_checkpoint(name_or_path: Any, kwargs: Mapping[str, Any]) -> PackedChe
     else:
         given = read_json(file, limit=_CONFIG_LIMIT).get("quantization_config") if file.is_file() else None
     settings = given if isinstance(given, Mapping) or given is None else given.to_dict()
-    if not folder.is_dir() or not (_own_file(folder) != folder or has_torch_weights(folder, {})):
+    if not folder.is_dir() or not (_weights_file(folder) != folder or has_torch_weights(folder, {})):
         return None
     if settings is None:
-        settings = _settings_beside(folder)
+        settings = _legacy_settings(folder)
     if settings is not None and settings.get("quant_method") == "torchao":
-        note_activations(settings)
+        warn_activations(settings)
         return PackedCheckpoint(folder, "torchao", 0, None, False, kind=settings.get("quant_type"))
     if settings is not None and _is_compressed(settings):
-        _note_activations(settings)
+        _warn_activations(settings)
         if settings.get("format") in PLAIN_FORMATS:
             return PackedCheckpoint(folder, COMPRESSED, 0, None, False, kind=settings["format"])
         return PackedCheckpoint(folder, settings["quant_method"], 4, None, False)
@@ -116,14 +116,14 @@ def _is_compressed(settings: Mapping[str, Any]) -> bool:
     return settings.get("quant_method") == COMPRESSED and settings.get("format") in (*FORMATS, *PLAIN_FORMATS)
 
 
-def _note_activations(settings: Mapping[str, Any]) -> None:
+def _warn_activations(settings: Mapping[str, Any]) -> None:
     groups = (settings.get("config_groups") or {}).values()
     if any(isinstance(one, Mapping) and one.get("input_activations") for one in groups):
         _LOG.warning("activations are not quantized here: the checkpoint's are, its weights are taken as they are")
 
 
-def _settings_beside(folder: Path) -> dict[str, Any] | None:
-    """What AutoGPTQ and AutoAWQ wrote before config.json held it."""
+def _legacy_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in the files that AutoGPTQ and AutoAWQ wrote before config.json had them."""
     if (file := folder / "quantize_config.json").is_file():
         return {"quant_method": "gptq", **read_json(file, limit=_CONFIG_LIMIT)}
     if (file := folder / "quant_config.json").is_file():
@@ -156,7 +156,7 @@ def _read(
     config.__dict__.pop("quantization_config", None)
     model = lazy_init(model_class, copy.deepcopy(config))
     layers, prefix = linear_layers(model), f"{model.base_model_prefix}."
-    format_, file = find(_own_file(packed.path), prefer="torch")
+    format_, file = find(_weights_file(packed.path), prefer="torch")
     if packed.method == "torchao":
         with format_.open(file) as reader:
             return _read_torchao(reader, file, layers, prefix, config, packed.kind)
@@ -166,7 +166,7 @@ def _read(
     if packed.method in (GPT_OSS, COMPRESSED):
         with format_.open(file) as reader:
             made, state, decoded = read_fp4(reader, file, model, config, pattern_of, _layer)
-        _note_decoded(decoded, packed.method)
+        _warn_decoded(decoded, packed.method)
         if made is not None:
             config.quantization_config = QuantizationConfig(**made).to_dict()
         return config, state
@@ -177,7 +177,7 @@ def _read(
         for name in (one.removesuffix(".qweight") for one in names if one.endswith(".qweight")):
             parts = {part: to_torch(reader.read(f"{name}.{part}")) for part in _PARTS if f"{name}.{part}" in names}
             weight = _weight(packed, name, parts, file)
-            layer = _layer(name, layers, prefix)
+            layer = find_layer(name, layers, prefix)
             own = None if layer is None else weight.parts(packed.group_size or len(weight.groups), packed.ordered)
             if own is None:
                 decoded.append(name)
@@ -186,7 +186,7 @@ def _read(
             assert layer is not None
             taken.append(layer)
             state |= {f"{name}.weight_{part}": tensor for part, tensor in own.items()}
-    _note_decoded(decoded, packed.method)
+    _warn_decoded(decoded, packed.method)
     if not taken and not decoded:
         raise CheckpointError(f"its config says {packed.method}, and it holds no qweight", file=file)
     if taken:
@@ -253,7 +253,7 @@ def _settled(
     method: str,
 ) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
     """The config and the state with `weights`: codes where the model has such a layer, of the format most have."""
-    own = {name: found for name in weights if (found := _layer(name, layers, prefix)) is not None}
+    own = {name: found for name in weights if (found := find_layer(name, layers, prefix)) is not None}
     common = most_common({name: weights[name] for name in own})
     taken = []
     for name, weight in weights.items():
@@ -263,7 +263,7 @@ def _settled(
         else:
             decoded.append(name)
             state[f"{name}.weight"] = weight.dequantized()
-    _note_decoded(decoded, method)
+    _warn_decoded(decoded, method)
     if taken and common is not None:
         size = -1 if common.group_size is None else common.group_size
         settings = QuantizationConfig(
@@ -273,19 +273,19 @@ def _settled(
     return config, state
 
 
-def _own_file(folder: Path) -> Path:
+def _weights_file(folder: Path) -> Path:
     """The only safetensors file of a folder, whose name AutoGPTQ chose by its settings, or the folder."""
     found = sorted(folder.glob("*.safetensors"))
     usual = any((folder / name).is_file() for name in TORCH_FILES)
     return found[0] if len(found) == 1 and not usual else folder
 
 
-def _layer(name: str, layers: Collection[str], prefix: str) -> str | None:
+def find_layer(name: str, layers: Collection[str], prefix: str) -> str | None:
     """The model's name of a layer of the checkpoint, which may be with or without the base model's prefix."""
     return next((one for one in (name, name.removeprefix(prefix), prefix + name) if one in layers), None)
 
 
-def _note_decoded(names: list[str], method: str) -> None:
+def _warn_decoded(names: list[str], method: str) -> None:
     if names:
         _LOG.warning("%d %s layers are decoded to plain weights, %s, ...", len(names), method, names[0])
 
@@ -317,7 +317,7 @@ def _weight(packed: PackedCheckpoint, name: str, parts: dict[str, torch.Tensor],
         raise CheckpointError(f"names groups beyond the {groups} there are", file=file, tensor=f"{name}.g_idx")
     if packed.method == "awq":
         return from_awq(qweight, qzeros, scales, size)
-    return from_gptq(qweight, qzeros, scales, g_idx, packed.bits, size, less_one=packed.less_one)
+    return from_gptq(qweight, qzeros, scales, g_idx, packed.bits, size, zeros_minus_one=packed.zeros_minus_one)
 
 
 def pattern_of(names: Collection[str], known: Collection[str]) -> str:

@@ -114,8 +114,8 @@ def most_common(weights: Mapping[str, TorchaoWeight]) -> FormatSettings | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def note_activations(settings: Mapping[str, Any]) -> None:
-    """A warning where torchao would round activations too, which are not here."""
+def warn_activations(settings: Mapping[str, Any]) -> None:
+    """Warns where torchao would quantize activations too, which is not done here."""
     kind = str(settings.get("quant_type"))
     if re.search(r"(Dynamic|Static)Activation", kind):
         _LOG.warning("activations are not quantized here: the checkpoint's are, its weights are taken as they are")

@@ -17,13 +17,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from easytorch.generation.engine import Engine, SamplingParams
-from easytorch.serving.answers import Chat, Completions, Kind, Outputs, answer, stream
-from easytorch.serving.chat import encodable, prompt_of
+from easytorch.serving.chat import chat_prompt, checked_text
+from easytorch.serving.completions import Chat, Completions, Kind, Outputs, answer, stream
 from easytorch.serving.embedder import Embedder
 from easytorch.serving.errors import APIError, add_handlers
-from easytorch.serving.events import EventStream, until_gone
+from easytorch.serving.events import EventStream, until_disconnect
 from easytorch.serving.limits import Limits
-from easytorch.serving.metrics import CountAnswers, text
+from easytorch.serving.metrics import CountResponses, text
 from easytorch.serving.page import page
 from easytorch.serving.schemas import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
 from easytorch.serving.worker import EngineWorker
@@ -59,7 +59,7 @@ def create_app(
     app.add_api_route("/v1/embeddings", server.embeddings, methods=["POST"], response_model=None)
     paths = frozenset(getattr(route, "path", "") for route in app.routes)
     app.add_middleware(Limits, api_key=api_key, max_body=max_body)
-    app.add_middleware(CountAnswers, counts=server.answers, paths=paths)
+    app.add_middleware(CountResponses, counts=server.responses, paths=paths)
     app.state.worker = server.worker
     return app
 
@@ -71,7 +71,7 @@ class _Server:
         self.name, self.embedder, self.timeout = name, embedder, request_timeout
         self.created = int(time.time())
         self.worker = None if engine is None else EngineWorker(engine, max_queue=max_queue)
-        self.answers: Counter[tuple[str, int]] = Counter()
+        self.responses: Counter[tuple[str, int]] = Counter()
         self._embedding: concurrent.futures.ThreadPoolExecutor | None = None
         self._embeddings_left = max_queue
 
@@ -94,7 +94,7 @@ class _Server:
 
     async def metrics(self) -> Response:
         stats = None if self.worker is None else await asyncio.wrap_future(self.worker.call(self.worker.engine.stats))
-        return PlainTextResponse(text(stats, self.answers), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(text(stats, self.responses), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -105,12 +105,12 @@ class _Server:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         engine = self._engine(body.model)
-        make = functools.partial(prompt_of, engine.tokenizer, body.messages, body.chat_template_kwargs)
+        make = functools.partial(chat_prompt, engine.tokenizer, body.messages, body.chat_template_kwargs)
         return await self._answer(body, Chat(body.top_logprobs or 0), lambda: [make()], _params(body), request)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         engine = self._engine(body.model)
-        prompts = [encodable(one) if isinstance(one, str) else one for one in body.prompts()]
+        prompts = [checked_text(one) if isinstance(one, str) else one for one in body.prompts()]
         echoes = None
         if body.echo:
             texts = [one if isinstance(one, str) else engine.tokenizer.decode(one) for one in prompts]
@@ -127,7 +127,7 @@ class _Server:
             raise APIError(429, "too many requests are under way: try again later", code="rate_limit_exceeded")
         self._embeddings_left -= 1
         try:
-            inputs = [encodable(one) if isinstance(one, str) else one for one in body.inputs()]
+            inputs = [checked_text(one) if isinstance(one, str) else one for one in body.inputs()]
             loop = asyncio.get_running_loop()
             vectors, tokens = await asyncio.wait_for(
                 loop.run_in_executor(self._embedding, self.embedder, inputs), self.timeout
@@ -164,18 +164,18 @@ class _Server:
         try:
             if body.stream:
                 # the first token tells whether the request is refused, as long as there is a status to say so
-                begun = await until_gone(request.receive, _begun(outputs))
+                begun = await until_disconnect(request.receive, _with_first_output(outputs))
                 if begun is not None:
                     usage = body.stream_options is not None and body.stream_options.include_usage
                     return EventStream(stream(kind, self.name, begun, params.n, include_usage=usage))
             else:
-                found = await until_gone(request.receive, answer(kind, self.name, outputs, params.n))
+                found = await until_disconnect(request.receive, answer(kind, self.name, outputs, params.n))
                 await outputs.aclose()
                 if found is not None:
                     return JSONResponse(found)
         except ValueError as error:
             raise APIError(400, str(error)) from error
-        return Response(status_code=499)  # the client has gone: nobody reads it
+        return Response(status_code=499)  # the client has disconnected: nobody reads it
 
     def _engine(self, model: str) -> Engine:
         self._check_model(model)
@@ -199,8 +199,8 @@ def _params(body: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
         raise APIError(400, str(error)) from error
 
 
-async def _begun(outputs: Outputs) -> Outputs:
-    """`outputs`, of which the first is there."""
+async def _with_first_output(outputs: Outputs) -> Outputs:
+    """`outputs`, after waiting for the first."""
     first = await anext(outputs)
 
     async def all_of_them() -> Outputs:

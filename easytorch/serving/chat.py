@@ -12,8 +12,8 @@ from easytorch.serving.errors import APIError
 from easytorch.serving.schemas import Message
 
 
-def prompt_of(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any] | None) -> list[int]:
-    """The tokens of a conversation, up to where the assistant begins. more: what the template is given besides."""
+def chat_prompt(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any] | None) -> list[int]:
+    """The tokens of a conversation, up to where the assistant begins. more: further arguments of the template."""
     if not tokenizer.chat_template:
         raise APIError(400, "this model's tokenizer has no chat template; use /v1/completions")
     conversation = [_plain(message) for message in messages]
@@ -25,11 +25,11 @@ def prompt_of(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, An
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template refuses in its own ways
         raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
-    tokens: list[int] = tokenizer(encodable(text), add_special_tokens=False)["input_ids"]
+    tokens: list[int] = tokenizer(checked_text(text), add_special_tokens=False)["input_ids"]
     return tokens
 
 
-def encodable(text: str) -> str:
+def checked_text(text: str) -> str:
     """`text`; an error where it has half of a surrogate pair, which JSON can say and no tokenizer can read."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise APIError(400, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")

@@ -1,4 +1,4 @@
-"""`Embedder`: texts as vectors of length 1, by an encoder whose outputs are pooled."""
+"""`Embedder`: unit vectors of texts, from the pooled outputs of an encoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Embedder:
     def __call__(self, inputs: Sequence[str | Sequence[int]]) -> tuple[list[list[float]], int]:
         """The vectors, and how many tokens the inputs had. `ValueError` for what cannot be embedded."""
         rows = [self._tokens(one) for one in inputs]
-        # alike in length together, so that little is padding
+        # sorted by length, to pad little
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         vectors: dict[int, list[float]] = {}
         for first in range(0, len(order), _BATCH):

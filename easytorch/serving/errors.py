@@ -14,7 +14,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class APIError(HTTPException):
-    """An HTTPException, which FastAPI lets through where it reads a body; other errors there are its 400 to it."""
+    """An error with a status; an HTTPException, since FastAPI turns any other that reading a body raises into 400."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
@@ -31,27 +31,27 @@ class APIError(HTTPException):
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Every error of `app` has that body; what nobody foresaw is logged, and named without its traceback."""
+    """Gives every error of `app` that body; an unexpected one is logged, and its traceback is not sent."""
 
     @app.exception_handler(APIError)
-    async def of_api(request: Request, error: APIError) -> Response:
+    async def handle_api_error(request: Request, error: APIError) -> Response:
         return error.response()
 
     @app.exception_handler(RequestValidationError)
-    async def of_body(request: Request, error: RequestValidationError) -> Response:
+    async def handle_validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         if first["type"] == "json_invalid":
-            return APIError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}").response()
+            return APIError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}").response()
         if first["type"] == "extra_forbidden":
             return APIError(400, f"unrecognized argument: {place}", param=place).response()
         message = first["msg"].removeprefix("Value error, ")
         return APIError(400, f"{place}: {message}" if place else message, param=place or None).response()
 
     @app.exception_handler(HTTPException)
-    async def of_http(request: Request, error: HTTPException) -> Response:
+    async def handle_http_error(request: Request, error: HTTPException) -> Response:
         return APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
     @app.exception_handler(Exception)
-    async def of_server(request: Request, error: Exception) -> Response:
-        return APIError(500, f"the server failed ({type(error).__name__}); its log says more").response()
+    async def handle_unexpected_error(request: Request, error: Exception) -> Response:
+        return APIError(500, f"the server failed ({type(error).__name__}); see its log").response()

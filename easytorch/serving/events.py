@@ -1,4 +1,4 @@
-"""Answers that end when their client goes."""
+"""Responses that end when their client disconnects."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from starlette.responses import Response
 T = TypeVar("T")
 
 
-async def until_gone(receive: Any, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; it is cancelled, and None returned, when the client disconnects first."""
+async def until_disconnect(receive: Any, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None where the client disconnects first; `work` is cancelled then."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -29,7 +29,7 @@ async def until_gone(receive: Any, work: Coroutine[Any, Any, T]) -> T | None:
 
 
 class EventStream(Response):
-    """Server-sent events. The generator of their data is closed when they end and when the client goes."""
+    """Server-sent events. The generator of their data is closed at the end or when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -40,7 +40,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            await until_gone(receive, self._send(send))
+            await until_disconnect(receive, self._send(send))
         finally:
             await self._events.aclose()
 

@@ -1,4 +1,4 @@
-"""What is refused before a request is read: a missing API key, a body that is too large."""
+"""Requests that are refused before they are read: without the API key, or with too large a body."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from easytorch.serving.errors import APIError
 
 # Without a key: what load balancers ask, and the page, which asks its reader for one.
-_OPEN = ("/health", "/")
+_UNAUTHENTICATED = ("/health", "/")
 
 
 class Limits:
-    """ASGI middleware. api_key: None lets everybody in. max_body: bytes."""
+    """ASGI middleware. api_key: None asks for none. max_body: bytes."""
 
     def __init__(self, app: Any, *, api_key: str | None, max_body: int) -> None:
         self.app, self.api_key, self.max_body = app, api_key, max_body
@@ -22,7 +22,7 @@ class Limits:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self.api_key is not None and scope["path"] not in _OPEN:
+        if self.api_key is not None and scope["path"] not in _UNAUTHENTICATED:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
                 error = APIError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")

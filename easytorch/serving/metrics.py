@@ -1,4 +1,4 @@
-"""Counts in Prometheus's text format."""
+"""Metrics in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from easytorch.generation.engine import EngineStats
 
-_OF_ENGINE = {
+_ENGINE_METRICS = {
     "requests_running": ("gauge", "Requests running.", "running"),
     "requests_waiting": ("gauge", "Requests waiting for pages.", "waiting"),
     "pages": ("gauge", "Pages of the cache.", "num_pages"),
@@ -21,14 +21,14 @@ _OF_ENGINE = {
 }
 
 
-def text(stats: EngineStats | None, answers: Mapping[tuple[str, int], int]) -> str:
-    """answers: how many, by path and status."""
+def text(stats: EngineStats | None, responses: Mapping[tuple[str, int], int]) -> str:
+    """The metrics. responses: counts by (path, status)."""
     lines = []
-    for name, (kind, help_, field) in _OF_ENGINE.items() if stats is not None else ():
+    for name, (kind, help_, field) in _ENGINE_METRICS.items() if stats is not None else ():
         lines += _head(name, kind, help_)
         lines.append(f"easytorch_{name} {getattr(stats, field)}")
     lines += _head("http_requests_total", "counter", "Responses, by path and status.")
-    for (path, status), count in sorted(answers.items()):
+    for (path, status), count in sorted(responses.items()):
         lines.append(f'easytorch_http_requests_total{{path="{path}",status="{status}"}} {count}')
     return "\n".join(lines) + "\n"
 
@@ -37,8 +37,8 @@ def _head(name: str, kind: str, help_: str) -> list[str]:
     return [f"# HELP easytorch_{name} {help_}", f"# TYPE easytorch_{name} {kind}"]
 
 
-class CountAnswers:
-    """ASGI middleware. paths: those that are counted by name; others are "other", or anybody could add names."""
+class CountResponses:
+    """ASGI middleware. paths: those counted by name; all others count as "other", so that clients cannot add labels."""
 
     def __init__(self, app: Any, *, counts: Counter[tuple[str, int]], paths: frozenset[str]) -> None:
         self.app, self.counts, self.paths = app, counts, paths

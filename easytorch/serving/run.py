@@ -1,4 +1,4 @@
-"""uvicorn, until a signal ends it: SIGTERM and Ctrl-C let what is under way come to its end."""
+"""The uvicorn server: SIGTERM and Ctrl-C let running requests finish."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import uvicorn
 
 
-def server_of(app: Any, host: str, port: int, *, drain_timeout: int) -> uvicorn.Server:
+def make_server(app: Any, host: str, port: int, *, drain_timeout: int) -> uvicorn.Server:
     """A server of `app`. drain_timeout: seconds that requests under way have after the first signal."""
     config = uvicorn.Config(app, host, port, timeout_graceful_shutdown=drain_timeout, ws="none", server_header=False)
     return uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""`EngineWorker`: the thread that owns an engine, for the tasks of an event loop."""
+"""`EngineWorker`: a thread that owns an engine, called from the tasks of an event loop."""
 
 from __future__ import annotations
 

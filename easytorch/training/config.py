@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from easytorch.bridge.errors import nearest
-from easytorch.distributed.mesh import DATA, read_axes
+from easytorch.distributed.mesh import DATA, parse_axes
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -201,7 +201,7 @@ class TrainingConfig:
     def axes(self, processes: int) -> dict[str, int]:
         """The axes of the mesh and their sizes; `ValueError` where these processes do not make them up."""
         try:
-            axes = read_axes(self.mesh or "dp=-1", processes)
+            axes = parse_axes(self.mesh or "dp=-1", processes)
         except ValueError as error:
             raise ValueError(f"{flag('mesh')}: {error}") from error
         for name, size in axes.items():

@@ -14,8 +14,8 @@ import easytorch
 from easytorch.distributed import (
     declared_sharding,
     from_placements,
+    parse_axes,
     partition_specs,
-    read_axes,
     to_jax,
     to_placements,
     to_xla,
@@ -33,9 +33,9 @@ def model_of(family: str, **settings) -> nn.Module:
 
 
 def test_axes_are_read_in_the_order_of_a_mesh() -> None:
-    assert list(read_axes("tp=2, fsdp=-1", 8).items()) == [("fsdp", 4), ("tp", 2)]
-    assert list(read_axes({"sp": 2, "ep": 1, "dp": 3}, 6).items()) == [("dp", 3), ("ep", 1), ("sp", 2)]
-    assert read_axes("dp=-1", 1) == {"dp": 1}
+    assert list(parse_axes("tp=2, fsdp=-1", 8).items()) == [("fsdp", 4), ("tp", 2)]
+    assert list(parse_axes({"sp": 2, "ep": 1, "dp": 3}, 6).items()) == [("dp", 3), ("ep", 1), ("sp", 2)]
+    assert parse_axes("dp=-1", 1) == {"dp": 1}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_axes_are_read_in_the_order_of_a_mesh() -> None:
 )
 def test_axes_that_make_no_mesh_are_refused(axes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        read_axes(axes, 8)
+        parse_axes(axes, 8)
 
 
 def test_one_spec_in_the_notation_of_each_engine() -> None:

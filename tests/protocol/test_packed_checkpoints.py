@@ -66,7 +66,7 @@ def packed_awq(codes: np.ndarray) -> np.ndarray:
     return packed.astype(np.int32)
 
 
-def layer_parts(shape, method, bits, size, draw, *, act_order=False, less_one=True, middle=128):
+def layer_parts(shape, method, bits, size, draw, *, act_order=False, zeros_minus_one=True, middle=128):
     """(tensors of the checkpoint, the weight (N, K) they stand for)."""
     rows, columns = shape
     groups = -(-columns // size)
@@ -77,7 +77,7 @@ def layer_parts(shape, method, bits, size, draw, *, act_order=False, less_one=Tr
     if act_order:
         g_idx = draw.permutation(g_idx)
     weight = ((codes - zero[g_idx]) * scales.astype(np.float32)[g_idx]).T
-    stored = (zero - 1) % 2**bits if less_one else zero
+    stored = (zero - 1) % 2**bits if zeros_minus_one else zero
     if method == "awq":
         parts = {"qweight": packed_awq(codes), "qzeros": packed_awq(zero)}
     else:
@@ -104,7 +104,7 @@ def checkpoint(folder, name="llama", method="gptq", bits=4, size=GROUP, *, layou
         transposed = isinstance(theirs.get_submodule(layer), Conv1D) if layer in linear else False
         shape = tuple(reversed(tensors[key].shape)) if transposed else tuple(tensors[key].shape)
         width = shape[1] if size == -1 else size
-        settings = {"act_order": act_order, "less_one": layout != "gptq_v2", "middle": middle}
+        settings = {"act_order": act_order, "zeros_minus_one": layout != "gptq_v2", "middle": middle}
         parts, weight = layer_parts(shape, method, bits, width, draw, **settings)
         plain[key] = (weight.t() if transposed else weight).contiguous()
         del tensors[key]

@@ -12,7 +12,7 @@ import transformers
 
 import easytorch
 from easytorch.generation.engine import Engine
-from easytorch.serving.run import server_of
+from easytorch.serving.run import make_server
 from easytorch.training.tokenizer import train_tokenizer
 
 TEMPLATE = (
@@ -47,7 +47,7 @@ def make_engine(model, tokenizer):
 @contextlib.contextmanager
 def serving(app):
     """The address of `app` and its server, which runs in a thread on a free port."""
-    server = server_of(app, "127.0.0.1", 0, drain_timeout=300)
+    server = make_server(app, "127.0.0.1", 0, drain_timeout=300)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

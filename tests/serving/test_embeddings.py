@@ -38,11 +38,11 @@ def served(monkeypatch):
             def run(self):
                 made["ran"] = True
 
-        def server_of(app, host, port, **how):
+        def make_server(app, host, port, **how):
             made.update(app=app, host=host, port=port, **how)
             return Server()
 
-        monkeypatch.setattr(run, "server_of", server_of)
+        monkeypatch.setattr(run, "make_server", make_server)
         with pytest.raises(SystemExit) as exit_:
             main(["serve", *map(str, arguments)])
         return made, exit_.value.code

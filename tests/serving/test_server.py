@@ -10,7 +10,7 @@ import pytest
 
 from easytorch.generation.engine import LLM, SamplingParams
 from easytorch.serving.app import create_app
-from easytorch.serving.chat import prompt_of
+from easytorch.serving.chat import chat_prompt
 from easytorch.serving.limits import Limits
 from easytorch.serving.schemas import Message
 from tests.serving.conftest import serving
@@ -287,7 +287,7 @@ def test_a_conversation_has_the_special_tokens_of_its_template_alone():
         def __call__(self, text, add_special_tokens=True):
             return {"input_ids": [1] * add_special_tokens + [len(text)]}
 
-    assert prompt_of(Tokenizer(), [Message(role="user", content="hello")], None) == [8]
+    assert chat_prompt(Tokenizer(), [Message(role="user", content="hello")], None) == [8]
 
 
 @pytest.mark.parametrize("length", [b"x", b"-5", b"20001"])

@@ -2,14 +2,14 @@
 
 params.py     `SamplingParams`: what a request asks for
 request.py    `Request` and `RequestOutput`
-pages.py      `PagePool`: pages that are held, and free ones that may come again
-prefix.py     hashes of pages, by which prompts that begin alike find them
-scheduler.py  `Scheduler`: what runs in the next step, and who gives pages back
+pages.py      `PagePool`: pages in use, and free ones whose contents are cached
+prefix.py     hashes of pages, by which prompts with a common prefix share them
+scheduler.py  `Scheduler`: what runs in the next step, and which request is preempted
 sampler.py    the next token of each request
 stop.py       text up to a stop string
 structured.py text that follows a JSON schema, a regular expression, a choice or a grammar
-carried.py    which models are supported
-memory.py     how many pages there are
+supported.py  which models are supported
+memory.py     how many pages the cache has
 engine.py     `Engine`: add_request, step, stream, abort
 llm.py        `LLM`: generate, chat
 """

@@ -12,21 +12,22 @@ import torch
 
 from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep, StateSlots
 from easytorch.cache.arguments import cache_argument, positive
-from easytorch.generation.engine.carried import attending_layers, longest_row, no_masks, refusal
+from easytorch.generation.engine.supported import attending_layers, max_sequence_length, no_masks, refusal
 from easytorch.generation.engine.memory import room_for
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.request import Logprob, Request, RequestOutput
 from easytorch.generation.engine.sampler import logprobs_of, sample
-from easytorch.generation.engine.scheduler import Scheduler, Work
+from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
 from easytorch.generation.engine.structured import StructuredOutputs
+from easytorch.generation.engine.supported import backbone_of, max_sequence_length, refusal
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Sampled = tuple[Request, int, dict[int, Logprob] | None]
-# Of a model whose config bounds no row.
+# For a model whose config states no maximum length.
 _MOST_TOKENS = 1 << 20
 
 
@@ -52,8 +53,8 @@ class Engine:
     `ValueError` that says why. tokenizer: for prompts and outputs as text.
     max_memory: for keys, values and recurrent states; bytes as an int, or a share of the free memory as a float. By
     default half of it on a CPU, 0.9 elsewhere, and no more than all requests can fill.
-    max_batch_tokens: of one step. max_requests: that run at once; further ones wait. max_model_length: tokens of a
-    request, prompt and output; by default what model and memory allow.
+    max_batch_tokens: tokens of a step. max_requests: requests that run at once; others wait. max_model_length: tokens
+    of a request, prompt and output; by default what model and memory allow.
     prefix_reuse: pages of prompts that begin alike are computed once; not where the model has recurrent states.
 
     Not thread-safe: one thread calls it.
@@ -72,12 +73,12 @@ class Engine:
         prefix_reuse: bool = True,
     ) -> None:
         if (reason := refusal(model)) is not None:
-            raise ValueError(f"the engine does not carry this model: {reason}")
+            raise ValueError(f"the engine does not support this model: {reason}")
         positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
         if max_model_length is not None:
             positive(max_model_length=max_model_length)
         self.model, self.tokenizer = model, tokenizer
-        longest, why = longest_row(model)
+        longest, why = max_sequence_length(model)
         if max_model_length is not None and longest is not None and max_model_length > longest:
             raise ValueError(f"max_model_length={max_model_length} is above the {longest} positions: {why}")
         layers = attending_layers(model)
@@ -123,9 +124,9 @@ class Engine:
             while request_id in self._requests:
                 request_id = str(next(self._numbers))
         if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} is there already; give each an id of its own")
+            raise ValueError(f"request {request_id!r} exists already; request ids must be unique")
         tokens = self.tokens_of(prompt)
-        most_tokens = self._most_tokens(len(tokens), params)
+        max_length = self._max_length(len(tokens), params)
         for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if given and (wrong := [token for token in given if token >= self._vocabulary]):
                 raise ValueError(f"{name} has token {wrong[0]}; the vocabulary has {self._vocabulary}")
@@ -148,7 +149,7 @@ class Engine:
             tokens=tokens,
             params=params,
             seed=seed,
-            most_tokens=most_tokens,
+            max_length=max_length,
             end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
             stop_tokens=frozenset(params.stop_token_ids or ()),
             text=text,
@@ -176,18 +177,18 @@ class Engine:
         return tokens
 
     def step(self) -> list[RequestOutput]:
-        """Runs the model once, and gives the requests that got a token; [] where there is nothing to do.
+        """Runs the model once and returns the outputs of the requests that got a token; [] when there is nothing to do.
 
         A step that raises, or is interrupted, changes no request: all of them are recomputed in the next one.
         """
         try:
-            works = self._scheduler.schedule()
-            requests = [work.request for work in works if work.samples]
-            sampled = self._run(works, requests)
+            chunks = self._scheduler.schedule()
+            requests = [chunk.request for chunk in chunks if chunk.samples]
+            sampled = self._run(chunks, requests)
         except BaseException:
             self._scheduler.restart()  # the pages may be half written
             raise
-        self._steps += bool(works)
+        self._steps += bool(chunks)
         outputs = []
         for request, token, given in sampled:
             if request.generated == 0:
@@ -217,7 +218,7 @@ class Engine:
             self.abort(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request and gives its pages back; False where there is none of this id."""
+        """Ends a request and frees its pages; False for an unknown id."""
         if (request := self._requests.get(request_id)) is None:
             return False
         request.finish_reason = "abort"
@@ -230,7 +231,7 @@ class Engine:
             self.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the pages of earlier prompts: to be called when the model's weights have changed."""
+        """Empties the prefix cache; call it after the model's weights have changed."""
         if self._requests:
             raise ValueError(f"{len(self._requests)} requests are under way; end them first")
         self._pool.forget()
@@ -258,15 +259,15 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def _run(self, works: Sequence[Work], requests: Sequence[Request]) -> list[Sampled]:
-        """The next tokens of `requests`, those of the works that sample."""
-        if not works:
+    def _run(self, chunks: Sequence[ScheduledChunk], requests: Sequence[Request]) -> list[Sampled]:
+        """The next tokens of `requests`, which are those of the chunks with `samples`."""
+        if not chunks:
             return []
-        chunks = [Chunk(work.request.pages, work.start, work.end, work.request.slot) for work in works]
+        chunks = [Chunk(chunk.request.pages, chunk.start, chunk.end, chunk.request.slot) for chunk in chunks]
         step = RaggedStep(self._cache, chunks, self._states)
-        tokens = [token for work in works for token in work.request.tokens[work.start : work.end]]
-        ends = itertools.accumulate(work.end - work.start for work in works)
-        wanted = [end - 1 for work, end in zip(works, ends, strict=True) if work.samples]
+        tokens = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
+        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
+        wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
         device = self._cache.device
         output = self.model(
             input_ids=torch.tensor([tokens], device=device),
@@ -284,7 +285,7 @@ class Engine:
         self._scheduler.remove(request)
         del self._requests[request.request_id]
 
-    def _most_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+    def _max_length(self, prompt_length: int, params: SamplingParams) -> int:
         room = self.max_model_length - prompt_length
         if room < 1:
             raise ValueError(

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from easytorch.cache import RaggedPagesMetadata
 from easytorch.cache.memory import free_and_total
-from easytorch.generation.engine.carried import AttendingLayers
+from easytorch.generation.engine.supported import AttendingLayers
 
-# Of the memory that is free, unless max_memory says otherwise: the rest of a CPU's is other programs'.
+# The default share of the free memory; on a CPU the rest is left to other programs.
 _SHARE = {"cpu": 0.5}
 _SHARE_ELSEWHERE = 0.9
 

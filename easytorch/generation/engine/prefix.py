@@ -1,4 +1,4 @@
-"""The hashes by which pages are found again: of a full page's tokens and of everything before them."""
+"""The hashes of the prefix cache: of a full page's tokens and all tokens before them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hashlib import blake2b
 
 
 def extend_hashes(hashes: list[bytes], tokens: Sequence[int], page_size: int) -> None:
-    """Appends the hashes of the full pages of `tokens` that `hashes`, one a page, lack.
+    """Extends `hashes`, one for each page, to all full pages of `tokens`.
 
-    128 bits of BLAKE2b: two prompts that collide by chance, or that someone could find, do not exist in practice.
+    128 bits of BLAKE2b: a collision can neither be found nor be expected by chance.
     """
     for page in range(len(hashes), len(tokens) // page_size):
         content = array("q", tokens[page * page_size : (page + 1) * page_size])

@@ -1,4 +1,4 @@
-"""`Request`: one continuation of a prompt on its way through the engine, and `RequestOutput`, what is told of it."""
+"""`Request`: the state of one continuation of a prompt in the engine; `RequestOutput`: what users get of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place. rank: 1 for the likeliest."""
+    """The log probability of one token at one position. rank: 1 for the likeliest."""
 
     logprob: float
     rank: int
@@ -52,7 +52,7 @@ class RequestOutput:
 @dataclass(eq=False)
 class Request:
     """tokens: prompt and output. computed: of how many of them keys and values lie in `pages`, once the step that is
-    scheduled has run. hashes: of the full pages of tokens. most_tokens: it ends at this many tokens. slot: its number
+    scheduled has run. hashes: of the full pages of tokens. max_length: it ends at this many tokens. slot: its number
     among those that run."""
 
     request_id: str
@@ -61,7 +61,7 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     seed: int
-    most_tokens: int
+    max_length: int
     end_tokens: frozenset[int]
     stop_tokens: frozenset[int]
     text: StoppedText | None
@@ -85,7 +85,7 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     def append(self, token: int, logprobs: dict[int, Logprob] | None) -> None:
-        """Adds a token, and notes the reason where the request ends with it."""
+        """Appends a token, and sets `finish_reason` where the request ends with it."""
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -104,7 +104,7 @@ class Request:
             self.finish_reason, self.stop_reason = "abort", error
         elif self.structure is not None and self.structure.finished:
             self.finish_reason = "stop"
-        elif len(self.tokens) >= self.most_tokens:
+        elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"
         if self.text is not None and self.finish_reason is not None:
             matched = self.text.finish(search=not early and self.stop_reason is None)

@@ -1,4 +1,4 @@
-"""`Scheduler`: which tokens of which requests run in the next step, and whose pages they take."""
+"""`Scheduler`: which tokens of which requests run in the next step, and which requests are preempted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from easytorch.generation.engine.prefix import extend_hashes
 from easytorch.generation.engine.request import Request
 
 
-class Work(NamedTuple):
-    """Tokens [start, end) of a request run in this step; the last one's logits are wanted where `samples`."""
+class ScheduledChunk(NamedTuple):
+    """Tokens [start, end) of a request, which run in this step; `samples`: the next token is sampled after them."""
 
     request: Request
     start: int
@@ -26,8 +26,8 @@ class Scheduler:
     """First come, first served. A step has at most `max_batch_tokens` tokens: one of each request that decodes, then
     prompts, in chunks where they are longer than what is left.
 
-    A request begins when there are pages for all tokens it has. When a running one finds none for its next token, the
-    latest is preempted and recomputed later: the first can always go on.
+    A request is admitted when there are pages for all its tokens. When there is none for the next token of a running
+    one, the request admitted last is preempted and recomputed later, so the first can always continue.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self._let_go(request)
+        self._release(request)
 
     def restart(self) -> None:
-        """All requests wait, to be computed anew, and no page is held or remembered."""
+        """Moves all requests back to the queue, to be recomputed, and frees and uncaches every page."""
         self.pool.clear()
         self.waiting.extendleft(reversed(self.running))
         self.running = []
@@ -61,75 +61,75 @@ class Scheduler:
         for request in self.waiting:
             request.pages, request.computed, request.slot = [], 0, -1
 
-    def schedule(self) -> list[Work]:
-        works: list[Work] = []
+    def schedule(self) -> list[ScheduledChunk]:
+        chunks: list[ScheduledChunk] = []
         left = self.max_batch_tokens
         preempted = self.preemptions
         place = 0
         while place < len(self.running) and left:
             request = self.running[place]
             end = min(len(request.tokens), request.computed + left)
-            if not self._grow(request, end):
-                break  # it was the last one itself
-            works.append(self._take(request, end))
-            left -= works[-1].end - works[-1].start
+            if not self._extend_pages(request, end):
+                break  # preempted: it was admitted last
+            chunks.append(self._schedule_up_to(request, end))
+            left -= chunks[-1].end - chunks[-1].start
             place += 1
         while self.waiting and left and len(self.running) < self.max_requests and preempted == self.preemptions:
             request = self.waiting[0]
-            if not self._begin(request):
+            if not self._admit(request):
                 break
             self.running.append(self.waiting.popleft())
-            works.append(self._take(request, min(len(request.tokens), request.computed + left)))
-            left -= works[-1].end - works[-1].start
-        return works
+            chunks.append(self._schedule_up_to(request, min(len(request.tokens), request.computed + left)))
+            left -= chunks[-1].end - chunks[-1].start
+        return chunks
 
-    def _take(self, request: Request, end: int) -> Work:
-        """The work of a request up to `end`. Pages that it fills can be shared from now on: whoever does so runs in
+    def _schedule_up_to(self, request: Request, end: int) -> ScheduledChunk:
+        """Schedules a request up to `end` and caches the pages that this fills: a request that shares them runs in
         this step or later, and a step writes all its pages before it reads any."""
-        work = Work(request, request.computed, end)
+        chunk = ScheduledChunk(request, request.computed, end)
         request.computed = end
         if self.prefix_reuse:
             extend_hashes(request.hashes, request.tokens, self.page_size)
-            for page in range(work.start // self.page_size, end // self.page_size):
-                self.pool.remember(request.pages[page], request.hashes[page])
-        return work
+            for page in range(chunk.start // self.page_size, end // self.page_size):
+                self.pool.cache(request.pages[page], request.hashes[page])
+        return chunk
 
-    def _begin(self, request: Request) -> bool:
-        """Gives a waiting request pages for all its tokens, as far as they are there already shared ones."""
+    def _admit(self, request: Request) -> bool:
+        """Allocates pages for all tokens of a waiting request, sharing cached ones; False where there are too few."""
         shared: list[int] = []
         if self.prefix_reuse:
             extend_hashes(request.hashes, request.tokens, self.page_size)
             # one token at least is computed: its logits are what the next one is sampled from
             shared = self.pool.match(request.hashes[: (len(request.tokens) - 1) // self.page_size])
-        missing = self._pages_of(len(request.tokens)) - len(shared)
-        if not self.pool.can_take(missing, shared):
+        missing = self._num_pages(len(request.tokens)) - len(shared)
+        if not self.pool.can_allocate(missing, shared):
             return False
         self.pool.share(shared)
-        request.pages = shared + self.pool.take(missing)
+        request.pages = shared + self.pool.allocate(missing)
         request.slot = self._slots.pop()
         request.computed = len(shared) * self.page_size
         if request.cached is None:
             request.cached = request.computed
         return True
 
-    def _grow(self, request: Request, end: int) -> bool:
-        """Gives a running request the pages that its tokens up to `end` lack; False where it lost its own."""
-        missing = self._pages_of(end) - len(request.pages)
-        while missing > 0 and not self.pool.can_take(missing):
+    def _extend_pages(self, request: Request, end: int) -> bool:
+        """Allocates the pages for tokens up to `end`, preempting others; False where it was preempted itself."""
+        missing = self._num_pages(end) - len(request.pages)
+        while missing > 0 and not self.pool.can_allocate(missing):
             latest = self.running.pop()
-            self._let_go(latest)
+            self._release(latest)
             self.waiting.appendleft(latest)
             self.preemptions += 1
             if latest is request:
                 return False
-        request.pages += self.pool.take(max(0, missing))
+        request.pages += self.pool.allocate(max(0, missing))
         return True
 
-    def _let_go(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         if request.slot >= 0:
             self._slots.append(request.slot)
         request.pages, request.computed, request.slot = [], 0, -1
 
-    def _pages_of(self, tokens: int) -> int:
+    def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -9,7 +9,7 @@ from easytorch.generation.text import TextDecoder
 
 
 class StoppedText:
-    """visible: what may be shown. Until the end it lacks what could become a stop string."""
+    """visible: the text that may be shown; until the end, without what could become part of a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], *, include_stop: bool, skip_special_tokens: bool) -> None:
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=skip_special_tokens)

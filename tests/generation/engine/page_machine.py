@@ -48,26 +48,28 @@ class PageMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 1))
     def step(self, data: Any, token: int) -> None:
         waiting, preemptions = [*self.scheduler.waiting], self.scheduler.preemptions
-        works = self.scheduler.schedule()
-        assert works, "requests wait, and nothing runs"
-        assert all(work.start < work.end for work in works), "a work without a token"
+        chunks = self.scheduler.schedule()
+        assert chunks, "requests wait, and nothing runs"
+        assert all(chunk.start < chunk.end for chunk in chunks), "a work without a token"
         if self.scheduler.preemptions > preemptions:
-            assert not any(work.request in waiting for work in works), "a request begins with pages that another lost"
-        assert sum(work.end - work.start for work in works) <= self.scheduler.max_batch_tokens
-        assert len({id(work.request) for work in works}) == len(works)
-        for request, start, end in works:
+            assert not any(chunk.request in waiting for chunk in chunks), (
+                "a request begins with pages that another lost"
+            )
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.scheduler.max_batch_tokens
+        assert len({id(chunk.request) for chunk in chunks}) == len(chunks)
+        for request, start, end in chunks:
             for place in range(start, end):
                 self.slots[request.pages[place // self.size], place % self.size] = tuple(request.tokens[: place + 1])
-        for request, _, end in works:
+        for request, _, end in chunks:
             assert end <= len(request.tokens)
             for place in range(end):
                 slot = request.pages[place // self.size], place % self.size
                 assert self.slots[slot] == tuple(request.tokens[: place + 1]), "another request's tokens"
-        for work in works:
-            if work.samples:
-                work.request.append(token, None)
-                if work.request.finish_reason is not None:
-                    self.scheduler.remove(work.request)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.request.append(token, None)
+                if chunk.request.finish_reason is not None:
+                    self.scheduler.remove(chunk.request)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -77,8 +79,8 @@ class PageMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         """A step that raised: what it had to write is not there."""
-        works = self.scheduler.schedule()
-        for request, start, end in works:
+        chunks = self.scheduler.schedule()
+        for request, start, end in chunks:
             for place in range(start, end):
                 self.slots.pop((request.pages[place // self.size], place % self.size), None)
         self.scheduler.restart()
@@ -88,8 +90,8 @@ class PageMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         held = [page for request in self.requests for page in request.pages]
-        assert [held.count(page) for page in range(len(self.pool))] == self.pool.holders
-        assert self.pool.free == self.pool.holders.count(0)
+        assert [held.count(page) for page in range(len(self.pool))] == self.pool.ref_counts
+        assert self.pool.free == self.pool.ref_counts.count(0)
         assert all(len(set(request.pages)) == len(request.pages) for request in self.requests)
         order = [int(request.request_id) for request in self.requests]
         assert order == sorted(order), "the first to come is the first served"

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import easytorch
 from easytorch.generation import generate_tokens
 from easytorch.generation.engine import LLM, Engine, SamplingParams
-from easytorch.generation.engine.carried import attending_layers, refusal
+from easytorch.generation.engine.supported import attending_layers, refusal
 from easytorch.generation.engine.memory import room_for
 from tests.generation.engine.page_machine import PageMachine
 from tests.generation.engine.traffic import (
@@ -93,7 +93,7 @@ def test_every_native_family_is_carried_or_refused_by_name():
         model = model_of(family)
         if (reason := refusal(model)) is not None:
             assert type(model).__name__ in reason
-            with pytest.raises(ValueError, match="the engine does not carry this model"):
+            with pytest.raises(ValueError, match="the engine does not support this model"):
                 Engine(model)
             refused.add(family)
             continue

@@ -27,28 +27,28 @@ class Letters:
 
 def test_what_begins_a_prompt_is_kept_longest():
     pool = PagePool(4)
-    pages = pool.take(3)
+    pages = pool.allocate(3)
     hashes = [b"first", b"second", b"third"]
     for page, one in zip(pages, hashes, strict=True):
-        pool.remember(page, one)
+        pool.cache(page, one)
     pool.release(pages)
     assert pool.match(hashes) == pages
-    assert pool.take(2) == [3, pages[2]]  # the one never used, then the end of the prompt
-    assert pool.match(hashes) == pages[:2] and pool.remembered == 2
+    assert pool.allocate(2) == [3, pages[2]]  # the one never used, then the end of the prompt
+    assert pool.match(hashes) == pages[:2] and pool.num_cached == 2
 
 
 def test_of_pages_with_equal_tokens_the_first_is_remembered():
     pool = PagePool(3)
-    first, second = pool.take(2)
-    pool.remember(first, b"same")
-    pool.remember(second, b"same")
-    assert pool.match([b"same"]) == [first] and pool.remembered == 1
+    first, second = pool.allocate(2)
+    pool.cache(first, b"same")
+    pool.cache(second, b"same")
+    assert pool.match([b"same"]) == [first] and pool.num_cached == 1
     pool.release([second])
-    pool.take(2)  # the second of them among these
+    pool.allocate(2)  # the second of them among these
     assert pool.match([b"same"]) == [first]
     pool.release([first])
-    pool.take(1)
-    assert pool.match([b"same"]) == [] and pool.remembered == 0
+    pool.allocate(1)
+    assert pool.match([b"same"]) == [] and pool.num_cached == 0
 
 
 def test_a_preempted_request_waits_before_those_that_never_ran():

@@ -1,4 +1,4 @@
-"""`--help` in any terminal: the table where it fits, else plain lines, which cut no name."""
+"""`--help` in any terminal: typer's table where it fits, else plain lines, so that no option's name is truncated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BESIDE = 64
 _NARROWEST = 30
 
 
-class WholeNames:
-    """Before a class of typer's, whose table cuts names where it does not fit the terminal."""
+class FullNamesMixin:
+    """For a command of typer, whose table truncates names in a narrow terminal."""
 
     rich_markup_mode: Any
 
@@ -28,5 +28,5 @@ class WholeNames:
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
 
-class WholeHelp(WholeNames, TyperCommand):
-    """A typer command with `WholeNames`."""
+class FullNamesCommand(FullNamesMixin, TyperCommand):
+    """A typer command with `FullNamesMixin`."""

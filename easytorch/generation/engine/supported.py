@@ -26,7 +26,7 @@ def refusal(model: Any) -> str | None:
     layers = attending_layers(model)
     if layers is None:
         return (
-            f"{name} is not a native decoder, and attends to no pages; docs/models.md lists the native ones, and "
+            f"{name} is not a native decoder, and cannot attend over pages; docs/models.md lists the native ones, and "
             "model.generate_batch is transformers' own engine"
         )
     if CHUNKED in layers.types:
@@ -44,7 +44,7 @@ def refusal(model: Any) -> str | None:
     implementation = attn_implementation(model.config)
     if any(not _attends_to_pages(layer, implementation) for layer in layers.modules):
         return (
-            f"{name} was loaded with attn_implementation={implementation!r}, which attends to no pages, or returns "
+            f"{name} was loaded with attn_implementation={implementation!r}, which cannot attend over pages or returns "
             'attention weights; load it with attn_implementation="easytorch"'
         )
     return None
@@ -110,13 +110,13 @@ def _attends_to_pages(layer: Any, implementation: str) -> bool:
 
 
 def backbone_of(model: Any) -> DecoderBackbone | None:
-    """The native decoder of a model of text, which OPT's base model holds; None where there is none."""
+    """The native decoder of a language model (in OPT an attribute of the base model), or None."""
     base = model.base_model
     return next((one for one in (base, getattr(base, "decoder", None)) if isinstance(one, DecoderBackbone)), None)
 
 
-def longest_row(model: Any) -> tuple[int | None, str]:
-    """How many tokens a request may have, None for any number; and why."""
+def max_sequence_length(model: Any) -> tuple[int | None, str]:
+    """The most tokens of a request, prompt and output, None for no limit; and the reason for the limit."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

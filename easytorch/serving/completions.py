@@ -1,4 +1,4 @@
-"""Chat and completions: the engine's outputs as OpenAI's objects, at once or as a stream of events."""
+"""Chat completions and completions: the engine's outputs as OpenAI's objects, complete or as a stream of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 class Kind(Protocol):
-    """What chat and completions say in their own ways."""
+    """What differs between chat completions and completions."""
 
     prefix: str
     object: str
@@ -59,7 +59,7 @@ class Chat:
         for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
             # the chosen token is there too, and may be none of the likeliest
             best = sorted(given.values(), key=lambda one: one.rank)[: self._top_logprobs]
-            content.append(_of_token(given[token]) | {"top_logprobs": [_of_token(one) for one in best]})
+            content.append(_token_logprob(given[token]) | {"top_logprobs": [_token_logprob(one) for one in best]})
         return {"content": content, "refusal": None}
 
 
@@ -67,7 +67,7 @@ class Completions:
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, echoes: Sequence[str] | None) -> None:
-        """echoes: the prompts' texts, where the answer is to begin with them; one for each choice."""
+        """echoes: the prompts' texts, where the response begins with them; one for each choice."""
         self._echoes = echoes
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _text(logprob: Logprob) -> str:
     return logprob.decoded_token or ""
 
 
-def _of_token(logprob: Logprob) -> dict[str, Any]:
+def _token_logprob(logprob: Logprob) -> dict[str, Any]:
     return {"token": _text(logprob), "logprob": logprob.logprob, "bytes": list(_text(logprob).encode())}
 
 
@@ -118,7 +118,7 @@ class Usage:
         self._n = n
         self._last: dict[int, RequestOutput] = {}
 
-    def see(self, place: int, output: RequestOutput) -> None:
+    def update(self, place: int, output: RequestOutput) -> None:
         self._last[place] = output
 
     def body(self) -> dict[str, Any]:
@@ -137,10 +137,10 @@ def head(kind: Kind, model: str, object_: str) -> dict[str, Any]:
 
 
 async def answer(kind: Kind, model: str, outputs: Outputs, n: int) -> dict[str, Any]:
-    """The whole answer, when every continuation has ended."""
+    """The complete response, once every continuation has ended."""
     usage, last = Usage(n), dict[int, RequestOutput]()
     async for place, output in outputs:
-        usage.see(place, output)
+        usage.update(place, output)
         last[place] = output
     choices = [kind.choice(place, last[place]) for place in sorted(last)]
     return head(kind, model, kind.object) | {"choices": choices, "usage": usage.body()}
@@ -158,7 +158,7 @@ async def stream(kind: Kind, model: str, outputs: Outputs, n: int, *, include_us
 
     try:
         async for place, output in outputs:
-            usage.see(place, output)
+            usage.update(place, output)
             completion = output.outputs[0]
             if place not in shown:
                 shown[place] = known[place] = 0
