@@ -180,7 +180,7 @@ def timed(candidates: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
 
 
 class Report:
-    """Lines of the table, and the bars that were missed."""
+    """Lines of the table, and the targets that were missed."""
 
     def __init__(self) -> None:
         self.missed: list[str] = []
@@ -223,7 +223,7 @@ def bench_block(report: Report, repeats: int) -> None:
 
 
 def bench_bf16(report: Report, repeats: int) -> None:
-    """bfloat16, by whatever the default backend makes of it."""
+    """bfloat16 on the default backend."""
     module = Block().eval().bfloat16()
     x = torch.randn(1, LENGTH, HIDDEN).bfloat16()
     ours = frontend.compile(module, (x,))
@@ -236,7 +236,7 @@ def bench_bf16(report: Report, repeats: int) -> None:
 
 
 def bench_compile(report: Report, repeats: int) -> None:
-    """To the first result."""
+    """The time to the first result."""
     module = Block().eval()
     x = torch.randn(1, LENGTH, HIDDEN)
     with torch.no_grad():
@@ -289,7 +289,7 @@ def bench_growth(report: Report, repeats: int) -> None:
 
 
 def bench_call(report: Report, repeats: int) -> None:
-    """What a call costs beyond its work."""
+    """The overhead of a call."""
     import jax
 
     backend = backends.new("xla")

@@ -361,7 +361,7 @@ def processor_seconds(line: list[str], environment: dict[str, str]) -> float:
 
 
 def missed(row: dict[str, Any]) -> list[str]:
-    """The bars that a row does not reach."""
+    """The targets that a row misses."""
     if "command" in row:
         return [f"{row['bar']} s"] if row["processor_seconds"] > row["bar"] else []
     if "VmRSS" in row:

@@ -68,7 +68,7 @@ def pair(sizes: dict[str, int], dtype: torch.dtype, attention: str | None) -> di
 
 
 def decode(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> float:
-    """Seconds a token, after the prompt."""
+    """Seconds per token, after the prompt."""
     cache = DynamicCache(config=model.config)
     token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
     start = time.perf_counter()

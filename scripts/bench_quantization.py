@@ -124,7 +124,7 @@ class Sentences:
 
 
 def bits(model: Any) -> float:
-    """Bits a number of the quantized layers."""
+    """Bits per weight of the quantized layers."""
     layers = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
     stored = sum(buffer.numel() * buffer.element_size() for one in layers for buffer in one.buffers())
     return 8 * stored / sum(one.in_features * one.out_features for one in layers)

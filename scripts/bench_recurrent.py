@@ -68,7 +68,7 @@ def prefill(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def decode(model: Any, ids: torch.Tensor) -> Callable[[], None]:
-    """Four tokens, one by one, after the others."""
+    """Four decoding steps after the prompt."""
     cache = model(ids, logits_to_keep=1).past_key_values
 
     def run() -> None:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def values(seed: int, configs: list[str]) -> Iterator[list[str]]:
-    """What differs, operation by operation."""
+    """The differences, by operation."""
     special = importlib.import_module("tests.backends.special")
     for op_type in special.EXACT if "numpy" in configs else ():
         yield list(special.inexact(op_type, seed, 400))

@@ -202,7 +202,7 @@ def run_mutations(mutations: list[Mutation], root: Path, jobs: int, timeout: flo
 
 
 def summarize(results: list[Result]) -> str:
-    """A line a room, the survivors, and the total."""
+    """One line per room, the survivors, and the total."""
     rooms: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         rooms[result.mutation.room].append(result)

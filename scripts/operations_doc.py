@@ -222,7 +222,7 @@ def keyword_names(operation: OperationImpl) -> tuple[str, ...]:
 
 
 def matrix(operation: OperationImpl, call: Call) -> str:
-    """The features of one operation by backend, its reasons below."""
+    """The features of one operation by backend, with the reasons below."""
     columns: dict[str, list[str]] = {"native": ["native"]}
     for platform, backend in backends(operation).items():
         if backend:
@@ -264,7 +264,7 @@ def _resizes(call: Call) -> bool:
 
 
 def chosen(operation: OperationImpl) -> str:
-    """What the chooser runs for each feature."""
+    """The implementation chosen for each feature."""
     call = typical(operation)
     assert call is not None
     platforms = [platform for platform in PLATFORMS if platform != "cpu"]

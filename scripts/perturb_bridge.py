@@ -149,7 +149,7 @@ def _without(state: State, name: str) -> State:
 
 @dataclass
 class Outcome:
-    """What came of a family and a target."""
+    """The result for one family and target."""
 
     counts: Counter = field(default_factory=Counter)
     losses: list[str] = field(default_factory=list)

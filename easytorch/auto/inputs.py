@@ -22,7 +22,7 @@ _CORRECTIONS = 3
 def working_inputs(model: PreTrainedModel, seed: int = 0) -> tuple[Inputs | None, str]:
     """(what `model` runs with or None, what the likeliest candidate failed with)."""
     failure = ""
-    for candidate in candidates(model, seed):
+    for candidate in candidate_inputs(model, seed):
         inputs: Inputs | None = candidate
         for _ in range(_CORRECTIONS):
             if inputs is None or sum(tensor.numel() for tensor in inputs.values()) > MOST_NUMBERS:
@@ -90,7 +90,7 @@ _GROUPS = (
 )
 
 
-def candidates(model: PreTrainedModel, seed: int = 0) -> Iterator[Inputs]:
+def candidate_inputs(model: PreTrainedModel, seed: int = 0) -> Iterator[Inputs]:
     """Possible inputs for `model`, the likeliest first; the caller tries them."""
     parameters = inspect.signature(model.forward).parameters
     names = [name for name in parameters if name not in ("args", "kwargs")]

@@ -96,5 +96,5 @@ def by_style(style: str | None, ndim: int) -> tuple[int | None, int]:
 
 
 def generic_name(name: str) -> str:
-    """Layers by a star, as plans write them."""
+    """`layers.*.mlp` for `layers.3.mlp`, as plans are keyed."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -33,7 +33,7 @@ def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
 def parse_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
     """{"fsdp": 4, "tp": 2} of "fsdp=-1,tp=2" and 8 devices, in the order of `AXES`.
 
-    One size may be -1: it gets the devices that the others leave. `ValueError` where they do not make up `devices`.
+    One size may be -1 for the remaining devices. `ValueError` where they do not make up `devices`.
     """
     given = _parse(axes) if isinstance(axes, str) else dict(axes)
     if not given:
@@ -66,7 +66,7 @@ def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> Device
 
 
 def release_groups(mesh: DeviceMesh | None) -> None:
-    """Lets go of the groups of a mesh, None for none, after `destroy_process_group`.
+    """Release the process groups of a mesh (None for none) after `destroy_process_group`.
 
     torch (2.13) keeps them in the mesh, DTensor's caches keep the mesh, and the groups of gloo keep their threads.
     """

@@ -28,7 +28,7 @@ def shard_model(
     and what none matches is as the model declares it. Where a rule stores a weight otherwise than it is computed with,
     it is redistributed for each use: the numbers are the same.
     uneven: a dimension that does not divide over "tp" is an error, or its attention, network or embedding is left
-    whole on every rank ("replicate").
+    unsharded on every rank ("replicate").
     """
     if uneven not in ("error", "replicate"):
         raise ValueError(f"uneven must be 'error' or 'replicate', got {uneven!r}")

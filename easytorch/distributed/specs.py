@@ -21,12 +21,12 @@ PartitionSpec = tuple[Axes, ...]
 
 
 def axis_names(axes: Axes) -> tuple[str, ...]:
-    """The names of one dimension's entry."""
+    """The mesh axes in one dimension's entry of a spec."""
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def entry(names: Iterable[str]) -> Axes:
-    """One dimension's entry of these names."""
+    """One dimension's entry of a spec, for these mesh axes."""
     found = tuple(names)
     return found[0] if len(found) == 1 else found or None
 

@@ -201,5 +201,5 @@ QUANTIZED = (QuantizedLinear, QuantizedStacks)
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether a module of `model` has its weights in few bits."""
+    """Whether any module of `model` has quantized weights."""
     return any(isinstance(module, QUANTIZED) for module in model.modules())

@@ -43,13 +43,13 @@ class FormatSettings(NamedTuple):
 
     @property
     def storage(self) -> str:
-        """The operation's format."""
+        """The name of the format in `quantized_matmul`."""
         if self.format in BLOCKS:
             return self.format
         return "int8" if self.format == "affine" and (self.bits or 4) > 4 else STORAGE[self.format][0]
 
     def columns(self, width: int) -> int:
-        """How many columns of a weight of `width` share a scale."""
+        """How many of a weight's `width` columns share a scale."""
         return width if self.group_size is None else min(self.group_size, width)
 
     def __str__(self) -> str:

@@ -87,7 +87,7 @@ class VideoTextModel(ArgumentsInOrder):
     def get_video_features(
         self, pixel_values_videos: torch.Tensor, video_grid_thw: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """As `get_image_features`, of videos."""
+        """`get_image_features` for videos."""
         return self.encode("video", pixel_values_videos, video_grid_thw, kwargs)
 
     def get_placeholder_mask(
@@ -292,7 +292,7 @@ class VideoTextHead(ImageTextHead):
     )
 
     def get_video_features(self, pixel_values_videos: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the backbone's."""
+        """The backbone's method."""
         backbone: Any = self.base_model
         return backbone.get_video_features(pixel_values_videos, *args, **kwargs)
 

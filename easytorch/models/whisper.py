@@ -175,7 +175,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
 
 
 class WhisperDecoderWrapper(WhisperPreTrainedModel):
-    """The decoder under the name that it has in `WhisperModel`."""
+    """The decoder under its name in `WhisperModel`."""
 
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__(config)

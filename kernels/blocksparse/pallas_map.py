@@ -33,7 +33,7 @@ class Walk(NamedTuple):
         return int(self.tiles.shape[1])
 
 
-def candidates(n: Grid, rule: Rule, *, everything: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def candidate_blocks(n: Grid, rule: Rule, *, everything: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row tile, column tile, state) of every tile that may be needed, by row tiles; what is static of its state.
 
     everything: list the empty tiles too. A row tile that needs none has one, EMPTY.
@@ -54,7 +54,7 @@ def walks(
     key_segments: Array | None, *, by_columns: bool, everything: bool = False,
 ) -> Walk:  # fmt: skip
     """The walk of a call by row tiles, or by column tiles. begin, end (B or 1, T); mask (Bx, Hx, Tx, Sx)."""
-    rows, columns, static = candidates(n, rule, everything=everything)
+    rows, columns, static = candidate_blocks(n, rule, everything=everything)
     if by_columns:
         missing = np.setdiff1d(np.arange(n.column_tiles), columns)
         rows, columns = np.concatenate([rows, np.zeros_like(missing)]), np.concatenate([columns, missing])

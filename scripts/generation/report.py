@@ -34,7 +34,7 @@ class Figures:
         return json.dumps(asdict(self), indent=1)
 
     def rate(self, dtype: str, row: str, what: str) -> float:
-        """Tokens a second, of the median."""
+        """Tokens per second, by the median."""
         return 1 / statistics.median(one[what] for one in self.rounds[dtype][row])
 
     def ratio(self, dtype: str, row: str, rival: str, what: str) -> float | None:
@@ -44,11 +44,11 @@ class Figures:
         return statistics.median(ratios) if ratios and row != rival else None
 
     def bandwidth(self, dtype: str) -> float:
-        """Bytes a second of a plain read."""
+        """Bytes per second of a plain read."""
         return READ_BYTES * self.rate(dtype, "machine", "generate")
 
     def arithmetic(self, dtype: str) -> float:
-        """Operations a second of a large product."""
+        """Floating-point operations per second of a large matrix product."""
         return 2 * GEMM**3 * self.rate(dtype, "machine", "prefill")
 
     def rows(self) -> Iterator[tuple[str, ...]]:

@@ -28,7 +28,7 @@ class Explainer:
     """Expressions over the keys of some configs."""
 
     def __init__(self, samples: Sequence[Built], switches: Iterable[str], keys: Collection[str] = ()) -> None:
-        """keys: those that may stand in expressions; all without."""
+        """keys: those that expressions may use; None allows all."""
         self._settings = [sample.values for sample in samples]
         first = [key for key in self._settings[0] if not keys or key in keys]
         self._sizes = [key for key in first if all(_is_size(values[key]) for values in self._settings)]
@@ -142,7 +142,7 @@ class Folded:
         self._names = names
 
     def template(self, name: str) -> tuple[str, Indexes]:
-        """`name` with counts for its running numbers, and those."""
+        """`name` with its numbers replaced by counters, and the numbers."""
         parts: list[str] = []
         indexes: list[int] = []
         for part in name.split("."):
@@ -181,7 +181,7 @@ class Folded:
 
 
 def merged(orders: Iterable[Sequence[str]]) -> list[str]:
-    """One order of all that stands in some of `orders`."""
+    """One order of all elements of `orders`."""
     made: list[str] = []
     for order in orders:
         place = 0

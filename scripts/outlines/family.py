@@ -257,7 +257,7 @@ class Family:
         return found
 
     def _made(self, samples: list[tuple[Settings, Built]], made: dict[str, str]) -> None:
-        """How what config.json leaves out is made of other keys."""
+        """Expressions for the keys that config.json leaves out."""
         for key in self.sampler.keys.values():
             if key.default is not None or key.kind != "size" or key.name in made:
                 continue
@@ -393,7 +393,7 @@ def _under(start: str, leaf: str | None) -> str | None:
 
 
 def written(content: Mapping[str, Any]) -> str:
-    """The file: a row or a key a line."""
+    """The file's text: one row or key per line."""
     lines = ["{"]
     for key in ("default", "labels", "made", "same", "fits"):
         lines.append(f"  {json.dumps(key)}: {json.dumps(content[key])},")

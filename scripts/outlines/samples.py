@@ -124,7 +124,7 @@ class Key:
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """The values but None."""
+        """The values that are not None."""
         return tuple(value for value in self.values if value is not None)
 
     @property
@@ -168,7 +168,7 @@ class Sampler:
         )
 
     def small(self) -> Settings:
-        """Sizes alone, the first value of each."""
+        """The first value of each size."""
         sizes = iter(_SIZES * 20)
         firsts = {
             key.name: next(sizes) if key.numbers == _SIZES else key.numbers[0]
@@ -217,7 +217,7 @@ class Sampler:
         return settings
 
     def _lists(self, settings: Settings, generator: random.Random) -> Settings:
-        """Lists with an entry a layer, of just so many layers."""
+        """Lists with one entry per layer, for this many layers."""
         made: Settings = {}
         for key in self.keys.values():
             if key.kind not in LISTS:
@@ -346,7 +346,7 @@ def _parts(config_class: Any) -> dict[str, Any]:
 
 
 def same_keys(config_class: Any) -> dict[str, str]:
-    """Other names of keys."""
+    """Aliases of keys."""
     same = dict(getattr(config_class, "attribute_map", None) or {})
     for name, part in _parts(config_class).items():
         same |= {f"{name}.{other}": f"{name}.{key}" for other, key in same_keys(part).items()}
