@@ -165,7 +165,7 @@ def _read(
             return _read_compressed(reader, file, layers, prefix, config)
     if packed.method in (GPT_OSS, COMPRESSED):
         with format_.open(file) as reader:
-            made, state, decoded = read_fp4(reader, file, model, config, pattern_of, _layer)
+            made, state, decoded = read_fp4(reader, file, model, config, pattern_of, find_layer)
         _warn_decoded(decoded, packed.method)
         if made is not None:
             config.quantization_config = QuantizationConfig(**made).to_dict()
