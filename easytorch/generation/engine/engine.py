@@ -234,7 +234,7 @@ class Engine:
         """Empties the prefix cache; call it after the model's weights have changed."""
         if self._requests:
             raise ValueError(f"{len(self._requests)} requests are under way; end them first")
-        self._pool.forget()
+        self._pool.clear_cache()
 
     @property
     def page_bytes(self) -> int:
