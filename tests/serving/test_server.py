@@ -236,7 +236,7 @@ def test_the_other_errors_have_openai_s_body(client, address):
         f"{address}/v1/completions", content=content, headers=headers | {"Content-Type": "application/json"} | more
     )
     for content, status, message in (
-        (b'{"model": "small", ', 400, "the body is no JSON"),
+        (b'{"model": "small", ', 400, "the body is not JSON"),
         (b"[" * 5000, 400, ""),
         (b"\xff\xfe", 400, ""),
         (b"", 400, ""),
