@@ -18,8 +18,8 @@ _LATENT_ATTENTION = OperationRegistry.create("ragged_page_multi_latent_attention
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, end) of a sequence. pages: those of the pool that hold its tokens [0, end), in order. slot: of its
-    recurrent states."""
+    """Tokens [start, end) of a sequence. pages: those of the pool that hold its tokens [0, end), in order. slot: the
+    index of its recurrent states."""
 
     pages: Sequence[int]
     start: int
@@ -31,14 +31,14 @@ class RaggedStep:
     """What a native model takes as `past_key_values` in a call of one row (1, N): the tokens of the chunks, in order.
 
     Each layer's keys and values are written to the pages first, those of all chunks, and then attended to. So a
-    sequence may have pages that another one of the same call fills: both begin with the same tokens.
+    sequence may share pages that another one of the same call fills, for a common prefix.
     positions (1, N): the tokens' places in their sequences. slots (N,): their places in the pool.
-    states: of recurrent layers, where the model has some.
+    states: of recurrent layers, if the model has any.
     """
 
     def __init__(self, cache: RaggedPagesCache, chunks: Sequence[Chunk], states: StateSlots | None = None) -> None:
         self._cache = cache
-        self._parts = [] if states is None else _parts(states, chunks, cache.device)
+        self._batches = [] if states is None else _recurrent_batches(states, chunks, cache.device)
         device, size = cache.device, cache.metadata.page_size
         positions: list[int] = []
         slots: list[int] = []
@@ -89,13 +89,13 @@ class RaggedStep:
         attended: Tensor = output.attention_outputs[None]
         return attended
 
-    def run_sequences(self, run: Callable[[Tensor, SequenceStates], Tensor], hidden_states: Tensor) -> Tensor:
-        """A recurrent layer over the sequences, each by itself; those of one token are the rows of one call.
+    def map_sequences(self, run: Callable[[Tensor, SequenceStates], Tensor], hidden_states: Tensor) -> Tensor:
+        """Runs a recurrent layer on each sequence; all sequences of one token are one batch.
 
         run: hidden_states (B, T, D) of sequences and their states -> (B, T, D). hidden_states (1, N, D) -> (1, N, D).
         """
         outputs: Tensor | None = None
-        for rows, columns, states in self._parts:
+        for rows, columns, states in self._batches:
             given = hidden_states[0, columns].unflatten(0, (rows, -1))
             output = run(given, states).flatten(0, 1)
             if outputs is None:
@@ -105,11 +105,11 @@ class RaggedStep:
         return outputs
 
 
-def _parts(
+def _recurrent_batches(
     states: StateSlots, chunks: Sequence[Chunk], device: torch.device
 ) -> list[tuple[int, Tensor | slice, SequenceStates]]:
-    """What is run together: (sequences, their tokens' places in the step, their states)."""
-    parts: list[tuple[int, Tensor | slice, SequenceStates]] = []
+    """The calls of a recurrent layer: (batch size, positions of the tokens in the step, states)."""
+    batches: list[tuple[int, Tensor | slice, SequenceStates]] = []
     single: list[tuple[int, int]] = []
     place = 0
     for chunk in chunks:
@@ -117,11 +117,11 @@ def _parts(
         if count == 1 and chunk.start > 0:
             single.append((place, chunk.slot))
         else:
-            own = SequenceStates(states, [chunk.slot], device, begins=chunk.start == 0)
-            parts.append((1, slice(place, place + count), own))
+            own = SequenceStates(states, [chunk.slot], device, has_initial_states=chunk.start > 0)
+            batches.append((1, slice(place, place + count), own))
         place += count
     if single:
         places, slots = zip(*single, strict=True)
         rows = torch.tensor(places, device=device)
-        parts.append((len(single), rows, SequenceStates(states, slots, device, begins=False)))
-    return parts
+        batches.append((len(single), rows, SequenceStates(states, slots, device, has_initial_states=True)))
+    return batches

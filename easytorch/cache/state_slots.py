@@ -12,8 +12,8 @@ from torch import Tensor
 class StateSlots:
     """For each recurrent layer the last inputs of its convolution (slots, C, width) and its state (slots, ...).
 
-    Tensors are made at a layer's first update, whose shapes and dtypes they take. A slot's contents mean nothing to a
-    sequence that begins: `SequenceStates` does not read them.
+    Tensors are made at a layer's first update, whose shapes and dtypes they take. The slot of a new
+    sequence holds the states of an earlier one, which `SequenceStates` does not read.
     """
 
     def __init__(self, count: int) -> None:
@@ -26,7 +26,7 @@ class StateSlots:
     def write(self, kind: str, layer_idx: int, slots: Tensor, state: Tensor) -> None:
         """state (sequences, ...), of the sequences of `slots`."""
         if (kind, layer_idx) not in self._tensors:
-            # not filled: memory is then taken as slots are written
+            # not filled: memory is committed as slots are written
             self._tensors[kind, layer_idx] = state.new_empty((self.count, *state.shape[1:]))
         self._tensors[kind, layer_idx][slots] = state
 
@@ -34,16 +34,18 @@ class StateSlots:
 class SequenceStates:
     """The states of some sequences of a step, as transformers' `Cache` gives them to a recurrent layer.
 
-    begins: the sequences have no earlier tokens.
+    has_initial_states: the sequences have earlier tokens; without any, states begin at zero.
     """
 
-    def __init__(self, states: StateSlots, slots: Sequence[int], device: torch.device, *, begins: bool) -> None:
-        self._states, self._begins = states, begins
+    def __init__(
+        self, states: StateSlots, slots: Sequence[int], device: torch.device, *, has_initial_states: bool
+    ) -> None:
+        self._states, self._has_initial_states = states, has_initial_states
         self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
         self.layers = _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None) -> bool:
-        return not self._begins
+        return self._has_initial_states
 
     def read(self, kind: str, layer_idx: int) -> Tensor:
         return self._states.read(kind, layer_idx, self._slots)
@@ -51,7 +53,7 @@ class SequenceStates:
     def update_conv_state(self, x: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: Any) -> None:
         """Keeps the last `conv_kernel_size` inputs: x (sequences, C, T) and what came before it, zeros at first."""
         missing = max(0, conv_kernel_size - x.shape[-1])
-        past = x.new_zeros(*x.shape[:-1], missing) if self._begins else self.read("convolution", layer_idx)
+        past = self.read("convolution", layer_idx) if self._has_initial_states else x.new_zeros(*x.shape[:-1], missing)
         kept = torch.cat([past, x], dim=-1)[..., -conv_kernel_size:]
         self._states.write("convolution", layer_idx, self._slots, kept)
 

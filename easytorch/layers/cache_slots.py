@@ -21,7 +21,7 @@ SHARE, LEAST = 8, 64
 _UPDATE = Cache.update
 
 
-class Room:
+class KVBuffer:
     """The memory of a dynamic layer; `keys` and `values` are the views that the layer has been given last."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -44,21 +44,21 @@ class Target(NamedTuple):
 
     slot: Slot
     layer: Any
-    room: Room | None
+    buffer: KVBuffer | None
 
     def written(self) -> None:
         """Called when the slot has been written."""
-        layer, room = self.layer, self.room
-        if room is None:
+        layer, buffer = self.layer, self.room
+        if buffer is None:
             layer.cumulative_length.add_(1)
             return
-        room.end += 1
+        buffer.end += 1
         if type(layer) is DynamicSlidingWindowLayer:
             layer.cumulative_length += 1
-            room.begin = max(room.begin, room.end - layer.sliding_window + 1)
-        keys, values = room.memory
-        room.keys = layer.keys = keys[:, :, room.begin : room.end]
-        room.values = layer.values = values[:, :, room.begin : room.end]
+            buffer.begin = max(buffer.begin, buffer.end - layer.sliding_window + 1)
+        keys, values = buffer.memory
+        buffer.keys = layer.keys = keys[:, :, buffer.begin : buffer.end]
+        buffer.values = layer.values = values[:, :, buffer.begin : buffer.end]
 
 
 def slot_of(cache: Any, layer_idx: int, rows: int, dtype: torch.dtype) -> Target | None:
@@ -84,10 +84,10 @@ def slot_of(cache: Any, layer_idx: int, rows: int, dtype: torch.dtype) -> Target
         return Target(Slot(keys, values, 0, at, keys.shape[2]), layer, None) if at < keys.shape[2] else None
     if kind is DynamicSlidingWindowLayer and (layer.record_past or layer.sliding_window < 2):
         return None
-    room: Room | None = layer.__dict__.get("_room")
-    if room is None or not room.is_of(layer):
-        room = layer._room = Room(keys, values)
-    return Target(Slot(*room.memory, first=room.begin, slot=room.end, end=room.end + 1), layer, room)
+    buffer: KVBuffer | None = layer.__dict__.get("_buffer")
+    if buffer is None or not buffer.is_of(layer):
+        buffer = layer._buffer = KVBuffer(keys, values)
+    return Target(Slot(*buffer.memory, first=buffer.begin, slot=buffer.end, end=buffer.end + 1), layer, buffer)
 
 
 def _extended(tensor: Tensor, size: int) -> Tensor:

@@ -76,7 +76,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
         return None
     if mask is None:
         # without a mask a static cache's keys that were not written would be seen
-        if target.room is None:
+        if target.buffer is None:
             return None
         window = features.get("sliding_window")
         if window is not None and slot.end - slot.first > window:

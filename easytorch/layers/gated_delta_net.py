@@ -13,7 +13,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from easytorch.layers.basics import activation
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm, rms_norm
-from easytorch.layers.recurrent import by_sequence, convolve, recurrent_state, segments, without_padding
+from easytorch.layers.recurrent import convolve, per_sequence, recurrent_state, segments, without_padding
 from easytorch.operations import OperationRegistry
 
 gated_delta_rule = OperationRegistry.create("gated_delta_rule")
@@ -70,7 +70,7 @@ class GatedDeltaNet(nn.Module):
         initialization.copy_(self.A_log, decays.log())
 
     @force_accelerate_hooks("conv1d")
-    @by_sequence
+    @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,

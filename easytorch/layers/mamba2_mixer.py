@@ -12,7 +12,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from easytorch.layers.basics import activation
 from easytorch.layers.linear import linear
-from easytorch.layers.recurrent import GroupedRMSNorm, by_sequence, convolve, recurrent_state, without_padding
+from easytorch.layers.recurrent import GroupedRMSNorm, convolve, per_sequence, recurrent_state, without_padding
 from easytorch.operations import OperationRegistry
 
 ssm2 = OperationRegistry.create("ssm2")
@@ -81,7 +81,7 @@ class Mamba2Mixer(nn.Module):
         return self.norm(scanned)
 
     @force_accelerate_hooks("conv1d")
-    @by_sequence
+    @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -13,7 +13,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from easytorch.layers.basics import activation
 from easytorch.layers.linear import linear, plain_weight
 from easytorch.layers.mamba2_mixer import initial_time_steps
-from easytorch.layers.recurrent import by_sequence, convolve, recurrent_state, without_padding
+from easytorch.layers.recurrent import convolve, per_sequence, recurrent_state, without_padding
 from easytorch.operations import OperationRegistry
 
 ssm1 = OperationRegistry.create("ssm1")
@@ -60,7 +60,7 @@ class MambaMixer(nn.Module):
         initialization.copy_(self.dt_proj.bias, initial_time_steps(config, channels, self.dt_proj.bias.device))
 
     @force_accelerate_hooks(["conv1d", "dt_proj"])
-    @by_sequence
+    @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -53,15 +53,15 @@ def without_padding(hidden_states: torch.Tensor, mask: torch.Tensor | None) -> t
     return hidden_states if mask is None else hidden_states * mask[:, :, None].to(hidden_states.dtype)
 
 
-def by_sequence(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A mixer's forward that also takes a step of many sequences (cache/ragged_step.py), which it runs one by one."""
+def per_sequence(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Decorates a mixer's forward: for a `RaggedStep` it runs once per sequence (cache/ragged_step.py)."""
 
     @functools.wraps(forward)
     def run(self: nn.Module, hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        if not hasattr(cache_params, "run_sequences"):
+        if not hasattr(cache_params, "map_sequences"):
             return forward(self, hidden_states, cache_params, **kwargs)
         step = functools.partial(forward, self, **kwargs)
-        output: torch.Tensor = cache_params.run_sequences(step, hidden_states)
+        output: torch.Tensor = cache_params.map_sequences(step, hidden_states)
         return output
 
     return run

@@ -12,8 +12,7 @@ import torch
 
 from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep, StateSlots
 from easytorch.cache.arguments import cache_argument, positive
-from easytorch.generation.engine.supported import attending_layers, max_sequence_length, no_masks, refusal
-from easytorch.generation.engine.memory import room_for
+from easytorch.generation.engine.memory import cache_sizes
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.request import Logprob, Request, RequestOutput
@@ -21,7 +20,7 @@ from easytorch.generation.engine.sampler import logprobs_of, sample
 from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
 from easytorch.generation.engine.structured import StructuredOutputs
-from easytorch.generation.engine.supported import backbone_of, max_sequence_length, refusal
+from easytorch.generation.engine.supported import cached_layers, empty_masks, max_sequence_length, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +48,13 @@ class EngineStats:
 class Engine:
     """Continuous batching over pages: prompts and single tokens of all requests run in one call of the model.
 
-    model: a native causal language model (docs/models.md); one whose layers the engine does not carry is a
-    `ValueError` that says why. tokenizer: for prompts and outputs as text.
+    model: a native causal language model (docs/models.md); `ValueError` with the reason for one that the
+    engine does not support. tokenizer: for prompts and outputs as text.
     max_memory: for keys, values and recurrent states; bytes as an int, or a share of the free memory as a float. By
     default half of it on a CPU, 0.9 elsewhere, and no more than all requests can fill.
     max_batch_tokens: tokens of a step. max_requests: requests that run at once; others wait. max_model_length: tokens
     of a request, prompt and output; by default what model and memory allow.
-    prefix_reuse: pages of prompts that begin alike are computed once; not where the model has recurrent states.
+    prefix_reuse: share the pages of common prefixes of prompts; not for models with recurrent states.
 
     Not thread-safe: one thread calls it.
     """
@@ -81,10 +80,12 @@ class Engine:
         longest, why = max_sequence_length(model)
         if max_model_length is not None and longest is not None and max_model_length > longest:
             raise ValueError(f"max_model_length={max_model_length} is above the {longest} positions: {why}")
-        layers = attending_layers(model)
+        layers = cached_layers(model)
         assert layers is not None
-        room = room_for(model, layers, max_memory, page_size, max_model_length or longest or _MOST_TOKENS, max_requests)
-        metadata = room.metadata
+        sizes = cache_sizes(
+            model, layers, max_memory, page_size, max_model_length or longest or _MOST_TOKENS, max_requests
+        )
+        metadata = sizes.metadata
         if max_model_length is not None and metadata.max_model_length < max_model_length:
             raise ValueError(
                 f"a request of max_model_length={max_model_length} tokens takes {-(-max_model_length // page_size)} "
@@ -93,13 +94,13 @@ class Engine:
         self.max_model_length = metadata.max_model_length
         self._cache = RaggedPagesCache(metadata, model.device)
         self._pool = PagePool(metadata.num_pages)
-        self._states = StateSlots(room.slots) if layers.have_states else None
+        self._states = StateSlots(sizes.num_slots) if layers.has_states else None
         self._scheduler = Scheduler(
-            self._pool, metadata.page_size, max_batch_tokens=max_batch_tokens, max_requests=room.slots,
-            # a state is that of all tokens before: there is none of the pages' ends
+            self._pool, metadata.page_size, max_batch_tokens=max_batch_tokens, max_requests=sizes.num_slots,
+            # a recurrent state covers all tokens before it, and none is kept at the end of a page
             prefix_reuse=prefix_reuse and self._states is None,
         )  # fmt: skip
-        self._masks = no_masks(model)
+        self._masks = empty_masks(model)
         self._cache_name = cache_argument(model.forward)
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._end_tokens = _end_tokens(model, tokenizer)
@@ -263,8 +264,8 @@ class Engine:
         """The next tokens of `requests`, which are those of the chunks with `samples`."""
         if not chunks:
             return []
-        chunks = [Chunk(chunk.request.pages, chunk.start, chunk.end, chunk.request.slot) for chunk in chunks]
-        step = RaggedStep(self._cache, chunks, self._states)
+        parts = [Chunk(chunk.request.pages, chunk.start, chunk.end, chunk.request.slot) for chunk in chunks]
+        step = RaggedStep(self._cache, parts, self._states)
         tokens = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
         ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
         wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]

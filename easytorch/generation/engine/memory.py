@@ -1,4 +1,4 @@
-"""How many pages and slots of states the engine makes of the memory it may use."""
+"""How many pages and recurrent states fit in the memory that the engine may use."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from transformers import DynamicCache
 
 from easytorch.cache import RaggedPagesMetadata
 from easytorch.cache.memory import free_and_total
-from easytorch.generation.engine.supported import AttendingLayers
+from easytorch.generation.engine.supported import CachedLayers
 
 # The default share of the free memory; on a CPU the rest is left to other programs.
 _SHARE = {"cpu": 0.5}
 _SHARE_ELSEWHERE = 0.9
 
 
-class Room(NamedTuple):
-    """metadata: of the pages. slots: of recurrent states, of `slot_bytes` each; as many requests run at once."""
+class CacheSizes(NamedTuple):
+    """metadata: of the pages. num_slots: how many requests run at once, with recurrent states of `slot_bytes` each."""
 
     metadata: RaggedPagesMetadata
-    slots: int
+    num_slots: int
     slot_bytes: int
 
 
-def room_for(
+def cache_sizes(
     model: Any,
-    layers: AttendingLayers,
+    layers: CachedLayers,
     max_memory: int | float | None,
     page_size: int,
     max_model_length: int,
     max_requests: int,
-) -> Room:
+) -> CacheSizes:
     """The pages and slots that fit `max_memory`: bytes as an int, or a share of the free memory as a float.
 
     Without it, at most as many as `max_requests` rows of `max_model_length` fill. States take at most half of it where
@@ -48,7 +48,7 @@ def room_for(
             raise ValueError(f"max_memory={max_memory!r}: a float is a share of the free memory, above 0 and at most 1")
         most = int(free_and_total(model.device)[0] * share)
     slots, slot_bytes = max_requests, 0
-    if layers.have_states:
+    if layers.has_states:
         slot_bytes = state_bytes(model)
         slots = min(max_requests, (most // 2 if layers.attentions else most) // slot_bytes)
         if slots < 1:
@@ -57,15 +57,15 @@ def room_for(
                 + (", for which half of it is" if layers.attentions else "")
             )
         most -= slots * slot_bytes
-    if not layers.attentions:  # a request is one page, of no bytes
+    if not layers.attentions:  # each request has one page of 0 bytes
         metadata = RaggedPagesMetadata(
             layers=(), num_kv_heads=0, k_headdim=0, v_headdim=0, dtype=model.dtype, page_size=max_model_length,
             num_pages=slots, max_model_length=max_model_length, hbm_utilization=1.0,
         )  # fmt: skip
-        return Room(metadata, slots, slot_bytes)
+        return CacheSizes(metadata, slots, slot_bytes)
     made = RaggedPagesMetadata.of(
         model.config, model.dtype, model.device, hbm_utilization=1.0, page_size=page_size, max_model_length=1,
-        layers=layers.attentions, latents=layers.have_latents,
+        layers=layers.attentions, latents=layers.has_latents,
     )  # fmt: skip
     pages = most // made.page_bytes
     if max_memory is None:
@@ -77,12 +77,12 @@ def room_for(
             + f", and a page of {page_size} tokens takes {made.page_bytes}"
         )
     longest = min(max_model_length, pages * page_size)
-    return Room(dataclasses.replace(made, num_pages=pages, max_model_length=longest), slots, slot_bytes)
+    return CacheSizes(dataclasses.replace(made, num_pages=pages, max_model_length=longest), slots, slot_bytes)
 
 
 @torch.inference_mode()
 def state_bytes(model: Any) -> int:
-    """Bytes of the recurrent states of one request, as the model's own cache has them after one token."""
+    """Bytes of the recurrent states of one request, measured on the model's own cache after one token."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     output = model(input_ids=token, use_cache=True)
     cache = getattr(output, "past_key_values", None) or output.cache_params

@@ -1,7 +1,7 @@
 """Structured outputs: a request's text follows a JSON schema, a regular expression, a choice or a grammar.
 
 llguidance (https://github.com/guidance-ai/llguidance) compiles them to automata over a tokenizer's tokens. At each step
-the engine samples among the tokens that the text may continue with.
+the engine masks the tokens that the grammar does not allow.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
-# Compiled specifications that are kept: requests of one application use the same few.
-_KEPT = 64
+# How many compiled grammars are cached: requests of one application use the same few.
+_CACHE_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text has to be, in vLLM's words; exactly one of them.
+    """What the text must match, by vLLM's names; exactly one of them.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     text matches, in the syntax of Rust's crate `regex`. choice: one of these strings. grammar: a context-free grammar
@@ -70,7 +70,7 @@ class StructuredOutputsParams:
 
 
 class StructuredText:
-    """How far a request's text has come in its grammar."""
+    """The state of a request's text in its grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -82,7 +82,7 @@ class StructuredText:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar could not go on, such as one of too many states."""
+        """Why llguidance stopped, for example because the grammar has too many states."""
         return self._matcher.get_error() if self._matcher.is_error() else None
 
     def allowed(self, size: int) -> Tensor:
@@ -95,18 +95,18 @@ class StructuredText:
 
 
 class StructuredOutputs:
-    """Compiles specifications for one tokenizer. Several threads may call it.
+    """Compiles grammars for one tokenizer, thread-safely.
 
-    vocabulary: how many logits the model gives. end_tokens: any of them ends a text that is complete.
+    vocabulary: the number of logits. end_tokens: any of them may follow a complete text.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
         self._lock = threading.Lock()
-        self._compiled = functools.lru_cache(maxsize=_KEPT)(self._compile)
+        self._compiled = functools.lru_cache(maxsize=_CACHE_SIZE)(self._compile)
 
     def compile(self, params: StructuredOutputsParams) -> StructuredText:
-        """The text of one request, from its beginning; `ValueError` for a specification that cannot be compiled."""
+        """The initial state of a request's text; `ValueError` for a grammar that cannot be compiled."""
         return StructuredText(self._compiled(params.source).deep_copy())
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class StructuredOutputs:
 
 
 def _schema(given: Any) -> Any:
-    """A JSON schema as an object; `ValueError` for text that is no JSON, and for what is no schema."""
+    """A JSON schema as an object; `ValueError` for invalid JSON and for anything that is no object."""
     schema = given
     if isinstance(given, str):
         try:

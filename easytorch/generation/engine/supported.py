@@ -1,4 +1,4 @@
-"""Which models the engine carries: those whose every layer attends to the pages of a cache itself, or keeps a state."""
+"""Which models the engine supports: each layer attends over pages, has a recurrent state, or mixes no tokens."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def refusal(model: Any) -> str | None:
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
         return f"{name} is no causal language model; load one with AutoModelForCausalLM"
     if model.config.is_encoder_decoder:
-        return f"{name} has an encoder, whose keys lie in no pages; use model.generate"
-    layers = attending_layers(model)
+        return f"{name} has an encoder, whose keys are not in pages; use model.generate"
+    layers = cached_layers(model)
     if layers is None:
         return (
             f"{name} is not a native decoder, and cannot attend over pages; docs/models.md lists the native ones, and "
             "model.generate_batch is transformers' own engine"
         )
     if CHUNKED in layers.types:
-        return f"{name} has layers of {CHUNKED}, whose chunks no page knows; use model.generate"
+        return f"{name} has layers of {CHUNKED}, and attention over pages has no chunks; use model.generate"
     for layer in layers.modules:
         known = next((one for one in _STATEFUL + _ATTENTIONS if isinstance(layer, one)), None)
         if known is None or type(layer).forward is not known.forward:
-            return f"{name} has layers of {type(layer).__name__}, which attend to no pages; use model.generate"
+            return f"{name} has layers of {type(layer).__name__}, which cannot attend over pages; use model.generate"
         if known is LatentAttention and type(layer).narrow is not known.narrow:
-            return f"{name} chooses the tokens that it attends to, which pages do not know; use model.generate"
+            return f"{name} has sparse attention with an indexer, which cannot attend over pages; use model.generate"
     if len(layers.modules) != layers.expected:
         return f"{name} has {len(layers.modules)} attentions and states in {layers.expected} layers; use model.generate"
     if model.training:
@@ -50,8 +50,8 @@ def refusal(model: Any) -> str | None:
     return None
 
 
-class AttendingLayers(NamedTuple):
-    """modules: those that look at other tokens. expected: how many of them the layer types ask for."""
+class CachedLayers(NamedTuple):
+    """modules: attention and recurrent layers. types: of the decoder's layers. expected: how many modules they have."""
 
     modules: list[Any]
     types: list[str]
@@ -59,26 +59,26 @@ class AttendingLayers(NamedTuple):
 
     @property
     def attentions(self) -> list[int]:
-        """The indices of the layers that keep keys and values, or latents."""
+        """The indices of the layers with keys and values, or latents."""
         return [layer.layer_idx for layer in self.modules if isinstance(layer, _ATTENTIONS)]
 
     @property
-    def have_states(self) -> bool:
+    def has_states(self) -> bool:
         return any(isinstance(layer, _STATEFUL) for layer in self.modules)
 
     @property
-    def have_latents(self) -> bool:
+    def has_latents(self) -> bool:
         return any(isinstance(layer, LatentAttention) for layer in self.modules)
 
 
 _ATTENTIONS = (GroupedAttention, LatentAttention)
 _STATEFUL = (GatedDeltaNet, Mamba2Mixer, MambaMixer)
-# Types of layers that look at no other token.
-_ALONE = ("moe", "mlp")
+# Types of layers that mix no tokens.
+_WITHOUT_CACHE = ("moe", "mlp")
 
 
-def attending_layers(model: Any) -> AttendingLayers | None:
-    """The layers of a native decoder that look at other tokens; None for another model."""
+def cached_layers(model: Any) -> CachedLayers | None:
+    """The layers of a native decoder that have something in the cache; None for another model."""
     base = model.base_model
     backbone = backbone_of(model)
     if backbone is None and not any(isinstance(one, _STATEFUL) for one in base.modules()):
@@ -86,13 +86,13 @@ def attending_layers(model: Any) -> AttendingLayers | None:
     types = ["state"] * model.config.num_hidden_layers if backbone is None else list(backbone.layer_types)
     # both an attention and a state: a mapping of two masks
     both = {} if backbone is None else {one for one in types if isinstance(backbone.masks_of[one], Mapping)}
-    expected = sum(0 if one in _ALONE else 2 if one in both else 1 for one in types)
+    expected = sum(0 if one in _WITHOUT_CACHE else 2 if one in both else 1 for one in types)
     modules = [one for one in base.modules() if isinstance(getattr(one, "layer_idx", None), int)]
-    return AttendingLayers(modules, types, expected)
+    return CachedLayers(modules, types, expected)
 
 
-def no_masks(model: Any) -> dict[str, None] | None:
-    """The masks of a step, by layer type: pages and slots say who attends to what."""
+def empty_masks(model: Any) -> dict[str, None] | None:
+    """None for each layer type, as the masks of a step: the page tables say which keys are attended to."""
     backbone = backbone_of(model)
     if backbone is None:
         return None

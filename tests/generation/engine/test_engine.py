@@ -15,8 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 import easytorch
 from easytorch.generation import generate_tokens
 from easytorch.generation.engine import LLM, Engine, SamplingParams
-from easytorch.generation.engine.supported import attending_layers, refusal
-from easytorch.generation.engine.memory import room_for
+from easytorch.generation.engine.memory import cache_sizes
+from easytorch.generation.engine.supported import cached_layers, refusal
 from tests.generation.engine.page_machine import PageMachine
 from tests.generation.engine.traffic import (
     PAGE_SIZE,
@@ -59,12 +59,12 @@ def test_tokens_are_those_of_one_request(family):
 def test_states_take_memory_and_none_is_shared():
     """Of a hybrid the states take at most half; a model of states alone runs as many requests as there are states."""
     hybrid, alone = model_of("qwen3_next"), model_of("mamba")
-    one = room_of(hybrid, 1 << 20, 1).slot_bytes
-    room = room_of(hybrid, 7 * one, 100)
-    assert room.slots == 3 and room.metadata.num_pages == 4 * one // room.metadata.page_bytes
+    one = sizes_of(hybrid, 1 << 20, 1).slot_bytes
+    sizes = sizes_of(hybrid, 7 * one, 100)
+    assert sizes.num_slots == 3 and sizes.metadata.num_pages == 4 * one // sizes.metadata.page_bytes
     with pytest.raises(ValueError, match=f"the recurrent states of one request take {one}, for which half of it is"):
         Engine(hybrid, max_memory=one)
-    engine = Engine(alone, max_memory=5 * room_of(alone, 1 << 20, 1).slot_bytes)
+    engine = Engine(alone, max_memory=5 * sizes_of(alone, 1 << 20, 1).slot_bytes)
     assert engine.stats().num_pages == 5 and not engine.page_bytes
     ids = [engine.add_request([5, 9, 33], GREEDY) for _ in range(7)]
     engine.step()
@@ -75,8 +75,8 @@ def test_states_take_memory_and_none_is_shared():
     assert len({tuple(done[one]) for one in ids}) == 1
 
 
-def room_of(model, memory, requests):
-    return room_for(model, attending_layers(model), memory, 4, 64, requests)
+def sizes_of(model, memory, requests):
+    return cache_sizes(model, cached_layers(model), memory, 4, 64, requests)
 
 
 def test_the_report_counts_attention_over_pages():
