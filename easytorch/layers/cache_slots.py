@@ -48,7 +48,7 @@ class Target(NamedTuple):
 
     def written(self) -> None:
         """Called when the slot has been written."""
-        layer, buffer = self.layer, self.room
+        layer, buffer = self.layer, self.buffer
         if buffer is None:
             layer.cumulative_length.add_(1)
             return
