@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     _Backbone = object  # the family's backbone comes after it among the bases
 
-TEXT, IMAGE, VIDEO = 0, 1, 2  # what mm_token_type_ids says of each token
+TEXT, IMAGE, VIDEO = 0, 1, 2  # the values of mm_token_type_ids
 _NAMES = {IMAGE: "image", VIDEO: "video"}
 
 Grid = list[int]  # time, height and width, in patches
@@ -28,9 +28,9 @@ Grid = list[int]  # time, height and width, in patches
 def vision_positions(
     start: int, grid: Grid, merge: int, interval: float | torch.Tensor, device: torch.device | None
 ) -> torch.Tensor:
-    """(3, N): where the N tokens of an image or video stand, the first of them at `start`.
+    """(3, N): positions of the N tokens of an image or video, the first of them at `start`.
 
-    merge: how many patches of a side become one token. interval: how far apart frames are.
+    merge: patches of a side that become one token. interval: the distance between frames.
     """
     time, height, width = grid
     frames = (torch.arange(time, device=device) * interval).long()
@@ -45,12 +45,12 @@ def token_positions(
     intervals: Iterable[float | torch.Tensor],
     attention_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """token_types (B, T) of `TEXT`, `IMAGE` and `VIDEO` -> positions (3, B, T), and the next one of each row (B, 1),
-    counted from its number of tokens.
+    """token_types (B, T) of `TEXT`, `IMAGE` and `VIDEO` -> positions (3, B, T), and deltas (B, 1): the next
+    position of each row minus its number of tokens.
 
-    Text goes on one after another; an image or video begins where the text before it ends, and the text after it behind
-    its longer side. grids: those of images and of videos, in order. intervals: of the frames of each video.
-    attention_mask (B, T): 0 for padding, which is at 0.
+    Positions of text count up; an image or video starts at the next one, and the text after it at that plus the longer
+    side. grids: those of images and of videos, in order. intervals: between frames, for each video.
+    attention_mask (B, T): 0 for padding, which gets position 0.
     """
     of_kind = {kind: iter(found) for kind, found in grids.items()}
     apart = iter(intervals)
@@ -97,16 +97,16 @@ def _row(
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """`RotaryEmbedding` of position_ids (B, T), (3, B, T) or, with those of the text first, (4, B, T)."""
+    """`RotaryEmbedding` of position_ids (B, T), (3, B, T) or, with text positions first, (4, B, T)."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(x, position_ids[1:] if has_text(position_ids) else position_ids)
 
 
 class MultimodalPositions(_Backbone):
-    """A mixin of decoders: position_ids may be (3, B, T), time, height, width, or (4, B, T), those of the text first.
+    """A mixin of decoders: position_ids may be (3, B, T), time, height, width, or (4, B, T), text positions first.
 
-    Packed sequences are told by the positions of the text, which (B, T) are in a family where `plain_positions_pack`.
+    Packed sequences are detected from text positions; (B, T) are these where `plain_positions_pack`.
     """
 
     plain_positions_pack: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Towers over images and videos of any size, whose patches stand side by side in one row (arXiv:2409.12191).
+"""Vision towers over images and videos of any size, whose patches are packed in one row (arXiv:2409.12191).
 
 Legend: N patches of all images together, D hidden size, I images and videos.
 """
@@ -22,17 +22,17 @@ from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import pair
 from easytorch.layers.rotary import RotaryTables, rotary
 
-Segments = list[tuple[int, int]]  # runs of segments of one length: how many, and of how many patches each
+Segments = list[tuple[int, int]]  # runs of segments of equal length: (number of segments, patches of each)
 
 
 def segments_of(boundaries: torch.Tensor) -> Segments:
-    """boundaries (S + 1,): where each of the S parts that attend to themselves starts, and the length."""
+    """boundaries (S + 1,): the cumulative lengths of S segments, each of which attends to itself."""
     lengths = boundaries.diff().tolist()
     return [(len(list(run)), length) for length, run in itertools.groupby(lengths) if length]
 
 
 class PackedPatches(nn.Module):
-    """A token of each patch: (N, channels * frames * height * width of a patch) -> (N, D)."""
+    """The patch embedding: (N, channels * frames * height * width of a patch) -> (N, D)."""
 
     def __init__(self, config: Any, hidden_size: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class PackedPatches(nn.Module):
         weight = layer._parameters.get("weight")
         if watched(layer) or weight is None:
             return layer(patches.unflatten(1, shape).to(layer.weight.dtype)).flatten(1)
-        # a convolution whose patches are apart already is one product, which it takes many small ones for
+        # as one matrix product: the patches do not overlap, and Conv3d takes many small products
         return F.linear(patches.to(weight.dtype), weight.flatten(1), layer.bias)
 
 
 class AxialRotaryEmbedding(RotaryTables):
-    """cos and sin of rows and columns, each of which turns half of a head."""
+    """cos and sin of rows and columns, each of which rotates half of a head."""
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
@@ -84,11 +84,11 @@ class AxialRotaryEmbedding(RotaryTables):
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids (N, 2), row and column of each patch -> cos and sin (N, head_dim), float32."""
-        if self.head_dim % 4:  # here, as in transformers such a model still carries text
+        if self.head_dim % 4:  # checked here: in transformers such a model still runs on text
             heads = self.config.num_heads
             raise ValueError(
                 f"{self.config.model_type}: config.num_heads={heads} gives heads of {self.head_dim}, which must be a "
-                f"multiple of 4: rows and columns each turn pairs of half a head"
+                f"multiple of 4: rows and columns each rotate pairs within half a head"
             )
         angles = (position_ids[..., None].float() * self.inv_freq.to(x.device, torch.float32)).flatten(1)
         angles = torch.cat((angles, angles), dim=-1)
@@ -96,7 +96,7 @@ class AxialRotaryEmbedding(RotaryTables):
 
 
 class PackedAttention(nn.Module):
-    """Attention of each patch to those of its segment, an image, a frame or a window: (N, D) -> (N, D)."""
+    """Self-attention within segments (images, frames or windows): (N, D) -> (N, D)."""
 
     is_causal = False
     num_key_value_groups = 1
@@ -117,13 +117,16 @@ class PackedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **kwargs: Any,
     ) -> torch.Tensor:
-        """position_embeddings: cos and sin (N, head_dim), in float32, in which queries and keys are rotated."""
+        """position_embeddings: cos and sin (N, head_dim), float32; queries and keys are rotated in float32."""
         qkv = linear(self.qkv, hidden_states).view(1, -1, 3, self.num_heads, self.head_dim)
         query, key, value = qkv.unbind(2)
         cos, sin = (table[None] for table in position_embeddings)
         query, key = rotary(query, key, cos, sin)
         attend, start, attended = interface_of(attn_implementation(self.config)), 0, []
-        for count, length in segments:  # one call for all neighbours of a length, where transformers makes one for each
+        for (
+            count,
+            length,
+        ) in segments:  # one call for a run of equal lengths, not for each segment
             here = slice(start, start := start + count * length)
             parts = (one[0, here].unflatten(0, (count, length)).transpose(1, 2) for one in (query, key, value))
             output, _ = attend(self, *parts, None, scaling=self.scaling, dropout=0.0, is_causal=False, **kwargs)
@@ -150,7 +153,7 @@ class PackedBlock(GradientCheckpointingLayer):
 
 
 def check_grids(patches: torch.Tensor, grids: torch.Tensor | None, merge: int) -> torch.Tensor:
-    """grids (I, 3) of the patches (N, ...). `ValueError` where they are not theirs, or cannot be merged."""
+    """grids (I, 3) of the patches (N, ...). `ValueError` where they do not match, or cannot be merged."""
     if grids is None:
         raise ValueError(
             "images need image_grid_thw, and videos video_grid_thw: (number, 3), the frames, rows and columns of "

@@ -1,5 +1,5 @@
-"""Models of images, videos and text: a tower over patches of any number, and a decoder with positions in three
-dimensions (arXiv:2409.12191).
+"""Models of images, videos and text: a vision tower over a variable number of patches, and a decoder with positions in
+three dimensions (M-RoPE, arXiv:2409.12191).
 
 Legend: B batch, T tokens, I images or videos, N patches of all of them, D hidden size of the decoder.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = {"image": IMAGE, "video": VIDEO}
 
-# What a processor makes of images and videos, in the order of transformers' forwards.
+# The outputs of a processor for images and videos, in the order of transformers' forwards.
 VIDEO_TEXT_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids",
 )  # fmt: skip
@@ -37,15 +37,15 @@ def model_arguments(*inputs: str) -> tuple[str, ...]:
 
 
 def head_arguments(*inputs: str) -> tuple[str, ...]:
-    """As `model_arguments`, of a model with a language modeling head."""
+    """`model_arguments` for a model with a language modeling head."""
     return (*_TEXT_INPUTS, "labels", *inputs, "logits_to_keep", "mm_encoder_outputs")
 
 
 class VideoTextModel(ArgumentsInOrder):
-    """The decoder over embeddings in which the features of images and videos stand in place of their tokens.
+    """The decoder over embeddings in which the features of images and videos replace their placeholder tokens.
 
-    It keeps, as transformers' does, how far the positions of the last prompt are from the number of its tokens
-    (`rope_deltas`), by which the tokens that follow are placed.
+    As in transformers, `rope_deltas` has for each row of the last prompt its next position minus its number of tokens;
+    generated tokens are positioned with it.
     """
 
     tower_class: ClassVar[type[PreTrainedModel]]
@@ -64,7 +64,7 @@ class VideoTextModel(ArgumentsInOrder):
         self.post_init()
 
     def encode(self, kind: str, pixels: torch.Tensor, grids: torch.Tensor | None, given: dict[str, Any]) -> Any:
-        """The tower's output for images or videos, its features as a tuple of (n, D); given: as `*_features` was."""
+        """The tower's output for images or videos; `pooler_output` is a tuple of (n, D). given: other arguments."""
         grids = check_grids(pixels, grids, self.visual.spatial_merge_size)
         given = {name.removeprefix(f"{kind}_"): value for name, value in given.items()}
         outputs = self.visual(pixels.type(self.visual.dtype), grid_thw=grids, **given | {"return_dict": True})
@@ -72,7 +72,7 @@ class VideoTextModel(ArgumentsInOrder):
         return self.split(outputs, sizes)
 
     def split(self, outputs: Any, sizes: list[int]) -> Any:
-        """The tower's output with the features of each image apart; sizes: how many each has."""
+        """The tower's output with its features split by image; sizes: the number of features of each."""
         outputs.pooler_output = torch.split(outputs.pooler_output, sizes)
         return outputs
 
@@ -80,7 +80,7 @@ class VideoTextModel(ArgumentsInOrder):
     def get_image_features(
         self, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """pixel_values (N, a patch's), image_grid_thw (I, 3) -> the tower's output, with the features of each image."""
+        """pixel_values (N, values of a patch), image_grid_thw (I, 3) -> the tower's output, features split by image."""
         return self.encode("image", pixel_values, image_grid_thw, kwargs)
 
     @can_return_tuple
@@ -97,9 +97,8 @@ class VideoTextModel(ArgumentsInOrder):
         image_features: torch.Tensor | None = None,
         video_features: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, T, 1) each: True for tokens of images, and of videos. `ValueError` unless there are as many as features.
-
-        Without input_ids they are those with the embedding of the image and the video token.
+        """Two masks (B, T, 1): True at placeholders of images, and of videos. `ValueError` unless there is one for each
+        feature. Without input_ids they are found by the embedding of the image and the video token.
         """
         masks = []
         for kind, features in (("image", image_features), ("video", video_features)):
@@ -119,7 +118,7 @@ class VideoTextModel(ArgumentsInOrder):
         time_interval: float | torch.Tensor = 1.0,
         device: Any = None,
     ) -> torch.Tensor:
-        """(3, n): time, height and width of the tokens of one image or video, whose first stands at start_position."""
+        """(3, n): time, height and width of the tokens of one image or video, the first of them at start_position."""
         time, height, width = (int(size) for size in grid_thw)
         grid = [time // temp_merge_size, height, width]
         return vision_positions(start_position, grid, spatial_merge_size, time_interval, device)
@@ -132,7 +131,7 @@ class VideoTextModel(ArgumentsInOrder):
         return [[1, height, width] for time, height, width in grids.tolist() for _ in range(time)]
 
     def frame_intervals(self, seconds: Iterable[Any] | None, videos: int) -> Iterable[Any]:
-        """How far apart the frames of each video stand; seconds: between them, for families that count those."""
+        """The distance in positions between frames, for each video. seconds: between frames, or None."""
         return [1] * videos
 
     def get_rope_index(
@@ -163,14 +162,14 @@ class VideoTextModel(ArgumentsInOrder):
         mm_token_type_ids: torch.Tensor | None = None,
         second_per_grid_ts: Iterable[Any] | None = None,
     ) -> torch.Tensor | None:
-        """(3, B, T) for a prompt with images or videos, and for what comes after one; None: those of plain text."""
+        """(3, B, T) for a prompt with images or videos and for tokens generated after one; None for text alone."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         seen = image_grid_thw is not None or video_grid_thw is not None
         if seen and input_ids is not None and mm_token_type_ids is None:
-            missing = "images and videos are placed by mm_token_type_ids, which the processor gives beside input_ids"
+            missing = "positions of images and videos need mm_token_type_ids, which the processor returns too"
             if self.needs_token_types:
                 raise ValueError(f"{missing}: pass them, or position_ids")
-            logger.warning("%s; without them, as in transformers, by text positions", missing)
+            logger.warning("%s; without them, as in transformers, text positions are used", missing)
         if seen and input_ids is not None and mm_token_type_ids is not None and (self.rope_deltas is None or past == 0):
             positions, self.rope_deltas = self.get_rope_index(
                 input_ids,
@@ -181,22 +180,22 @@ class VideoTextModel(ArgumentsInOrder):
                 attention_mask=attention_mask,
             )
             return positions
-        # a prompt of text alone is not placed by the images of an earlier one
+        # a prompt of text alone does not use the deltas of an earlier one
         if self.rope_deltas is None or (past == 0 and input_ids is not None):
             return None
         batch, length, _ = inputs_embeds.shape
         device = inputs_embeds.device
         if attention_mask is not None:
             plain = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
-            plain = plain[:, -length:].to(device)  # the mask is of what is in the cache too
+            plain = plain[:, -length:].to(device)  # the mask covers the cached tokens too
         else:
             plain = torch.arange(past, past + length, device=device).expand(batch, -1)
         deltas = self.rope_deltas.repeat_interleave(batch // self.rope_deltas.shape[0], dim=0)
         return (plain + deltas.to(device)).expand(3, -1, -1)
 
     def decoder_arguments(self, found: dict[str, tuple[Any, torch.Tensor]]) -> dict[str, Any]:
-        """What the decoder is given besides; found: for images and for videos the tower's output, and (B, T) where it
-        stands."""
+        """Further arguments of the decoder. found: for images and for videos the tower's output, and the mask (B, T) of
+        its placeholders."""
         return {}
 
     @can_return_tuple
@@ -216,10 +215,10 @@ class VideoTextModel(ArgumentsInOrder):
         mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the decoder's, and pixel_values (N, a patch's) with image_grid_thw (I, 3) of the images whose tokens are
-        in input_ids (B, T), where mm_token_type_ids (B, T) is 1; of videos likewise, with 2.
+        """The decoder's arguments, and pixel_values (N, values of a patch) with image_grid_thw (I, 3) for images, whose
+        placeholders in input_ids (B, T) have mm_token_type_ids (B, T) of 1; likewise for videos, of 2.
 
-        mm_encoder_outputs: {"image": what `get_image_features` gave} and of "video" in place of the pixels.
+        mm_encoder_outputs: {"image": the output of `get_image_features`}, or of "video", in place of the pixels.
         """
         if not (self.either_input and inputs_embeds is not None):
             check_one_input(input_ids, inputs_embeds)
@@ -228,7 +227,7 @@ class VideoTextModel(ArgumentsInOrder):
             raise ValueError(
                 "You cannot specify both pixel_values/pixel_values_videos and mm_encoder_outputs at the same time"
             )
-        # what was computed before a graph was traced: image_cu_seqlens, video_position_ids, ...
+        # precomputed outside a traced graph: image_cu_seqlens, video_position_ids, ...
         precomputed = {
             kind: {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(f"{kind}_")} for kind in pixels
         }
@@ -297,13 +296,13 @@ class VideoTextHead(ImageTextHead):
         return backbone.get_video_features(pixel_values_videos, *args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        """(4, B, T): the positions of the text, and those in three dimensions, which `generate` lengthens itself."""
+        """(4, B, T): positions of text, then those in three dimensions; `generate` extends them for each token."""
         prepare: Any = super()._prepare_position_ids_for_generation  # type: ignore[misc]
         plain: torch.Tensor = prepare(inputs_tensor, model_kwargs)
         backbone: Any = self.base_model
         cache, types = model_kwargs.get("past_key_values"), model_kwargs.get("mm_token_type_ids")
         past = 0 if cache is None else cache.get_seq_length()
-        # rope_deltas are of an earlier call: images among the tokens that are not in the cache are placed anew
+        # rope_deltas are of an earlier call: with images among the uncached tokens they are computed again
         more = types is not None and bool(types[:, past:].any())
         if past and backbone.rope_deltas is not None and not more:
             return plain[None] + backbone.rope_deltas

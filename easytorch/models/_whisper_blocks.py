@@ -1,4 +1,4 @@
-"""Whisper's two halves: an encoder of spectrograms with fixed sinusoidal positions, and a decoder with learned ones."""
+"""Whisper's encoder of mel spectrograms, with fixed sinusoidal positions, and its decoder, with learned ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class WhisperPreTrainedModel(NativeModel):
             init.copy_(module.embed_positions.weight, sinusoids(*module.embed_positions.weight.shape))
 
     def _get_feat_extract_output_lengths(self, input_lengths: torch.Tensor) -> torch.Tensor:
-        """Frames of the spectrogram -> states of the encoder."""
+        """Frames of the spectrogram -> frames of the encoder's output."""
         return (input_lengths - 1) // 2 + 1
 
 
@@ -93,8 +93,8 @@ class WhisperEncoder(WhisperPreTrainedModel):
         width = config.d_model
         if width % 2 or width < 4:
             raise ValueError(
-                f"whisper: config.d_model={width} must be an even number of 4 or more: half of it are the sines of a "
-                f"position, half the cosines"
+                f"whisper: config.d_model={width} must be even and at least 4: positions are "
+                f"sines in one half and cosines in the other"
             )
         self.conv1 = nn.Conv1d(config.num_mel_bins, width, kernel_size=3, padding=1)
         self.conv2 = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
@@ -110,7 +110,7 @@ class WhisperEncoder(WhisperPreTrainedModel):
         self._requires_grad = False
 
     def frames(self) -> int:
-        """How many frames of a spectrogram the encoder reads: all that it has positions for."""
+        """The length in frames of the spectrograms that the encoder takes."""
         return self.config.max_source_positions * self.conv1.stride[0] * self.conv2.stride[0]
 
     @merge_with_config_defaults
@@ -118,7 +118,7 @@ class WhisperEncoder(WhisperPreTrainedModel):
     def forward(self, input_features: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> BaseModelOutput:
         """input_features (B, mels, frames) -> last_hidden_state (B, frames / 2, D).
 
-        attention_mask is ignored, as in transformers: Whisper reads the silence that fills a recording up.
+        attention_mask is ignored, as in transformers: Whisper attends to padding, which is silence.
         """
         channels, frames = self.conv1.in_channels, self.frames()
         if input_features.dim() != 3 or input_features.shape[1] != channels:
@@ -161,7 +161,7 @@ class WhisperDecoder(WhisperPreTrainedModel):
         self.post_init()
 
     def cache_for(self, cache: Cache | None, encoder_hidden_states: torch.Tensor | None) -> Cache:
-        """`cache`, or a new one where there is none, or an empty one without a place for the encoder's states."""
+        """`cache`, or a new one if it is None or an empty `DynamicCache`, which cannot hold the encoder's keys."""
         attends = encoder_hidden_states is not None
         unfit = attends and isinstance(cache, DynamicCache) and not isinstance(cache, EncoderDecoderCache)
         if cache is not None and not (unfit and cache.get_seq_length() == 0):
@@ -183,8 +183,8 @@ class WhisperDecoder(WhisperPreTrainedModel):
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """input_ids (B, T) or inputs_embeds (B, T, D) -> last_hidden_state (B, T, D); encoder_hidden_states (B, S, D).
 
-        attention_mask (B, past + T): 1 for tokens and 0 for padding. position_ids (B, T): those that follow the cache
-        unless given.
+        attention_mask (B, past + T): 1 for tokens and 0 for padding. position_ids (B, T): by default
+        they continue after the cache.
         """
         check_one_input(input_ids, inputs_embeds)
         if inputs_embeds is None:

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (arXiv:2502.13923): Qwen2-VL with windows in most layers of the tower, and videos placed by seconds."""
+"""Qwen2.5-VL (arXiv:2502.13923): Qwen2-VL with window attention in the tower, and positions of videos in seconds."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
-        """hidden_states (N, a patch's), grid_thw (I, 3) -> last_hidden_state (N, D), window by window, and
-        pooler_output (N / merge**2, the decoder's D), image by image. The patches of a window attend to each other, and
-        in the layers `config.fullatt_block_indexes` those of a frame."""
+        """hidden_states (N, values of a patch), grid_thw (I, 3) -> last_hidden_state (N, D), in the order of windows,
+        and pooler_output (N / merge**2, the decoder's D), in that of images. Patches attend within their window, and in
+        the layers `config.fullatt_block_indexes` within their frame."""
         merge = self.spatial_merge_size
         positions = get_vision_position_ids(grid_thw, merge, kwargs=kwargs)
         frames = segments_of(get_vision_attention_seqlens(grid_thw, self.config, kwargs=kwargs)[0])
@@ -102,7 +102,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
             patch_size=pair(self.config.patch_size)[0],
             kwargs=kwargs,
         )
-        kwargs.pop("max_window_seqlen", None)  # which goes with given boundaries
+        kwargs.pop("max_window_seqlen", None)  # comes with precomputed boundaries, and is not needed here
         windows, order = segments_of(bounds), order.to(hidden_states.device)
         hidden_states = _by_squares(self.patch_embed(hidden_states), order, merge)
         rotations = tuple(_by_squares(one, order, merge) for one in self.rotary_pos_emb(hidden_states, positions))
@@ -114,7 +114,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
 
 
 def _by_squares(patches: torch.Tensor, order: torch.Tensor, merge: int) -> torch.Tensor:
-    """patches (N, D) with its squares of merge**2 in another order."""
+    """patches (N, D) with its squares of merge**2 patches permuted."""
     return patches.unflatten(0, (-1, merge**2))[order].flatten(0, 1)
 
 
@@ -147,7 +147,7 @@ class Qwen2_5_VLModel(VideoTextModel, Qwen2_5_VLPreTrainedModel):
         seconds = [1] * videos if seconds is None else list(seconds)
         if len(seconds) < videos:
             raise ValueError(
-                f"second_per_grid_ts has {len(seconds)} entries for {videos} videos: the seconds of a step of each"
+                f"second_per_grid_ts has {len(seconds)} entries for {videos} videos: the seconds between frames of each"
             )
         return [vision.tokens_per_second * second for second in seconds]
 

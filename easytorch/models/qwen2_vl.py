@@ -54,7 +54,7 @@ class Qwen2VLVisionBlock(PackedBlock):
 
 
 class PatchMerger(nn.Module):
-    """The patches of a square, side by side, as one token of the decoder: (N, D of the tower) -> (N / merge**2, D)."""
+    """Concatenates the patches of a square to one token of the decoder: (N, D of the tower) -> (N / merge**2, D)."""
 
     norm_class: ClassVar[type[nn.Module]] = LayerNorm
 
@@ -99,8 +99,8 @@ class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
-        """hidden_states (N, a patch's), grid_thw (I, 3) -> last_hidden_state (N, D), pooler_output (N / merge**2, the
-        decoder's D). The patches of a frame attend to each other."""
+        """hidden_states (N, values of a patch), grid_thw (I, 3) -> last_hidden_state (N, D), pooler_output
+        (N / merge**2, the decoder's D). Patches attend within their frame."""
         positions = get_vision_position_ids(grid_thw, self.spatial_merge_size, kwargs=kwargs)
         segments = segments_of(get_vision_attention_seqlens(grid_thw, self.config, kwargs=kwargs)[0])
         hidden_states = self.patch_embed(hidden_states)

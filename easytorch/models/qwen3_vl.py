@@ -1,4 +1,4 @@
-"""Qwen3-VL (arXiv:2511.21631): Qwen 3's decoder, whose first layers are given features of layers of the tower too."""
+"""Qwen3-VL (arXiv:2511.21631): Qwen 3's decoder, to whose first layers features of the tower's layers are added."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Qwen3VLVisionBlock(PackedBlock):
 
 
 class Qwen3VLVisionPatchMerger(nn.Module):
-    """The patches of a square, side by side, as one token of the decoder: (N, D of the tower) -> (N / merge**2, D).
+    """Concatenates the patches of a square to one token of the decoder: (N, D of the tower) -> (N / merge**2, D).
 
-    use_postshuffle_norm: they are normalised side by side, not each by itself.
+    use_postshuffle_norm: normalize after the concatenation, not each patch.
     """
 
     def __init__(self, config: Any, *, use_postshuffle_norm: bool = False) -> None:
@@ -88,7 +88,7 @@ class Qwen3VLTextAttention(HeadNormAttention):
 
 
 class Qwen3VLTextDecoderLayer(DecoderLayer):
-    """Qwen 3's; the first ones add features of layers of the tower to their output, where images and videos stand."""
+    """Qwen 3's layer; the first ones add features of the tower's layers to their output at placeholders (deepstack)."""
 
     attention_class = Qwen3VLTextAttention
     mlp_class = Qwen3MLP
@@ -105,7 +105,7 @@ class Qwen3VLTextDecoderLayer(DecoderLayer):
         deepstack_visual_embeds: list[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        # not in `forward`: what hooks record is without them, as in transformers, and a checkpoint computes it alone
+        # not in `forward`: as in transformers, hooks record the output without them
         hidden_states = super().__call__(hidden_states, *args, **kwargs)
         if deepstack_visual_embeds is None or self.layer_idx >= len(deepstack_visual_embeds):
             return hidden_states
@@ -113,7 +113,7 @@ class Qwen3VLTextDecoderLayer(DecoderLayer):
 
 
 def _added(hidden_states: torch.Tensor, here: Any, features: torch.Tensor) -> torch.Tensor:
-    """hidden_states (B, T, D) plus features (n, D) at the n places that `here` (B, T) marks."""
+    """hidden_states (B, T, D) plus features (n, D) at the n positions where `here` (B, T) is True."""
     here, features = here.to(hidden_states.device), features.to(hidden_states.device, hidden_states.dtype)
     return hidden_states + torch.zeros_like(hidden_states).masked_scatter(here[..., None], features)
 

@@ -1,4 +1,4 @@
-"""Whisper (arXiv:2212.04356): a mel spectrogram through two convolutions and an encoder, and a decoder of its text."""
+"""Whisper (arXiv:2212.04356): an encoder of mel spectrograms after two convolutions, and a decoder of text."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class WhisperModel(WhisperPreTrainedModel):
     ) -> Seq2SeqModelOutput:
         """input_features (B, mels, frames), decoder_input_ids (B, T) -> last_hidden_state (B, T, D).
 
-        encoder_outputs: those of an earlier call; the encoder is then not run. attention_mask (B, frames) bounds what
-        SpecAugment masks, and nothing else.
+        encoder_outputs: of an earlier call; the encoder is then not run. attention_mask (B, frames) is used only by
+        SpecAugment.
         """
         if encoder_outputs is None:
             if input_features is None:
@@ -121,7 +121,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Positions are counted from the first token that is no padding: segments of several lengths stand right."""
+        """Positions start at the first token that is not padding, so that left-padded segments can be batched."""
         mask = kwargs.get("decoder_attention_mask")
         if mask is not None and "decoder_position_ids" not in kwargs:
             positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
@@ -147,7 +147,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
     ) -> Seq2SeqLMOutput:
         """As `WhisperModel`, and logits (B, T, vocabulary).
 
-        labels (B, T): the tokens of the text, -100 where ignored; without decoder inputs the labels shifted right are
+        labels (B, T): the tokens of the text, -100 where ignored; without decoder inputs they are shifted right to be
         its input. In training the loss of a large vocabulary is computed without the logits.
         """
         if labels is not None:
@@ -175,7 +175,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
 
 
 class WhisperDecoderWrapper(WhisperPreTrainedModel):
-    """The decoder under its name in `WhisperModel`."""
+    """The decoder as the attribute `decoder`, so that its weights have the names of `WhisperModel`."""
 
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__(config)
@@ -194,7 +194,7 @@ class WhisperDecoderWrapper(WhisperPreTrainedModel):
 
 
 class WhisperForCausalLM(WhisperPreTrainedModel, GenerationMixin):
-    """The decoder alone, which drafts for a larger Whisper of the same encoder."""
+    """The decoder alone, as an assistant model for speculative decoding with the same encoder."""
 
     main_input_name = "input_ids"
     head_weights = (*WhisperPreTrainedModel.head_weights, r"^(model\.)?encoder\.")
@@ -252,7 +252,7 @@ class WhisperForCausalLM(WhisperPreTrainedModel, GenerationMixin):
 
 
 class WhisperForAudioClassification(WhisperPreTrainedModel):
-    """Logits of a recording, of the mean of what the encoder makes of it."""
+    """A classifier of recordings, on the mean of the encoder's output over time."""
 
     layer_weights: nn.Parameter
     head_weights = (*WhisperPreTrainedModel.head_weights, r"^(model\.)?decoder\.")
@@ -261,7 +261,7 @@ class WhisperForAudioClassification(WhisperPreTrainedModel):
         super().__init__(config)
         self.encoder = WhisperEncoder(config)
         if config.use_weighted_layer_sum:
-            states = config.encoder_layers + 1  # those of the layers, and the first layer's input
+            states = config.encoder_layers + 1  # the outputs of the layers, and the input of the first
             self.layer_weights = nn.Parameter(torch.ones(states) / states)
         self.projector = nn.Linear(config.d_model, config.classifier_proj_size)
         self.classifier = nn.Linear(config.classifier_proj_size, config.num_labels)
@@ -301,8 +301,8 @@ class WhisperForAudioClassification(WhisperPreTrainedModel):
         if weighted:
             if encoder_outputs.hidden_states is None:
                 raise ValueError(
-                    "config.use_weighted_layer_sum=True weighs the states of every layer, and encoder_outputs lack "
-                    "them: make them with output_hidden_states=True"
+                    "config.use_weighted_layer_sum=True needs the hidden states of all layers, which "
+                    "encoder_outputs lacks: compute it with output_hidden_states=True"
                 )
             weights = F.softmax(self.layer_weights, dim=-1).view(-1, 1, 1)
             hidden_states = (torch.stack(encoder_outputs.hidden_states, dim=1) * weights).sum(dim=1)

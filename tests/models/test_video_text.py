@@ -214,7 +214,7 @@ def test_what_does_not_fit(family, make_pair) -> None:
         ({"mm_encoder_outputs": {}}, "both pixel_values/pixel_values_videos and mm_encoder_outputs"),
     ]  # fmt: skip
     if family != "qwen2_5_vl":  # where transformers takes the positions of text
-        cases.append(({"mm_token_type_ids": None}, "placed by mm_token_type_ids"))
+        cases.append(({"mm_token_type_ids": None}, "need mm_token_type_ids"))
     for changes, words in cases:
         with pytest.raises(ValueError, match=words):
             ours(**inputs | changes)
