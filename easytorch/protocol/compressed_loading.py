@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.layers.packed_weights import TORCHAO_FORMATS, TorchaoWeight, unpacked
+from easytorch.layers.packed_weights import TORCHAO_FORMATS, TorchaoWeight, unpack_int32
 
 PLAIN_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _PARTS = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
@@ -80,12 +80,12 @@ def _unpacked(parts: Mapping[str, Tensor], wrong: Any) -> tuple[Tensor, Tensor |
     if bits is None or packed.shape[0] != rows:
         raise wrong("weight_packed", f"is {tuple(packed.shape)} for ({rows}, {columns}) numbers; 4 and 8 bits are read")
     half = 2 ** (bits - 1)
-    codes = (unpacked(packed.t(), bits)[:, :columns].to(torch.int16) - half).to(torch.int8)
+    codes = (unpack_int32(packed.t(), bits)[:, :columns].to(torch.int16) - half).to(torch.int8)
     if zero is None or zero.dtype != torch.int32:
         return codes, zero
     if zero.shape[0] != -(-rows // (32 // bits)):
         raise wrong("weight_zero_point", f"is {tuple(zero.shape)} for {rows} rows in {bits} bits")
-    return codes, unpacked(zero, bits)[:, :rows].t().to(torch.int32) - half
+    return codes, unpack_int32(zero, bits)[:, :rows].t().to(torch.int32) - half
 
 
 def _grid(scale: Tensor, rows: int, wrong: Any) -> Tensor:
