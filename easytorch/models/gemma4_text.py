@@ -194,7 +194,6 @@ class Gemma4PreTrainedModel(NativeMoeDecoder):
         return embedding
 
     def set_per_layer_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces that embedding."""
         self.base_model.embed_tokens_per_layer = value
 
     def resize_token_embeddings(

@@ -227,7 +227,6 @@ class Engine:
         return True
 
     def abort_all(self) -> None:
-        """Ends every request."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
