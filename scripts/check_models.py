@@ -138,7 +138,11 @@ def export(family: str) -> None:
 
 
 def checkpointing(family: str) -> None:
-    """The same gradients, by both kinds."""
+    """The same gradients, by both kinds, to 3e-5 of each one's largest.
+
+    A reentrant one runs the layers first without gradients, where recurrences are operators in C++. Those round
+    otherwise in the last bit (1.3e-7 from float64, ATen 1.2e-7), which Qwen3.5's tower makes 1.7e-5 of.
+    """
     model, gradients = made(family, **dict.fromkeys(FAMILIES[family].dropouts, 0.0)).train(), []
     for reentrant in (None, False, True):
         if reentrant and getattr(model.config.get_text_config(), "num_kv_shared_layers", 0):
@@ -151,7 +155,8 @@ def checkpointing(family: str) -> None:
         gradients.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
     for name, gradient in gradients[0].items():
         for again in gradients[1:]:
-            torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-6)
+            bound = max(1e-6, 3e-5 * float(gradient.abs().max()))
+            torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=bound)
 
 
 def adapters(family: str) -> None:

@@ -22,7 +22,8 @@ def refusal_of_sequences(
         if tensor is not None and tensor.dtype not in DTYPES and tensor.is_floating_point():  # others are errors
             return f"it computes in float32, of float32, bfloat16 and float16, got {tensor.dtype}"
     for tensor in not_empty:
-        if tensor.numel() == 0 and tensor.dim() > 1 and tensor.shape[1] > 0:  # no token at all is an error elsewhere
+        tokens = tensor.shape[1] if tensor.dim() > 2 else 1  # no token at all is an error elsewhere
+        if tensor.numel() == 0 and tokens > 0:
             return "tensors without numbers are ATen's"
     return refusal((*floating, segment_ids))
 
