@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.models.families import ENCODERS, FAMILIES, IMAGE_TEXT, LANGUAGE, SEQ2SEQ
-from tests.models.image_text_families import OF_GRIDS
+from tests.models.image_text_families import FRAMES_APART, OF_GRIDS
 
 VOCABULARY, LONGEST = 61, 48
 IMAGE, VIDEO = 59, 58  # the last tokens of a text are 1 to 57
@@ -139,12 +139,21 @@ def _of_images(rng: random.Random, family: str, text: DrawText) -> dict[str, Any
     return changes
 
 
+_DECODERS_OF_GRIDS = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text"}
+
+
 def _of_grids(rng: random.Random, family: str, text: DrawText) -> dict[str, Any]:
-    decoder = _decoder(rng, "qwen3" if family == "qwen3_vl" else "qwen2", text)
-    for name in ("model_type", "layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
+    decoder = _decoder(rng, _DECODERS_OF_GRIDS.get(family, "qwen2"), text)
+    for name in ("model_type", "use_sliding_window", "sliding_window", "max_window_layers"):
         decoder.pop(name, None)
+    decoder.pop("layer_types", None)
+    if family == "qwen3_5":  # with one of full attention: transformers' cache of states alone has no length
+        kinds = ("linear_attention", "full_attention")
+        types = ["full_attention", *(rng.choice(kinds) for _ in range(decoder["num_hidden_layers"] - 1))]
+        decoder["layer_types"] = rng.sample(types, len(types))
     dim = decoder.get("head_dim") or decoder["hidden_size"] // decoder["num_attention_heads"]
-    pairs, rope = dim // 2, decoder.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
+    rope = decoder.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
+    pairs = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
     first = rng.randint(0, pairs)
     second = rng.randint(0, pairs - first)
     decoder["rope_parameters"] = rope | {"mrope_section": [first, second, pairs - first - second]}
@@ -160,9 +169,11 @@ def _of_grids(rng: random.Random, family: str, text: DrawText) -> dict[str, Any]
     if family == "qwen2_5_vl":
         vision |= {"window_size": 2 * vision["spatial_merge_size"] * rng.choice((1, 2, 3))}
         vision |= {"fullatt_block_indexes": some, "tokens_per_second": rng.choice((1, 2, 4))}
-    if family == "qwen3_vl":
+    if family in FRAMES_APART:
+        vision |= {"num_position_embeddings": rng.choice((4, 9, 25))}
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         some = some[: decoder["num_hidden_layers"]]
-        vision |= {"num_position_embeddings": rng.choice((4, 9, 25)), "deepstack_visual_indexes": some}
+        vision |= {"deepstack_visual_indexes": some}
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "tie_word_embeddings": rng.random() < 0.5}
     return tokens | {"vision_config": vision, "text_config": decoder}
 
@@ -251,6 +262,6 @@ def _seen(rng: random.Random, family: str, config: Any, kind: str) -> tuple[list
     frames = rng.randint(1, 2) if kind == "video" else 1
     rows, columns = rng.randint(1, 4), rng.randint(1, 4)
     token = VIDEO if kind == "video" else IMAGE
-    between = [rng.randint(3, 57)] if family == "qwen3_vl" else []  # which tells the time of each frame
+    between = [rng.randint(3, 57)] if family in FRAMES_APART else []  # which tells the time of each frame
     tokens = ([token] * (rows * columns) + between) * frames
     return tokens, [frames, rows * merge, columns * merge]

@@ -303,7 +303,7 @@ def test_a_cache_of_tokens_is_gone_on_with(make_pair) -> None:
     ({"num_mel_bins": 0}, "whisper: config.num_mel_bins=0 must be an integer of 1 or more"),
     ({"pad_token_id": 97}, "whisper: config.pad_token_id=97 is not among the config.vocab_size=97 tokens"),
     ({"activation_function": "nosuch"}, "no activation is called 'nosuch'"),
-    ({"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}, "config.d_model=33 must be an even"),
+    ({"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3}, "config.d_model=33 must be even"),
 ])  # fmt: skip
 def test_what_the_family_does_not_carry(changes, words) -> None:
     with pytest.raises(ValueError, match=words):
