@@ -27,6 +27,7 @@ from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.loading import load_pretrained
 from easytorch.protocol.native import NativeModel
 from easytorch.protocol.native_classes import native_class
+from easytorch.protocol.quantization_config import settings_of_name
 
 if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass as _Base
@@ -114,6 +115,7 @@ class EasyTorchAuto(_Base):
         where there are no torch weights; with `strict=False` missing and unexpected weights are only warned about.
         """
         path = pretrained_model_name_or_path
+        settings_of_name(kwargs)
         config = _peek(path, kwargs)
         if _wants_remote_code(cls, config, kwargs):
             return _load_theirs(cls, _REMOTE, path, *model_args, **kwargs)

@@ -38,7 +38,19 @@ def causal_lm_loss(
         rows, weight, shift_labels, bias, ignore_index=ignore_index, softcap=softcap, reduction="sum"
     )
     count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+    return mean_loss(total, count)
+
+
+def mean_loss(total: Tensor, count: Tensor | float) -> Tensor:
+    """total / count: NaN where nothing was counted, as torch's `cross_entropy`, and with its gradients, zeros.
+
+    Those of a division by zero are infinite, which a loss that forms no logits would multiply by its zeros.
+    """
+    if not isinstance(count, Tensor):
+        return total / count
+    count = count.to(total.device)
+    none = count == 0
+    return torch.where(none, torch.nan, total / torch.where(none, 1, count))
 
 
 def plain_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:

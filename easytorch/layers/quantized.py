@@ -138,6 +138,10 @@ class QuantizedStacks(nn.Module):
             for index in range(parts["codes"].shape[0])  # type: ignore[union-attr]
         ]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # the class is made at run time: pickle finds none under its name
+        return _empty, (type(self).__bases__[1], tuple(self.stacks)), self.__dict__.copy()
+
     def decoded(self, name: str) -> Tensor:
         stack = torch.stack([one.dequantize(self.compute_dtype) for one in self.quantized_experts(name)])
         return stack.transpose(1, 2) if self.stacks[name][1] else stack
@@ -172,6 +176,11 @@ def quantize_stacks(module: nn.Module, settings: dict[str, FormatSettings], tran
 def _with_stacks(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     decoded = {name: property(functools.partial(_decoded, name)) for name in names}
     return type(f"Quantized{base.__name__}", (QuantizedStacks, base), {"__module__": __name__, **decoded})
+
+
+def _empty(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    made = _with_stacks(base, names)
+    return made.__new__(made)
 
 
 def _decoded(name: str, module: QuantizedStacks) -> Tensor:

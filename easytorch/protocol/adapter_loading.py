@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.integrations import PeftAdapterMixin
 
 from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, require_peft, take_out
@@ -24,6 +27,7 @@ def load_adapter(
     """
     require_peft()
     name, known = adapter_name or "default", adapter_names(model)
+    kwargs["weight_mapping"] = _with_magnitudes(model, name, kwargs)
     if name in known:  # an error of transformers, or a hot swap
         return PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, *args, **kwargs)
     keep_what_adapters_change(model, {}, True)
@@ -45,6 +49,16 @@ def load_adapter(
         if not done:
             _put_back(model, name, known, active)
     return info
+
+
+def _with_magnitudes(model: Any, name: str, kwargs: dict[str, Any]) -> list[Any]:
+    """The renamings of a load, and that of DoRA's magnitudes: tensors in PEFT's files, in its layers modules' weights.
+
+    Without it transformers leaves out the magnitudes of the file, and keeps those of the base's own weights.
+    """
+    given = kwargs.get("weight_mapping") or getattr(kwargs.get("load_config"), "weight_mapping", None)
+    magnitude = WeightRenaming(rf"(lora_magnitude_vector\.{re.escape(name)})$", r"\1.weight")
+    return [*(given or get_model_conversion_mapping(model)), magnitude]
 
 
 def _put_back(model: Any, name: str, known: list[str], active: list[str]) -> None:

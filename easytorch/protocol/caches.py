@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerCache, TransformerMetadata
 from easytorch.cache.arguments import cache_argument
+from easytorch.cache.metadata import sizes_of
 from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 
 
@@ -94,9 +95,13 @@ def init_ragged_pages(
         raise TypeError(
             f"metadata must be a RaggedPagesMetadata, not {type(metadata).__name__}; see create_paged_metadata"
         )
+    _check_decoder(model)
     expected = len(model.config.get_text_config(decoder=True).per_layer_config)
     if metadata.num_hidden_layers != expected:
         raise ValueError(f"the metadata is for {metadata.num_hidden_layers} layers; the model has {expected}")
+    sizes, own = (metadata.num_kv_heads, metadata.k_headdim, metadata.v_headdim), _page_sizes(model)
+    if sizes != own:
+        raise ValueError(f"the metadata is for (heads, key and value head_dim) of {sizes}; the model has {own}")
     return RaggedPagesCache(metadata, model.device)
 
 
@@ -205,6 +210,10 @@ def update_inputs_for_generation(
     if updated.get("token_type_ids") is not None:
         updated["token_type_ids"] = updated["token_type_ids"][:, -1:]
     return updated
+
+
+def _page_sizes(model: PreTrainedModel) -> tuple[int, int, int]:
+    return sizes_of(model.config.get_text_config(decoder=True))
 
 
 def _mask_name(model: PreTrainedModel) -> str:

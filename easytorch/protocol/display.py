@@ -15,6 +15,7 @@ _T = TypeVar("_T")
 
 def get_module_repr(module: nn.Module) -> str:
     """A module's own parameters and buffers in words: `weight: float32 (64, 32), bias: float32 (64,)`."""
+    _check_module(module)
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return ", ".join(f"{name}: {_tensor_repr(tensor)}" for name, tensor in own)
 
@@ -32,11 +33,13 @@ def prettify_nnx(
     depth: that of `module` itself. max_depth: the depth below which modules are only summed up. module_param: other
     tensors by name, whose shapes are shown instead of the module's own.
     """
+    _check_module(module)
     return "\n".join(_lines(module, "", indent, depth, max_depth, module_param, ""))
 
 
 def printify_nnx(model: nn.Module) -> str:
     """The whole tree of `model`, with the sum of its parameters below."""
+    _check_module(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{prettify_nnx(model)}\n{count:,} parameters, {_size(model)}"
 
@@ -48,6 +51,11 @@ def return_type_adjuster(original_return_type: type[_T]) -> Callable[[Callable[.
         return cast("Callable[..., _T]", function)
 
     return adjust
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a torch.nn.Module is shown, not {type(module).__name__}")
 
 
 def _lines(

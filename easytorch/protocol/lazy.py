@@ -16,6 +16,9 @@ def lazy_init(model_class: Any, config: PreTrainedConfig, *args: Any, **kwargs: 
     """
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"lazy_init takes a config of transformers, not {type(config).__name__}")
+    wanted = getattr(model_class, "config_class", None)
+    if wanted is not None and not isinstance(config, wanted):
+        raise TypeError(f"{model_class.__name__} takes a {wanted.__name__}, not {type(config).__name__}")
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         return build(config, *args, **kwargs)

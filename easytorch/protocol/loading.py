@@ -13,6 +13,7 @@ from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
 from easytorch.protocol.flax_loading import load_flax
 from easytorch.protocol.gguf_loading import gguf_source, load_gguf
 from easytorch.protocol.packed_loading import load_packed, packed_checkpoint
+from easytorch.protocol.quantization_config import settings_of_name
 from easytorch.protocol.tied_weights import fill_repeats, weights_of
 
 # `check_loaded` or `check_loaded_foreign`: what must have been in the checkpoint.
@@ -37,6 +38,7 @@ def load_pretrained(
     """
     strict = kwargs.pop("strict", True)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    settings_of_name(kwargs)
     gguf = gguf_source(path, kwargs)
     from_flax = kwargs.pop("from_flax", False)
     packed = None if gguf is not None or from_flax else packed_checkpoint(path, kwargs)

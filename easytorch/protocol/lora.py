@@ -34,7 +34,7 @@ from easytorch.protocol.adapters import (
     take_out,
     wrapped_layers,
 )
-from easytorch.protocol.state import State, flatten
+from easytorch.protocol.state import State, check_value, flatten
 
 _LOG = logging.getLogger(__name__)
 # What of a layer's parameters is LoRA's: the matrices, those of embeddings, DoRA's magnitudes.
@@ -132,12 +132,7 @@ def merge_lora_params(model: PreTrainedModel, pytree: Mapping[str, Any], adapter
     for name, value in given.items():
         if name not in there:
             raise ValueError(f"{name!r} is no parameter of the adapter{nearest(name, there)}")
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name!r} is {type(value).__name__} and must be a torch.Tensor")
-        if value.shape != there[name].shape:
-            raise ValueError(
-                f"{name!r} has the shape {tuple(value.shape)}, and {tuple(there[name].shape)} in the model"
-            )
+        check_value(name, value, there[name])
     if missing := [name for name in there if name not in given]:
         raise ValueError(f"{missing[0]!r} is not given; the adapter has {len(there)} parameters")
     for name, value in given.items():

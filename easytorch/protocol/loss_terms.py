@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from easytorch.layers.causal_loss import mean_loss
 from easytorch.layers.routers import load_balancing_loss
 from easytorch.layers.token_loss import (
     HeadProduct,
@@ -58,8 +59,8 @@ def _divided(total: Tensor, labels: Tensor, weights: Tensor, options: TokenLossO
         divisor = labels.numel()
     elif isinstance(factor, int | float):
         divisor = factor
-    loss = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
-    return loss / weights.sum() if config.divide_weight_sum else loss
+    loss = mean_loss(total, divisor)
+    return mean_loss(loss, weights.sum()) if config.divide_weight_sum else loss
 
 
 def _options(config: LossConfig, labels: Tensor, vocabulary: int) -> TokenLossOptions:

@@ -109,3 +109,15 @@ def _check_blocks(name: str, blocks: Mapping[str, str] | None, pattern: str | No
     if unknown := sorted(set(blocks) - set(GGUF_BLOCKS)):
         raise ValueError(f"unknown blocks {', '.join(unknown)}; known: {', '.join(GGUF_BLOCKS)}")
     return "|".join(f"({one})" for one in blocks.values()) if pattern is None else pattern
+
+
+def settings_of_name(kwargs: dict[str, Any]) -> None:
+    """Makes a `QuantizationConfig` of a name, such as "int8", under `quantization_config` of `from_pretrained`."""
+    given = kwargs.get("quantization_config")
+    if isinstance(given, str):
+        kwargs["quantization_config"] = QuantizationConfig(given)
+    elif given is not None and not isinstance(given, Mapping | QuantizationConfigMixin):
+        raise TypeError(
+            "quantization_config must be a QuantizationConfig, one of transformers' or a name such as 'int8', not "
+            f"{type(given).__name__}"
+        )

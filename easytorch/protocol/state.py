@@ -143,6 +143,7 @@ def merge_params_dict(model: nn.Module, params_dict: Mapping[str, Any]) -> Any:
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """`{"layers": {"0": {"weight": w}}}` -> `{"layers.0.weight": w}`; a flat dict comes back as it is."""
+    _check_mapping(tree)
     return flat(tree, separator=".")
 
 
@@ -151,7 +152,15 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
     `ValueError` for a name that is both a tensor and the beginning of another.
     """
+    _check_mapping(leaves)
+    if others := [name for name in leaves if not isinstance(name, str)]:
+        raise TypeError(f"names of parameters are str, and {others[0]!r} is {type(others[0]).__name__}")
     return nested(leaves, separator=".")
+
+
+def _check_mapping(tree: Any) -> None:
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"parameters are a dict of tensors, nested or flat, not {type(tree).__name__}")
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -183,13 +192,29 @@ def _check_names(
         raise ValueError(f"{missing[0]!r}{others} of {kind} is not given; pass every one, or use merge_params_dict")
 
 
+def check_value(name: str, value: Any, target: torch.Tensor) -> None:
+    """`TypeError` or `ValueError` where `value` cannot be copied into `target`, the tensor `name` of a model.
+
+    Integers are no values of a floating point parameter: they are codes of a quantized one.
+    """
+    if not isinstance(value, torch.Tensor):
+        kind = type(value).__name__
+        raise TypeError(f"{name!r} is {kind} and must be a torch.Tensor; trees of arrays go through from_flax")
+    if value.shape != target.shape:
+        raise ValueError(f"{name!r} has the shape {tuple(value.shape)}, and {tuple(target.shape)} in the model")
+    if (value.is_complex(), value.is_floating_point()) != (target.is_complex(), target.is_floating_point()):
+        raise ValueError(f"{name!r} is {value.dtype}, and {target.dtype} in the model")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name!r} is {value.layout}, and the model's are dense; pass its to_dense()")
+    if value.is_meta and not target.is_meta:
+        raise ValueError(f"{name!r} is on the meta device and has no values; the model's has")
+
+
 def checked(module: nn.Module, tree: Mapping[str, Any], *, complete: bool | str) -> State:
     """`tree` flat, each tensor under the first of its names, once all of it is known to fit.
 
     complete: True requires every parameter and buffer, "parameters" every parameter.
     """
-    if not isinstance(tree, Mapping):
-        raise TypeError(f"parameters are a dict of tensors, nested or flat, not {type(tree).__name__}")
     leaves = flatten(tree)
     every = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     first = {id(tensor): name for name, tensor in tensors_of(module).items()}
@@ -198,13 +223,7 @@ def checked(module: nn.Module, tree: Mapping[str, Any], *, complete: bool | str)
     _check_names(leaves, module, required=(), known=every)
     for name, value in leaves.items():
         target = every[name]
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"{name!r} is {kind} and must be a torch.Tensor; trees of arrays go through from_flax")
-        if value.shape != target.shape:
-            raise ValueError(f"{name!r} has the shape {tuple(value.shape)}, and {tuple(target.shape)} in the model")
-        if value.is_complex() != target.is_complex():
-            raise ValueError(f"{name!r} is {value.dtype}, and {target.dtype} in the model")
+        check_value(name, value, target)
         one = first[id(target)]
         if one in values and values[one] is not value and not torch.equal(values[one], value):
             raise ValueError(f"{name!r} and {named[one]!r} are one tensor in the model, and differ here")

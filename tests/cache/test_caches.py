@@ -283,6 +283,7 @@ def test_what_does_not_fit_is_one_error():
         (lambda: llama.init_ragged_pages(page_size=4), "give metadata"),
         (lambda: llama.init_ragged_pages(metadata, page_size=4), "give metadata"),
         (lambda: llama.init_ragged_pages(dataclasses.replace(small, layers=(0, 1, 2))), "3 layers"),
+        (lambda: llama.init_ragged_pages(dataclasses.replace(small, k_headdim=5)), "head_dim. of .* the model has"),
         (lambda: llama(IDS, past_key_values=llama.init_ragged_pages(small)), "no_grad"),
         (lambda: llama.prepare_inputs_for_generation(IDS, 4, 0), "max_length=4"),
         (lambda: llama.compute_loss(IDS, past_key_values=longer, cache_metadata=made), "max_length=9"),

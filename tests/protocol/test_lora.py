@@ -423,3 +423,21 @@ def test_an_adapter_of_another_model_is_refused_whole(other, second, tmp_path):
         one.requires_grad == before[name][0] and torch.equal(one, before[name][1]) for name, one in after.items()
     )
     assert not second or model.active_adapters() == ["first"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_dora_of_a_file_is_read_whole(name, tmp_path):
+    """transformers' own `load_adapter` leaves the magnitudes out."""
+    auto, config, pattern = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(easytorch, auto).from_config(copy.deepcopy(config)).eval()
+    read = copy.deepcopy(model)
+    model.apply_lora_to_layers(4, pattern, rngs=0, dora=True, rslora=True)
+    model.merge_lora_params(filled(model))
+    model.save_pretrained(tmp_path / "one")
+    read.load_adapter(tmp_path / "one", adapter_name="a+b")
+    read.save_pretrained(tmp_path / "two")
+    with torch.no_grad():
+        assert torch.equal(read(IDS).logits, model(IDS).logits)
+    one, two = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)

@@ -13,6 +13,7 @@ import transformers
 import easytorch
 from easytorch import protocol
 from easytorch.layers import deferred_head
+from easytorch.layers.causal_loss import causal_lm_loss
 from easytorch.layers.token_loss import HeadProduct, TokenLossOptions, token_losses
 from easytorch.protocol import LossConfig, MaskInfo, compute_loss
 
@@ -374,3 +375,16 @@ def test_it_is_a_method_and_a_function():
     assert torch.equal(
         model.compute_loss(IDS, LABELS)[1].loss, protocol.compute_loss(model, input_ids=IDS, labels=LABELS)[1].loss
     )
+
+
+@pytest.mark.parametrize("chunked", [{}, {"chunk_token_size": 2}, {"chunk_token_size": 2, "z_loss": 0.1}], ids=str)
+def test_a_batch_without_labels_has_gradients_of_zero(chunked):
+    """As torch's `cross_entropy`, whose mean is NaN then; the model's own loss without logits too."""
+    model = easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]))
+    labels = torch.full((2, 5), -100)
+    hidden = torch.ones(2, 5, 32, requires_grad=True)
+    model.compute_loss(torch.ones_like(labels), labels, loss_config=LossConfig(**chunked))[1].loss.backward()
+    own = causal_lm_loss(hidden, model.lm_head.weight, labels)
+    own.backward()
+    assert own.isnan() and not hidden.grad.any()
+    assert all(not one.grad.any() for one in model.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import pickle
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import easytorch
 from easytorch import protocol
 from easytorch.layers.quantized import QuantizedLinear, QuantizedStacks
 from easytorch.layers.quantized_formats import STORAGE, FormatSettings, quantize_weight
+from easytorch.models.llama import LlamaForCausalLM
 from easytorch.protocol import QuantizationConfig
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -322,3 +324,25 @@ def test_a_mesh_of_jax_is_refused():
     for call in (model.shard_model, model.gather_model):
         with pytest.raises(TypeError, match="a mesh of JAX places JAX's arrays"):
             call(mesh=of_jax)
+
+
+def test_experts_are_pickled():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, num_attention_heads=4, num_key_value_heads=2)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval().quantize("int8", group_size=32)
+    again = pickle.loads(pickle.dumps(model))
+    tokens = torch.tensor([[5, 9, 33]])
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert type(again.model.layers[0].mlp.experts) is type(model.model.layers[0].mlp.experts)
+
+
+@pytest.mark.parametrize("auto", [easytorch.AutoModelForCausalLM, LlamaForCausalLM], ids=["auto", "class"])
+def test_a_name_for_from_pretrained(auto, tmp_path):
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = auto.from_pretrained(tmp_path, quantization_config="int8")
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
+    with pytest.raises(TypeError, match=r"quantization_config must be .* or a name such as 'int8', not int"):
+        auto.from_pretrained(tmp_path, quantization_config=8)

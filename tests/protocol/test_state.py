@@ -371,3 +371,30 @@ def test_optimizers_whose_state_no_file_holds(tmp_path):
     with pytest.raises(TypeError, match=r"slots/model\.norm\.weight/function is builtin_function_or_method"):
         model.to_state(optimizer).save(tmp_path / "state")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_a_model_cannot_take():
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = easytorch.AutoModelForCausalLM.from_config(config)
+    before = {name: one.clone() for name, one in model.split_params().items()}
+    last = list(before)[-1]
+    for wrong, message in (
+        (before[last].to(torch.int8), "is torch.int8, and torch.float32"),
+        (before[last].to("meta"), "on the meta device"),
+        (before[last].to_sparse(), "pass its to_dense"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.merge_params({name: one + 1 for name, one in before.items()} | {last: wrong})
+        assert all(torch.equal(one, before[name]) for name, one in model.split_params().items())
+    model.apply_lora_to_layers(2, "q_proj", rngs=0)
+    adapter = model.split_lora_params()
+    for wrong in (torch.complex64, torch.int8):
+        with pytest.raises(ValueError, match=r"and torch\.float32 in the model"):
+            model.merge_lora_params({name: one.to(wrong) for name, one in adapter.items()})
+    for call, argument in ((protocol.flatten, None), (protocol.unflatten, [1]), (model.merge_lora_params, [1])):
+        with pytest.raises(TypeError, match="a dict of tensors"):
+            call(argument)
+    with pytest.raises(TypeError, match="takes a LlamaConfig, not BertConfig"):
+        type(model).lazy_init(transformers.BertConfig())
