@@ -17,7 +17,7 @@ namespace {
 // Scores below which another thread would cost more than it saves.
 constexpr int64_t GRAIN = 1 << 13;
 FlashTensor heads_of(const Tensor& tensor) {
-  require(tensor.sizes[3] <= 1 || tensor.strides[3] == 1, "flash: heads whose numbers lie side by side");
+  require(tensor.sizes[3] <= 1 || tensor.strides[3] == 1, "flash: the last dimension must be contiguous");
   return {tensor.data, tensor.strides[0], tensor.strides[2], tensor.strides[1]};
 }
 

@@ -13,7 +13,7 @@ from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import side_by_side
+from easytorch.kernels.cpu.inference import last_dim_contiguous
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
@@ -44,6 +44,10 @@ def preferred(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 def run(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, level: int) -> Tensor:
     """`attention` of a resolved call."""
     output: Tensor = torch.ops.easytorch_cpu.flash.default(
-        side_by_side(query), side_by_side(key), side_by_side(value), *cpp_call.arguments(call), level
+        last_dim_contiguous(query),
+        last_dim_contiguous(key),
+        last_dim_contiguous(value),
+        *cpp_call.arguments(call),
+        level,
     )
     return output

@@ -4,7 +4,7 @@
 #include "../cpu/skinny.h"
 #include "cpu_scores.h"
 
-// (B, T, heads, D) whose last dimension lies side by side; strides in numbers.
+// (B, T, heads, D) with a contiguous last dimension; strides in elements.
 struct FlashTensor {
   const void* data;
   int64_t of_batch, of_head, of_row;

@@ -16,7 +16,7 @@ constexpr int ROWS = 4, VECTORS = 2;
 #else
 constexpr int ROWS = 2, VECTORS = 2;
 #endif
-// Queries of a task, and keys whose scores are computed at once: 48 x 128 scores lie in the second cache.
+// Queries of a task, and keys whose scores are computed at once: 48 x 128 scores fit the L2 cache.
 constexpr int QUERIES = 48, KEYS = 128;
 
 // What is multiplied lies in units of 32 bits: a number of float32, or two of bfloat16 that are multiplied as a pair.
@@ -141,7 +141,7 @@ inline void product(const char* a, int64_t a_row, const char* b, int64_t panel, 
 template <class Units>
 inline void multiply_rows(const char* a, int64_t a_row, int64_t rows, const char* b, int64_t panel, int64_t panels,
                           int64_t units, float* y, int64_t y_row, bool add_to) {
-  for (int64_t n = 0; n < panels;) {  // panels outside: those of b stay in the first cache for all rows
+  for (int64_t n = 0; n < panels;) {  // the outer loop, so that a panel of b stays in L1 for all rows
     const bool several = n + VECTORS <= panels;
     for (int64_t i = 0; i < rows; i += ROWS) {
       float* to = y + i * y_row + n * WIDTH;

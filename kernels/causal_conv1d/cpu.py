@@ -7,8 +7,13 @@ from torch import Tensor
 
 from easytorch.kernels.causal_conv1d.native import check_arguments
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import side_by_side
-from easytorch.kernels.cpu.recurrences import document_ids, refusal_of_sequences, state_of, vector_of
+from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.cpu.recurrences import (
+    contiguous_or_empty,
+    refusal_of_sequences,
+    segments_or_empty,
+    state_or_empty,
+)
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
@@ -42,11 +47,11 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`causal_conv1d` without its checks."""
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.causal_conv1d.default(
-        side_by_side(x),
+        last_dim_contiguous(x),
         weight,
-        vector_of(bias),
-        state_of(initial_state),
-        document_ids(segment_ids),
+        contiguous_or_empty(bias),
+        state_or_empty(initial_state),
+        segments_or_empty(segment_ids),
         activation is not None,
         level,
     )

@@ -1,4 +1,4 @@
-// Memory that begins with a cache line: a vector of 64 bytes that crosses two lines is loaded at half the speed.
+// Memory aligned to a cache line: loading a vector of 64 bytes across two lines takes twice the time.
 #pragma once
 
 #include <stdint.h>

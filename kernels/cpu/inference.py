@@ -1,4 +1,4 @@
-"""What the operators in C++ without a gradient leave to ATen, of any call."""
+"""The calls that every C++ operator without a gradient refuses, and leaves to ATen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_GRADIENT = "it has no gradient"
 
 
 def refusal(given: Iterable[Any], gradients: bool = False) -> str | None:
-    """None when such an operator may be called with these tensors, else the reason; what is no tensor is passed over.
+    """None if such an operator may be called with these arguments, else the reason; only tensors are looked at.
 
     gradients: the operator has one. It may build the library.
     """
@@ -44,8 +44,8 @@ def refusal(given: Iterable[Any], gradients: bool = False) -> str | None:
 
 def _not_as_given() -> str:
     if not eager() or torch._C._get_tracing_state() is not None:
-        return "graphs and torch.func's transforms are ATen's"
-    return _NO_GRADIENT if forward_ad._current_level >= 0 else "autocast wants another dtype"
+        return "it does not run in graphs or torch.func's transforms"
+    return _NO_GRADIENT if forward_ad._current_level >= 0 else "autocast would change the dtype"
 
 
 def other_dtype(dtype: torch.dtype) -> str:
@@ -83,8 +83,8 @@ def takes(*tensors: Tensor | None, gradients: bool = False) -> bool:
     return library.missing() is None
 
 
-def side_by_side(tensor: Tensor) -> Tensor:
-    """The tensor, with the numbers of its last dimension one after another."""
+def last_dim_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous, else a contiguous copy."""
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # to `contiguous` one without numbers is as it should be
+    return tensor.clone(memory_format=torch.contiguous_format)  # `contiguous()` returns empty tensors as they are

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu.inference import ABSENT, side_by_side
+from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous
 from easytorch.kernels.interop.torch_func import transforming
 from easytorch.kernels.layer_norm import native as layer_native
 from easytorch.kernels.rms_norm import native as rms_native
@@ -29,7 +29,9 @@ class Norm(torch.autograd.Function):
         ctx.eps, ctx.centered, ctx.level = eps, centered, level
         if centered:  # ATen's forward normalizes in float32 and rounds once
             return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        output: Tensor = torch.ops.easytorch_cpu.rms_norm.default(side_by_side(x), vector(weight, x.dtype), eps, level)
+        output: Tensor = torch.ops.easytorch_cpu.rms_norm.default(
+            last_dim_contiguous(x), vector(weight, x.dtype), eps, level
+        )
         return output
 
     @staticmethod
@@ -38,8 +40,8 @@ class Norm(torch.autograd.Function):
         if torch.is_grad_enabled() or transforming():
             return *_by_definition(ctx, grad, x, weight, bias), None, None, None
         grads = torch.ops.easytorch_cpu.norm_backward.default(
-            side_by_side(grad), side_by_side(x), vector(weight, x.dtype), vector(bias, x.dtype), ctx.eps, ctx.centered,
-            ctx.level,
+            last_dim_contiguous(grad), last_dim_contiguous(x), vector(weight, x.dtype), vector(bias, x.dtype), ctx.eps,
+            ctx.centered, ctx.level,
         )  # fmt: skip
         wanted = [found if needed else None for found, needed in zip(grads, ctx.needs_input_grad, strict=False)]
         return *wanted, None, None, None

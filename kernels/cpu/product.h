@@ -1,11 +1,11 @@
-// Products of small matrices of float32 that lie in the caches, tile by tile in registers.
+// Products of small float32 matrices that fit the caches, in register tiles.
 #pragma once
 
 #include "vector.h"
 
 namespace {
 
-// Rows and vectors of a product that is kept in registers.
+// Rows and vectors of a register tile.
 #if defined(__AVX512F__)
 constexpr int PRODUCT_ROWS = 6, PRODUCT_VECTORS = 4;
 #elif defined(__AVX2__)
@@ -18,7 +18,7 @@ inline int64_t rounded_up(int64_t count, int64_t multiple) { return (count + mul
 inline int64_t whole_rows(int64_t count) { return rounded_up(count, PRODUCT_ROWS); }
 inline int64_t whole_vectors(int64_t count) { return rounded_up(count, WIDTH); }
 
-// The number in row i and column u lies `row * i + column * u` numbers on.
+// The strides of a matrix, in elements.
 struct LeftMatrix {
   const float* data;
   int64_t row, column;
@@ -28,7 +28,7 @@ template <int N>
 inline void product_tile(const LeftMatrix& a, int64_t k, const float* b, int64_t b_row, float keep, float* y,
                          int64_t y_row) {
   Floats totals[PRODUCT_ROWS][N];
-  if (keep == 0.0f) {  // whatever y holds, NaN too
+  if (keep == 0.0f) {  // y is not read: it may hold NaN
 #pragma GCC unroll 8
     for (int i = 0; i < PRODUCT_ROWS; ++i)
 #pragma GCC unroll 4
@@ -78,7 +78,7 @@ inline void product_tiles(const LeftMatrix& a, int64_t k, const float* b, int64_
 inline void multiply_matrices(LeftMatrix a, int64_t rows, int64_t k, const float* b, int64_t b_row, int64_t columns,
                               float keep, float* y, int64_t y_row, Triangle triangle = WHOLE) {
   const int64_t vectors = whole_vectors(columns) / WIDTH;
-  for (int64_t n = 0; n < vectors; n += PRODUCT_VECTORS) {  // outside: the columns of b stay in the first cache for all rows
+  for (int64_t n = 0; n < vectors; n += PRODUCT_VECTORS) {  // the outer loop, so that columns of b stay in L1 for all rows
     const int64_t most = vectors - n < PRODUCT_VECTORS ? vectors - n : PRODUCT_VECTORS;
     for (int64_t i = 0; i < rows; i += PRODUCT_ROWS) {
       const int64_t diagonal = i + PRODUCT_ROWS, seen = whole_vectors(diagonal) / WIDTH - n;

@@ -1,4 +1,4 @@
-// Rows of any dtype as float32, and a tensor whose last dimension lies side by side as the kernels see it.
+// Rows of any dtype as float32, and a tensor with a contiguous last dimension as the kernels see it.
 #pragma once
 
 #include "numbers.h"
@@ -13,7 +13,7 @@ inline void* number_at(void* data, int64_t index, int32_t dtype) {
   return static_cast<char*>(data) + index * (dtype == FLOAT32 ? 4 : 2);
 }
 
-// A vector of the numbers from `p` on, of which `count` are there; zeros follow them.
+// Loads a vector from `p`, of which `count` elements are valid; the rest is zero.
 inline Floats read_vector(const void* p, int64_t count, int32_t dtype) {
   switch (dtype) {
     case BFLOAT16: return read_some<NumbersBFloat16>(static_cast<const uint16_t*>(p), count);
@@ -29,7 +29,7 @@ inline void write_vector(void* p, int64_t count, int32_t dtype, Floats v) {
   }
 }
 
-// `count` numbers as float32, zeros up to a whole vector.
+// `count` elements as float32, padded with zeros to a full vector.
 inline void read_row(const void* from, int64_t count, int32_t dtype, float* to) {
   for (int64_t i = 0; i < count; i += WIDTH) {
     store(to + i, read_vector(number_at(from, i, dtype), count - i, dtype));
@@ -43,7 +43,7 @@ inline const void* row_of(const Strided& t, int64_t b, int64_t token, int64_t he
   return number_at(t.data, b * t.of_batch + token * t.of_token + head * t.of_head, t.dtype);
 }
 
-// Asks for a row ahead of its use: each is on another page, where the hardware does not look ahead.
+// Prefetches a row: each is on another page, which the hardware prefetcher does not cross.
 inline void prefetch_row(const void* row, int64_t count, int32_t dtype) {
   const int64_t bytes = count * (dtype == FLOAT32 ? 4 : 2);
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 3);

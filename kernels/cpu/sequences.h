@@ -1,4 +1,4 @@
-// Tensors of sequences as the operators of recurrences receive them, checked.
+// Checks the tensors that the operators of recurrences receive.
 #pragma once
 
 #include "strided.h"
@@ -6,10 +6,10 @@
 
 namespace easytorch {
 
-// One dimension without numbers stands for an absent tensor.
+// A tensor of shape (0,) stands for an absent one.
 inline bool absent(const Tensor& tensor) { return tensor.dim == 1 && tensor.sizes[0] == 0; }
 
-// (B, T, heads, numbers), or (B, T, numbers) where heads is 0; null where it is absent.
+// (B, T, heads, width), or (B, T, width) where heads is 0; null if absent.
 inline Strided sequence_of(const Tensor& tensor, int64_t batch, int64_t length, int64_t heads, int64_t numbers,
                            const char* message) {
   if (absent(tensor)) return {nullptr, 0, 0, 0, 0};
@@ -21,7 +21,7 @@ inline Strided sequence_of(const Tensor& tensor, int64_t batch, int64_t length, 
   return {tensor.data, element_of(tensor.dtype), tensor.strides[0], tensor.strides[1], heads == 0 ? 0 : tensor.strides[2]};
 }
 
-// (N,) or (rows, N), contiguous; null where it is absent. of_head: from row to row, of_token: from number to number.
+// (N,) or (rows, N), contiguous; null if absent. of_head: the stride of rows, of_token: of elements.
 inline Strided vector_of(const Tensor& tensor, int64_t numbers, const char* message) {
   if (absent(tensor)) return {nullptr, 0, 0, 0, 0};
   require(tensor.dim == 1 && tensor.sizes[0] == numbers && tensor.contiguous() && element_of(tensor.dtype) >= 0, message);
@@ -36,7 +36,7 @@ inline Documents documents_of(const Tensor& tensor, int64_t batch, int64_t lengt
   return {static_cast<const int64_t*>(tensor.data), tensor.strides[0], tensor.strides[1]};
 }
 
-// A state of float32, contiguous; null where it is absent.
+// A state in float32, contiguous; null if absent.
 inline const float* state_of(const Tensor& tensor, int64_t dim, const int64_t* sizes, const char* message) {
   if (absent(tensor)) return nullptr;
   require(tensor.dim == dim && tensor.dtype == aoti_torch_dtype_float32() && tensor.contiguous(), message);

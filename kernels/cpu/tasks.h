@@ -1,4 +1,4 @@
-// Tasks of unequal length, which threads take one by one, each with memory of its own.
+// Dynamic scheduling: threads take tasks of unequal cost one by one, each thread with its own scratch memory.
 #pragma once
 
 #include <atomic>
@@ -9,10 +9,10 @@
 
 namespace easytorch {
 
-// Work of one task, in steps of a vector, below which another thread would cost more than it saves.
+// The cost of a task, in vector steps, below which another thread costs more than it saves.
 constexpr int64_t SMALLEST_TASK = 1 << 13;
 
-// body(task, scratch) for every task; scratch: `numbers` of float32 that are not set. `each`: the work of one task.
+// body(task, scratch) for every task; scratch: `numbers` uninitialized floats. `each`: the cost of one task.
 template <class Body>
 inline void run_tasks(int64_t tasks, int64_t each, int64_t numbers, const Body& body) {
   std::atomic<int64_t> next{0};

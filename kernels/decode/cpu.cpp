@@ -20,7 +20,7 @@ constexpr int64_t TASKS = 64;
 constexpr int64_t GRAIN = 1 << 15;
 
 DecodeCache cache_of(const Tensor& tensor) {
-  require(tensor.sizes[3] <= 1 || tensor.strides[3] == 1, "decode: heads whose numbers lie side by side");
+  require(tensor.sizes[3] <= 1 || tensor.strides[3] == 1, "decode: the last dimension must be contiguous");
   return {tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
 }
 

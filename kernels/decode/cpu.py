@@ -11,7 +11,7 @@ from torch import Tensor
 from easytorch.kernels.attention import cpp_call
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import DTYPES, refusal, side_by_side
+from easytorch.kernels.cpu.inference import DTYPES, last_dim_contiguous, refusal
 from easytorch.kernels.decode.contract import Supports, resolve, without_dropout
 from easytorch.kernels.interop.torch_func import as_given
 
@@ -71,8 +71,8 @@ def run(
         call = call._replace(mask=mask, query_segment_ids=None, key_segment_ids=None)
     output: Tensor = torch.ops.easytorch_cpu.decode.default(
         query,
-        side_by_side(key),
-        side_by_side(value),
+        last_dim_contiguous(key),
+        last_dim_contiguous(value),
         None if lengths is None else lengths.to(torch.int64),
         *cpp_call.arguments(call),
         level,

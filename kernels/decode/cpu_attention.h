@@ -5,7 +5,7 @@
 #include "../attention/cpu_scores.h"
 #include "../cpu/skinny.h"
 
-// A tensor (B, heads, S, D) whose last dimension lies side by side; strides in numbers. B counts pages and S their slots
+// A tensor (B, heads, S, D) with a contiguous last dimension; strides in elements. B counts pages and S their slots
 // where a sequence lies in pages.
 struct DecodeCache {
   const void* data;

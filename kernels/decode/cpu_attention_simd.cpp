@@ -9,7 +9,7 @@
 
 namespace {
 
-// Keys whose scores are computed before their values are read: few, so that what is asked for ahead is read soon. Measured
+// Keys whose scores are computed before their values are read: few, so that what is prefetched is read soon. Measured
 // on one thread of a loaded Zen 4, B4 H32/8 S4096 D128, share of a plain read's speed with 64 keys and with 16: float32
 // (B, K, S, D) 0.54 and 0.68, (B, S, K, D) 0.55 and 0.65; bfloat16 0.51 and 0.51, 0.41 and 0.51.
 constexpr int BLOCK = 16;
@@ -93,8 +93,8 @@ struct PagedRows {
   inline PagedRows from(int64_t j) const { return {first, places + j}; }
 };
 
-// What is read next, asked for in the order of its addresses while the scores before it are computed: rows of keys and of
-// values, into the second cache. Measured on one thread of a Zen 4, (B, S, K, D) in bfloat16, of a plain read: 0.35 with
+// Prefetches what is read next, in the order of its addresses, while the scores before it are computed: rows of keys and of
+// values, into the L2 cache. Measured on one thread of a Zen 4, (B, S, K, D) in bfloat16, of a plain read: 0.35 with
 // prefetches head by head, 0.58 so; (B, K, S, D) 0.5 of either.
 template <class Rows>
 class Ahead {
@@ -291,7 +291,7 @@ void one_block(const DecodeCall& c, const DecodePart& part, int64_t kv, Rows key
 inline int within(int64_t keys) { return static_cast<int>(keys < 0 ? 0 : keys < BLOCK ? keys : BLOCK); }
 
 // A dense cache, in the order in which the keys lie: where heads lie within a key, a block of all heads after another, and
-// with each of them a part of the next is asked for; else head by head.
+// with each of them a part of the next is prefetched; else head by head.
 template <class Kind, class Values>
 void attend_dense(const DecodeCall& c, const DecodePart& part) {
   typedef typename Values::Number Number;

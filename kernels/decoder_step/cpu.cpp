@@ -150,7 +150,7 @@ struct Angles {
   int64_t turned;
 };
 
-// (B, K, C, D) with numbers side by side, from key `first` on.
+// (B, K, C, D) with a contiguous last dimension, from key `first` on.
 DecodeCache cache_of(const Tensor& tensor, int64_t batch, int64_t heads, int64_t dim, int64_t first, int64_t end,
                      const Tensor& x) {
   require(tensor.dim == 4 && tensor.dtype == x.dtype && tensor.sizes[0] == batch && tensor.sizes[1] == heads &&

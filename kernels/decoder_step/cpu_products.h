@@ -16,7 +16,7 @@ constexpr int64_t BLOCK_BYTES = 1 << 16;
 
 inline int64_t size_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
-// (N, K) with columns side by side, and a bias (N,) or (0,) for none.
+// (N, K) with a contiguous last dimension, and a bias (N,) or (0,) for none.
 struct Projection {
   Projection(uint64_t weight, uint64_t bias) : weight(weight), bias(bias) {}
   Tensor weight, bias;

@@ -1,5 +1,5 @@
-"""The gated delta rule by the operator in C++ (cpu*.cpp here): chunks as products that stay in the caches, two
-passes over the state for a single token. Inference only."""
+"""The gated delta rule by the operator in C++ (cpu*.cpp here): chunks are matrix products in the caches, and a
+single token is two passes over the state. Inference only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import side_by_side
-from easytorch.kernels.cpu.recurrences import document_ids, refusal_of_sequences, state_of
+from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.cpu.recurrences import refusal_of_sequences, segments_or_empty, state_or_empty
 from easytorch.kernels.gated_delta_rule.native import EPSILON, check_arguments
 
 
@@ -48,13 +48,13 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`gated_delta_rule` without its checks."""
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.gated_delta_rule.default(
-        side_by_side(query),
-        side_by_side(key),
-        side_by_side(value),
-        side_by_side(g),
-        side_by_side(beta),
-        state_of(initial_state),
-        document_ids(segment_ids),
+        last_dim_contiguous(query),
+        last_dim_contiguous(key),
+        last_dim_contiguous(value),
+        last_dim_contiguous(g),
+        last_dim_contiguous(beta),
+        state_or_empty(initial_state),
+        segments_or_empty(segment_ids),
         query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
         use_qk_l2norm,
         EPSILON,

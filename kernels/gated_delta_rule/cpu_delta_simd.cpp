@@ -1,7 +1,7 @@
 // The gated delta rule, in chunks: https://arxiv.org/abs/2412.06464, section 3.3.
 //
 // Within a chunk the changes u_i = beta_i (v_i - state_i^T k_i) depend on those before them by a unit triangular system,
-// whose right hand side knows the state at the chunk's start.
+// whose right hand side depends on the state at the start of the chunk.
 #include "cpu_delta.h"
 
 #include <math.h>
@@ -12,10 +12,10 @@
 
 namespace {
 
-// Tokens of a chunk: whole tiles of rows and of columns at every instruction set.
+// Tokens of a chunk: a multiple of the tile sizes of every instruction set.
 constexpr int64_t CHUNK = 48;
 constexpr int64_t PAIRS = CHUNK * CHUNK;
-// How many tokens ahead the inputs are asked for.
+// How many tokens ahead the inputs are prefetched.
 constexpr int64_t AHEAD = 8;
 
 // Rows of keys, padded to whole vectors and to whole tiles of rows, since keys are read as columns too.
@@ -45,7 +45,7 @@ inline void read_key(const DeltaCall& c, const Strided& t, int64_t b, int64_t to
   for (int64_t d = 0; d < c.key_width; d += WIDTH) store(to + d, multiply(load(to + d), factors));
 }
 
-// The decays exp(g) of a value head's tokens, 0 where a document begins, and their rates. CHUNK numbers each.
+// The decays exp(g) of a value head's tokens, 0 where a segment begins, and their rates. CHUNK numbers each.
 inline void gates(const DeltaCall& c, int64_t b, int64_t head, int64_t first, int64_t count, float* decays, float* rates) {
   for (int64_t i = 0; i < whole_vectors(count); ++i) {
     decays[i] = i < count ? load_number(row_of(c.g, b, first + i, 0), head, c.g.dtype) : 0.0f;

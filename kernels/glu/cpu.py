@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side, takes
+from easytorch.kernels.cpu.inference import last_dim_contiguous, refusal_of_one_dtype, takes
 from easytorch.kernels.glu.native import check_tensors
 
 # The operator's numbers of the activations; gelu's by its `approximate`.
@@ -57,4 +57,4 @@ def _checked(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 
 def run(gate: Tensor, up: Tensor, activation: int, level: int) -> Tensor:
     """The unit without its checks."""
-    return torch.ops.easytorch_cpu.glu.default(side_by_side(gate), side_by_side(up), activation, level)
+    return torch.ops.easytorch_cpu.glu.default(last_dim_contiguous(gate), last_dim_contiguous(up), activation, level)

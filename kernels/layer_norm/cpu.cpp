@@ -59,8 +59,8 @@ void norm_backward(uint64_t* stack, uint64_t, uint64_t) {
   const float eps = static_cast<float>(number_of(stack[4]));
   const bool centered = stack[5] != 0;
   const int64_t level = static_cast<int64_t>(stack[6]);
-  const Rows rows = rows_of(x, "norm_backward takes x (..., N), whose rows' numbers lie side by side");
-  rows_of(grad, "norm_backward takes a gradient (..., N), whose rows' numbers lie side by side");
+  const Rows rows = rows_of(x, "norm_backward takes x (..., N): the last dimension must be contiguous");
+  rows_of(grad, "norm_backward takes a gradient (..., N): the last dimension must be contiguous");
   bool fits = grad.dim == x.dim && grad.dtype == x.dtype;
   for (int64_t d = 0; fits && d < x.dim; ++d) fits = grad.sizes[d] == x.sizes[d];
   require(fits, "norm_backward: gradient and x do not fit");

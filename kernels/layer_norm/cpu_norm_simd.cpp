@@ -52,7 +52,7 @@ inline Normalization statistics(const void* from, int64_t n, float eps, bool cen
   return {minus, broadcast(1.0f / sqrtf(squares.total() / numbers + eps))};
 }
 
-// A weight of the row's dtype is read in it: half as much as float32 has less to keep in the first cache.
+// A weight of the row's dtype is read in it: half as much as float32 has less to keep in the L1 cache.
 template <class Weights>
 struct Weight {
   const typename Weights::Number* numbers;

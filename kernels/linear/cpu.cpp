@@ -10,7 +10,7 @@ EASYTORCH_TABLE(SkinnyFunctions, skinny)
 namespace easytorch {
 namespace {
 
-// Bytes of a weight below which another thread would cost more than it saves.
+// Bytes of a weight below which another thread costs more than it saves.
 constexpr int64_t GRAIN_BYTES = 1 << 15;
 
 // What a call of either operator is given, checked, and its rows of x packed.
@@ -58,7 +58,7 @@ class Rows {
   Buffer packed_;
 };
 
-// (..., K), weight (N, K) with columns side by side, bias (N,) or (0,) for none -> (..., N).
+// (..., K), weight (N, K) with a contiguous last dimension, bias (N,) or (0,) for none -> (..., N).
 void linear(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor x(stack[0]), weight(stack[1]), bias(stack[2]);
   const Rows rows(x, weight, bias, static_cast<int64_t>(stack[3]));
@@ -74,7 +74,7 @@ void linear(uint64_t* stack, uint64_t, uint64_t) {
 // Rows of the weight whose products are in memory at once: as few as give each row of x whole lines.
 constexpr int64_t AT_ONCE = 256;
 
-// The first of the largest numbers of `linear`'s rows, as torch.argmax gives it of them: (..., K) -> (...), int64.
+// torch.argmax of the rows that `linear` gives: (..., K) -> (...), int64.
 void linear_argmax(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor x(stack[0]), weight(stack[1]), bias(stack[2]);
   const Rows rows(x, weight, bias, static_cast<int64_t>(stack[3]));

@@ -1,4 +1,4 @@
-// Products of few rows of bfloat16 with codes that become bfloat16 on their way to the dot products, without rounding.
+// Products of few bfloat16 rows with codes that are decoded to bfloat16, exactly, for its dot product instructions.
 #include "cpu_product.h"
 
 #include "../cpu/tile.h"
@@ -11,7 +11,7 @@ namespace {
 // Bytes of codes that are decoded together.
 constexpr int64_t BYTES = 64;
 constexpr int MOST_ROWS_OF_X = 4;
-// How far ahead codes are asked for: what is decoded hides too little of the memory's time. Measured on one thread of a loaded
+// How far ahead codes are prefetched: decoding hides too little of the memory latency. Measured on one thread of a loaded
 // Zen 4, 4096x1024, of a plain read: int4 1.60 without and 1.33 so, nf4 2.11 and 1.62, fp8 1.37 and 1.28; into the second
 // cache alone 1.39, 2.09, 1.54.
 constexpr int64_t AHEAD = 2048;
@@ -31,7 +31,7 @@ inline Table table_of(const float* levels, bool rest) {
   return table;
 }
 
-// Four-bit codes: 128 columns in 32 words of four codes. A lane of a sum is over 8 columns side by side, so that groups of
+// Four-bit codes: 128 columns in 32 words of four codes. A lane of a sum is over 8 adjacent columns, so that groups of
 // 32 and more are lanes that share a scale. The columns of code j of all words are packed side by side.
 constexpr int64_t COLUMNS = 2 * BYTES;
 inline int64_t column_of(int64_t i) { return i % 32 * 4 + (i / 32 ^ 1); }

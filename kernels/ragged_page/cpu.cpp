@@ -39,7 +39,7 @@ struct Block {
 };
 
 DecodeCache pool_of(const Tensor& pages) {
-  require(pages.sizes[3] <= 1 || pages.strides[3] == 1, "ragged_page: heads whose numbers lie side by side");
+  require(pages.sizes[3] <= 1 || pages.strides[3] == 1, "ragged_page: the last dimension must be contiguous");
   return {pages.data, pages.strides[0], pages.strides[2], pages.strides[1]};
 }
 

@@ -82,8 +82,8 @@ def over_pages(
     tables = cut_to(count, context_lens, block_tables, query_start_loc)[:3]
     output: Tensor = torch.ops.easytorch_cpu.ragged_page.default(
         query,
-        inference.side_by_side(key_pages),
-        inference.side_by_side(value_pages),
+        inference.last_dim_contiguous(key_pages),
+        inference.last_dim_contiguous(value_pages),
         *tables,
         *cpp_call.arguments(call),
         most_rows,

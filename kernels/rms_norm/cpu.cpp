@@ -12,14 +12,14 @@ namespace {
 // Numbers below which another thread would cost more than it saves.
 constexpr int64_t GRAIN = 1 << 15;
 
-// x (..., N) whose rows' numbers lie side by side, weight (N,) likewise or (0,) for none -> (..., N).
+// x (..., N), the last dimension contiguous, weight (N,) likewise or (0,) for none -> (..., N).
 void rms_norm(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor x(stack[0]), weight(stack[1]);
   const double eps = number_of(stack[2]);
   const int64_t level = static_cast<int64_t>(stack[3]);
   require(x.dim >= 1 && weight.dim == 1, "rms_norm takes x (..., N), weight (N,) or (0,)");
   const int64_t n = x.sizes[x.dim - 1], rows = n == 0 ? 0 : x.numel() / n;
-  require(n <= 1 || x.strides[x.dim - 1] == 1, "rms_norm: the numbers of a row lie side by side");
+  require(n <= 1 || x.strides[x.dim - 1] == 1, "rms_norm: the last dimension must be contiguous");
   require(weight.sizes[0] == 0 || (weight.sizes[0] == n && (n == 1 || weight.strides[0] == 1)),
           "rms_norm: a weight is (N,)");
   const int32_t dtype = element_of(x.dtype);

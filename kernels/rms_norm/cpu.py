@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import ABSENT, refusal_of_one_dtype, side_by_side, takes
+from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous, refusal_of_one_dtype, takes
 from easytorch.kernels.cpu.norms import Norm
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.rms_norm.native import check_tensors
@@ -61,5 +61,5 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 def run(x: Tensor, weight: Tensor | None, eps: float, level: int) -> Tensor:
     """`rms_norm` without its checks, and without a gradient."""
-    weight = ABSENT[x.dtype] if weight is None else side_by_side(weight)
-    return torch.ops.easytorch_cpu.rms_norm.default(side_by_side(x), weight, eps, level)
+    weight = ABSENT[x.dtype] if weight is None else last_dim_contiguous(weight)
+    return torch.ops.easytorch_cpu.rms_norm.default(last_dim_contiguous(x), weight, eps, level)

@@ -12,11 +12,11 @@ namespace {
 // Numbers below which another thread would cost more than it saves.
 constexpr int64_t GRAIN = 1 << 15;
 
-bool side_by_side(const Tensor& tensor) {
+bool last_dim_contiguous(const Tensor& tensor) {
   return tensor.sizes[tensor.dim - 1] <= 1 || tensor.strides[tensor.dim - 1] == 1;
 }
 
-// query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R), all with their last numbers side by side.
+// query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R), all with a contiguous last dimension.
 void rotary(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor query(stack[0]), key(stack[1]), cos(stack[2]), sin(stack[3]);
   const int64_t level = static_cast<int64_t>(stack[4]);
@@ -28,8 +28,8 @@ void rotary(uint64_t* stack, uint64_t, uint64_t) {
           "rotary: the tables do not fit the heads");
   require(sin.sizes[0] == cos.sizes[0] && sin.sizes[1] == tokens && sin.sizes[2] == turned,
           "rotary: cos and sin do not fit");
-  require(side_by_side(query) && side_by_side(key) && side_by_side(cos) && side_by_side(sin),
-          "rotary: the numbers of heads and tables lie side by side");
+  require(last_dim_contiguous(query) && last_dim_contiguous(key) && last_dim_contiguous(cos) && last_dim_contiguous(sin),
+          "rotary: the last dimension must be contiguous");
   const int32_t dtype = element_of(query.dtype);
   require(dtype >= 0 && key.dtype == query.dtype && cos.dtype == query.dtype && sin.dtype == query.dtype,
           "rotary takes one dtype: float32, bfloat16 or float16");

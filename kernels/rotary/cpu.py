@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
-from easytorch.kernels.cpu.inference import refusal_of_one_dtype, side_by_side, takes
+from easytorch.kernels.cpu.inference import last_dim_contiguous, refusal_of_one_dtype, takes
 from easytorch.kernels.rotary import native
 
 
@@ -54,5 +54,5 @@ def rotary(
 def run(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, level: int) -> tuple[Tensor, Tensor]:
     """query (B, T, H, D), key (B, T, K, D), cos and sin (B or 1, T, R): `rotary` without its checks."""
     return torch.ops.easytorch_cpu.rotary.default(
-        side_by_side(query), side_by_side(key), side_by_side(cos), side_by_side(sin), level
+        last_dim_contiguous(query), last_dim_contiguous(key), last_dim_contiguous(cos), last_dim_contiguous(sin), level
     )

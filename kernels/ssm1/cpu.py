@@ -1,5 +1,5 @@
-"""The selective scan by the operator in C++ (cpu*.cpp here): a state that stays in the first cache, one pass
-over it for a single token. Inference only."""
+"""The selective scan by the operator in C++ (cpu*.cpp here): the state stays in the L1 cache, and a single
+token is one pass over it. Inference only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import side_by_side
-from easytorch.kernels.cpu.recurrences import document_ids, numbers_of, refusal_of_sequences, state_of, vector_of
+from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.cpu.recurrences import (
+    contiguous_or_empty,
+    refusal_of_sequences,
+    segments_or_empty,
+    sequence_or_empty,
+    state_or_empty,
+)
 from easytorch.kernels.ssm1.native import check_arguments
 
 
@@ -49,16 +55,16 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssm1` without its checks."""
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.ssm1.default(
-        side_by_side(x),
-        side_by_side(dt),
+        last_dim_contiguous(x),
+        last_dim_contiguous(dt),
         A.to(torch.float32).contiguous(),
-        side_by_side(B),
-        side_by_side(C),
-        vector_of(D),
-        numbers_of(z),
-        vector_of(dt_bias),
-        state_of(initial_state),
-        document_ids(segment_ids),
+        last_dim_contiguous(B),
+        last_dim_contiguous(C),
+        contiguous_or_empty(D),
+        sequence_or_empty(z),
+        contiguous_or_empty(dt_bias),
+        state_or_empty(initial_state),
+        segments_or_empty(segment_ids),
         dt_softplus,
         level,
     )

@@ -1,4 +1,4 @@
-// The selective scan, token by token with the states of some channels in the first cache.
+// The selective scan, token by token, with the states of some channels in the L1 cache.
 #include "cpu_scan.h"
 
 #include "../cpu/functions.h"

@@ -7,9 +7,9 @@
 
 namespace {
 
-// Tokens of a chunk: whole tiles of rows and of columns at every instruction set.
+// Tokens of a chunk: a multiple of the tile sizes of every instruction set.
 constexpr int64_t CHUNK = 48;
-// How many tokens ahead the inputs are asked for.
+// How many tokens ahead the inputs are prefetched.
 constexpr int64_t AHEAD = 8;
 
 // The sizes of a head's matrices: of x, B and C padded to whole vectors, and to whole tiles of rows where they have them.
@@ -31,7 +31,7 @@ inline int64_t tokens_of(const Ssm2Call& c, int64_t chunk) {
   return left < CHUNK ? left : CHUNK;
 }
 
-// Rows of tokens as float32, and zeros for the tokens that only fill the chunk up.
+// Rows of tokens as float32, padded with zeros to a full chunk.
 inline void read_tokens(const Strided& t, int64_t length, int64_t b, int64_t first, int64_t count, int64_t head,
                         int64_t numbers, float* to, int64_t row) {
   memset(to, 0, static_cast<size_t>(CHUNK * row) * sizeof *to);
@@ -64,7 +64,7 @@ void score(const Ssm2Call* call, int64_t b, int64_t group, int64_t chunk, float*
   }
 }
 
-// The time steps of a head's tokens and their decays exp(step * A), 0 where a document begins. CHUNK numbers each.
+// The time steps of a head's tokens and their decays exp(step * A), 0 where a segment begins. CHUNK numbers each.
 inline void time_steps(const Ssm2Call& c, int64_t b, int64_t head, int64_t first, int64_t count, float* steps, float* decays) {
   const float bias = c.dt_bias.data == nullptr ? 0.0f : load_number(c.dt_bias.data, head, c.dt_bias.dtype);
   for (int64_t i = 0; i < count; ++i) {

@@ -216,7 +216,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         ((query, key, value[:, :8]), {}, "do not fit"), ((query.half(), key, value), {}, "one dtype"),
         ((query[:, :, :1], key.expand(1, 9, 2, 8), value.expand(1, 9, 2, 8)), {}, "a multiple"),
         ((query.mT, key.expand(1, 9, 1, 8), value), {}, "do not fit"),
-        ((query, key.transpose(1, 3).contiguous().transpose(1, 3), value), {}, "side by side"),
+        ((query, key.transpose(1, 3).contiguous().transpose(1, 3), value), {}, "must be contiguous"),
         ((query, key, value), {"mask": torch.zeros(9, 9)}, "boolean"),
         ((query, key, value), {"bias": torch.zeros(1, 2, 9, 8)}, "mask and bias broadcast"),
         ((query, key, value), {"bias": torch.zeros(1, 1, 1, 9, 9)}, "mask and bias broadcast"),

@@ -173,7 +173,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
         (torch.ones(2, 8), torch.ones(8), 0, "takes gate and up"),
         (torch.ones(2, 8), torch.ones(2, 8).half(), 0, "one dtype"),
         (torch.ones(2, 8), torch.ones(2, 8), 3, "activation is"),
-        (torch.ones(8, 2).t(), torch.ones(2, 8), 0, "side by side"),
+        (torch.ones(8, 2).t(), torch.ones(2, 8), 0, "must be contiguous"),
     ):
         with pytest.raises(RuntimeError, match=why):
             torch.ops.easytorch_cpu.glu.default(gate, up, activation, library.BEST)

@@ -149,7 +149,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     x, weight, none = torch.ones(3, 8), torch.ones(8), torch.empty(0)
     for given, why in (
         ((x[:2], x, weight, none), "do not fit"), ((x.half(), x, weight, none), "do not fit"),
-        ((x, x, weight[:7], none), "weight is"), ((x.t().contiguous().t(), x, weight, none), "side by side"),
+        ((x, x, weight[:7], none), "weight is"), ((x.t().contiguous().t(), x, weight, none), "must be contiguous"),
         ((x, x.double(), weight, none), "takes x"), ((x, x, weight.double(), none), "weight is"),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=why):
