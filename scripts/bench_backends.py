@@ -1,4 +1,4 @@
-"""The backends and the torch front-end against what they stand beside: jax, torch eager, torch.compile.
+"""The backends and the torch front-end against their alternatives: jax, torch eager, torch.compile.
 
     python scripts/bench_backends.py [--only block,bf16,compile,growth,call] [--repeats 15] [--threads 2] [--check]
 

@@ -1,12 +1,12 @@
-"""The C++ kernels against torch's own ways, in one run: products of few rows, attention of one query, over pages too,
-norms, rotations and gated units, whole decoding.
+"""The C++ kernels against torch's own implementations: products of few rows, attention of one query and over pages,
+norms, rotary, gated units, and full decoding.
 
     python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [bars|products|attention|pages|rows|decode]
 
-Every figure is a median over rounds in which all ways take turns, so that load and clock meet them alike; a ratio is
-the median of the ratios within a round. Weights are used in turn, more than the caches hold. `read` is a plain
+Every figure is a median over rounds in which all implementations take turns, so that load and clock affect all alike; a
+ratio is the median of the ratios within a round. More weights than the caches hold are used in turn. `read` is a plain
 reduction over the same bytes. Nothing else should run: the load of the machine is in the report. `bars` are the cases
-that issues name, in about a minute; it is measured where it is asked for.
+with a figure to reach, in about a minute, and run only if named.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def medians(ways: dict[str, Callable[[int], Any]], calls: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Way -> microseconds a call; the ratio of the first way to each other. A way is called with 0, 1, ..."""
+    """Implementation -> microseconds a call; the ratio of the first to each other. They are called with 0, 1, ..."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way(0)

@@ -2,10 +2,10 @@
 
     python scripts/bench_dispatch.py
 
-Where the operator in C++ is chosen, the call does not repeat the checks that choosing it made, which the direct call
-makes: the overhead may be below zero.
+Where the C++ operator is chosen, the call skips checks that the selection has made and that the direct call makes: the
+overhead may be negative.
 
-The two are timed in turns, so that a change of clock speed or load meets both; the figures are medians of the CPU time
+The two are timed in turns, so that a change of clock speed or load affects both; the figures are medians of the CPU time
 of one thread, in microseconds.
 """
 

@@ -1,4 +1,4 @@
-"""The engine against each request by itself, for every native family that it supports, and its pages at random.
+"""The engine against each request run alone, for every native family that it supports, and random page operations.
 
     python scripts/check_engine.py                      200 requests for each family, 10,000 operations on pages
     python scripts/check_engine.py llama gpt_oss --requests 50

@@ -1,10 +1,10 @@
-"""What a native family goes through beside its numbers: compile, export, adapters, checkpointing, new tokens.
+"""Native families under what users do with a model: compile, export, adapters, checkpointing, new tokens.
 
     python scripts/check_models.py                    every family of tests/models/families.py
     python scripts/check_models.py phi3 cohere2       some
     python scripts/check_models.py --only export
 
-tests/models holds the numbers against transformers; these cases take a second each, so CI runs a few families
+tests/models compares outputs with transformers; these cases take a second each, so CI runs a few families
 (tests/models/test_check_models.py). The exit code is 1 where a case fails.
 """
 

@@ -1,4 +1,4 @@
-"""Torch's own samples of its operations (OpInfo), through the front-end, held to float64.
+"""Torch's own samples of its operations (OpInfo) through the front-end, compared with float64.
 
     python scripts/frontend_opinfo.py --backend xla                 # every sample of the operations in the core set
     python scripts/frontend_opinfo.py --op cumsum --op nn.functional.pad --backend numpy

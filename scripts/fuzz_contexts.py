@@ -1,4 +1,4 @@
-"""Every operation inside everything that torch wraps around a call, on random sizes and layouts, against float64.
+"""Every operation under torch's modes and transforms, on random sizes and layouts, against float64.
 
     python scripts/fuzz_contexts.py --seed 3 --cases 400
     python scripts/fuzz_contexts.py --seed 3 --only 17             one case again

@@ -1,4 +1,4 @@
-"""Looks for weights that a conversion loses: each tensor is changed alone, and a round trip must return it.
+"""Finds weights that a conversion loses: each tensor is changed alone, and a round trip must return it.
 
     python scripts/perturb_bridge.py                            every family, every target, ties and a sample of tensors
     python scripts/perturb_bridge.py --family t5 --target easydel --each 0 --seed 7

@@ -1,12 +1,11 @@
-"""Looks for leaves that a conversion loses or takes wordlessly: perturb_bridge.py from the side of the tree.
+"""Finds leaves that a conversion loses, or ignores silently: perturb_bridge.py for trees.
 
     python scripts/perturb_leaves.py                            every family, every tree it has names for
     python scripts/perturb_leaves.py --family resnet --target flax --each 0 --seed 7
 
-The tree of every family (tests/bridge/perturb_cases.py) is saved again with one leaf different, missing or longer, or
-with one more, and goes to torch and back. A different one must come back and all others with it; what is missing,
-longer or more must be refused or said in the report's notes. Prints a line a family and target, and the losses; the
-exit code is 1 where there is one.
+The tree of every family (tests/bridge/perturb_cases.py) is saved with one leaf changed, missing, resized or added, and
+converted to torch and back. A changed leaf must come back, with all others; a missing, resized or added one must be
+refused or noted in the report. Prints a line a family and target, and the losses; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations

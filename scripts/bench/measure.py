@@ -1,4 +1,4 @@
-"""Timing: ours and every baseline in turns in one process, so that a change of clock or load meets them all."""
+"""Timing: ours and every baseline in turns in one process, so that a change of clock or load affects all alike."""
 
 from __future__ import annotations
 

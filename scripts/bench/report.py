@@ -1,4 +1,4 @@
-"""What a run found: a table of ratios, JSON, a plot."""
+"""The results of a run: a table of ratios, JSON, a plot."""
 
 from __future__ import annotations
 

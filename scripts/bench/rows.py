@@ -1,4 +1,4 @@
-"""The operations memory bounds: norms, gated linear units, rotary."""
+"""Memory-bound operations: norms, gated linear units, rotary."""
 
 from __future__ import annotations
 

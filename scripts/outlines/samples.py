@@ -1,4 +1,4 @@
-"""Small configs of a family, drawn at random, and what transformers and the bridge make of a class with one of them."""
+"""Random small configs of a family, and the weights that transformers and the bridge give a class with one of them."""
 
 from __future__ import annotations
 
