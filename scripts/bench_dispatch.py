@@ -5,8 +5,8 @@
 Where the C++ operator is chosen, the call skips checks that the selection has made and that the direct call makes: the
 overhead may be negative.
 
-The two are timed in turns, so that a change of clock speed or load affects both; the figures are medians of the CPU time
-of one thread, in microseconds.
+The two are timed in turns, so that a change of clock speed or load affects both; the figures are medians of the CPU
+time of one thread, in microseconds.
 """
 
 from __future__ import annotations
