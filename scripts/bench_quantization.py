@@ -1,4 +1,4 @@
-"""The accuracy of quantized weights: perplexity of the demo's Llama over held-out text, and cosine similarity of MiniLM's sentences.
+"""The accuracy of quantized weights: perplexity of the demo's Llama on held-out text, cosine similarity of MiniLM.
 
     easytorch demo                                              # trains the Llama, in easytorch-demo/llama
     python scripts/bench_quantization.py                        # prints the table
@@ -6,8 +6,9 @@
 
 Every format of `quantize`, beside torchao's of the same bits (`pip install torchao`) and llama.cpp's (`pip install
 llama-cpp-python`), whose files its own quantizer makes; they are run by llama.cpp and, loaded in their blocks, by us.
-Packages that are not installed are left out. Activations are float32, but for the row "bfloat16". MiniLM's similarity is the mean
-over the demo's sentences of cos(embedding, float32's embedding); its 384 columns are no multiple of 256, the block of K-quants.
+Packages that are not installed are left out. Activations are float32, but for the row "bfloat16". MiniLM's similarity is
+the mean over the demo's sentences of cos(embedding, float32's embedding); its 384 columns are no multiple of 256, the
+block of K-quants.
 """
 
 from __future__ import annotations
