@@ -6,7 +6,7 @@
 
 Every format of `quantize`, beside torchao's of the same bits (`pip install torchao`) and llama.cpp's (`pip install
 llama-cpp-python`), whose files its own quantizer makes; they are run by llama.cpp and, loaded in their blocks, by us.
-Packages that are not installed are left out. Activations are float32, but for the row "bfloat16". MiniLM's similarity is
+Packages that are not installed are left out. Activations are float32, but for the row "bfloat16". MiniLM's score is
 the mean over the demo's sentences of cos(embedding, float32's embedding); its 384 columns are no multiple of 256, the
 block of K-quants.
 """
