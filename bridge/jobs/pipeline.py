@@ -97,7 +97,7 @@ class Conversion:
             return None
         if len(self._layout) > 1:
             raise CheckpointError(
-                f"one file is asked for, and the weights fill {len(self._layout)} of {self._shard_size} bytes; "
+                f"the destination is one file, but the weights fill {len(self._layout)} of {self._shard_size} bytes; "
                 "give a folder, or a larger max_shard_size",
                 file=self._destination,
             )

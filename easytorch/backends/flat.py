@@ -72,5 +72,5 @@ def device_count(number: Any, count: int, backend: str) -> int:
     """On how many devices a computation is to run, of the `count` that a backend has."""
     found = integer(number, "the number of devices")
     if not 1 <= found <= count:
-        raise BackendError(f"builder: {found} devices are asked for, and the backend {backend!r} has {count}")
+        raise BackendError(f"builder: {found} devices were requested, but the backend {backend!r} has {count}")
     return found

@@ -252,7 +252,7 @@ class _Layer(CacheLayerMixin):
     def write(self, key: Tensor, value: Tensor) -> None:
         """Appends key and value (B, K, T, D)."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise ValueError("pages are for inference, and a gradient is asked for: call under torch.no_grad()")
+            raise ValueError("pages are for inference, and this call needs a gradient: call under torch.no_grad()")
         expected = (self.key_pages.shape[2], *self.key_pages.shape[3:], *self.value_pages.shape[3:])
         if (key.shape[1], key.shape[-1], value.shape[-1]) != expected or key.dtype != self.dtype:
             raise ValueError(

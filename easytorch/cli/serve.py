@@ -30,10 +30,12 @@ def command(
     max_requests: Annotated[int, typer.Option(min=1, help="That run at once; others wait.")] = 256,
     max_model_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a request, output included.")] = None,
     prefix_reuse: Annotated[bool, typer.Option(help="Compute what prompts begin with once.")] = True,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests under way, beyond which new ones get 429.")] = 1024,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Limit of running and queued requests; beyond it new ones get 429.")
+    ] = 1024,
     max_body: Annotated[float, typer.Option(min=0.001, help="MiB of a request's body.")] = 8.0,
     request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds, after which a request is ended.")] = 600.0,
-    drain_timeout: Annotated[int, typer.Option(min=1, help="Seconds for requests under way after SIGTERM.")] = 60,
+    drain_timeout: Annotated[int, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics."""
     if dtype not in DTYPES:

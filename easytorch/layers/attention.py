@@ -288,7 +288,7 @@ def _backend_with_weights(backend: str | None) -> str:
     if forced is not None and forced.partition(":")[0] not in ("vanilla", "native"):
         raise UnsupportedOperationError(
             f"attention {forced!r} was forced and returns no attention weights, which output_attentions=True asks for; "
-            f'use attn_implementation="vanilla", or "easytorch" which then takes it by itself'
+            f'use attn_implementation="vanilla", or "easytorch", which then selects it'
         )
     return "vanilla" if backend is None else backend
 

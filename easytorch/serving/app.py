@@ -41,8 +41,8 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application. engine: for chat and completions; embedder: for embeddings; one of them.
 
-    max_body: bytes of a request. max_queue: requests under way, beyond which new ones get 429. request_timeout:
-    seconds, after which a request is ended (504, or an error in its stream).
+    max_body: bytes of a request. max_queue: the limit of running and queued requests, beyond which new ones get 429.
+    request_timeout: seconds, after which a request is ended (504, or an error in its stream).
     """
     if (engine is None) == (embedder is None):
         raise ValueError("give an engine or an embedder, one of them")
@@ -124,7 +124,7 @@ class _Server:
         if body.dimensions is not None:
             raise APIError(400, "dimensions: this server gives all of the model's", param="dimensions")
         if self._embeddings_left == 0:
-            raise APIError(429, "too many requests are under way: try again later", code="rate_limit_exceeded")
+            raise APIError(429, "too many requests are running or queued: try again later", code="rate_limit_exceeded")
         self._embeddings_left -= 1
         try:
             inputs = [checked_text(one) if isinstance(one, str) else one for one in body.inputs()]

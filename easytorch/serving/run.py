@@ -8,6 +8,6 @@ import uvicorn
 
 
 def make_server(app: Any, host: str, port: int, *, drain_timeout: int) -> uvicorn.Server:
-    """A server of `app`. drain_timeout: seconds that requests under way have after the first signal."""
+    """A server of `app`. drain_timeout: seconds that running requests have after the first signal."""
     config = uvicorn.Config(app, host, port, timeout_graceful_shutdown=drain_timeout, ws="none", server_header=False)
     return uvicorn.Server(config)

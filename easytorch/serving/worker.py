@@ -89,8 +89,8 @@ class EngineWorker:
             total = len(prompts) * params.n
             if len(self._listeners) + total > self.max_queue:
                 raise APIError(
-                    429, f"{len(self._listeners)} requests are under way, {total} more are asked for, and "
-                    f"{self.max_queue} may be: try again later", code="rate_limit_exceeded",
+                    429, f"{len(self._listeners)} requests are running or queued, and {total} more would exceed "
+                    f"the limit of {self.max_queue}: try again later", code="rate_limit_exceeded",
                 )  # fmt: skip
             for number, prompt in enumerate(prompts):
                 for index in range(params.n):

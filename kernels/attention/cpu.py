@@ -21,7 +21,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, A
     if features.get("dropout_prob", 0.0) > 0.0:
         return "it has no dropout"
     if features.get("query_segment_ids") is not None:
-        return "segments are ATen's, which skips the tiles between them"
+        return "it does not take segments: ATen skips the tiles between them"
     return cpp_call.refusal(query, key, value, features)
 
 

@@ -27,9 +27,9 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         if tensor.layout != torch.strided or (type(tensor) not in _PLAIN and not torch.compiler.is_compiling()):
             return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
     if torch.is_autocast_enabled("cpu"):
-        return "autocast wants another dtype"
+        return "autocast would change the dtype"
     if transforming():
-        return "torch.func's transforms are ATen's"
+        return "it does not run under torch.func's transforms"
     return _missing()
 
 

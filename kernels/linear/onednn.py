@@ -21,7 +21,7 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
         if tensor is None:
             continue
         if tensor.dtype != torch.float32:
-            return f"oneDNN is asked for float32 only, got {tensor.dtype}"
+            return f"it takes float32 only, got {tensor.dtype}"
         if tensor.layout != torch.strided or (type(tensor) not in _PLAIN and not torch.compiler.is_compiling()):
             return f"it takes plain dense tensors, got {type(tensor).__name__} ({tensor.layout})"
     if not _BUILT:
@@ -29,9 +29,9 @@ def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | Non
     if torch.compiler.is_exporting():
         return "an exported program should need nothing but ATen where it runs"
     if torch.is_autocast_enabled("cpu"):
-        return "autocast wants another dtype"
+        return "autocast would change the dtype"
     if transforming():
-        return "torch.func's transforms are ATen's"
+        return "it does not run under torch.func's transforms"
     if torch.compiler.is_compiling():  # the checks below cannot be traced
         return None
     if torch.jit.is_tracing():

@@ -31,7 +31,7 @@ def supports(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype | None
     if x.layout != torch.strided:
         return f"it takes dense tensors, got {x.layout}"
     if forward_mode():
-        return "forward-mode gradients are ATen's"
+        return "it has no forward-mode gradient"
     if isinstance(weight, QuantizedWeight) and not _aligned(weight):
         return f"it takes groups of a multiple of {STEP} columns, got {weight.group_size}"
     return library.missing()

@@ -127,7 +127,7 @@ def test_a_full_queue_is_429_and_the_others_go_on(make_engine):
         await second.task
         assert second.status == 429 and (b"retry-after", b"1") in second.sent[0]["headers"]
         error = json.loads(second.text)["error"]
-        assert error["type"] == "rate_limit_error" and "2 requests are under way, 2 more" in error["message"]
+        assert error["type"] == "rate_limit_error" and "2 requests are running or queued" in error["message"]
         gate.open.set()
         await first.task
         assert first.text.rstrip().endswith("[DONE]")

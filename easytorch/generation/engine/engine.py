@@ -207,7 +207,7 @@ class Engine:
         A caller that stops before the end aborts it.
         """
         if params is not None and params.n != 1:
-            raise ValueError(f"a stream is of one continuation, and n={params.n} are asked for")
+            raise ValueError(f"streaming supports n=1 only, got n={params.n}")
         request_id = self.add_request(prompt, params)
         return self._outputs(request_id)
 
@@ -233,7 +233,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache; call it after the model's weights have changed."""
         if self._requests:
-            raise ValueError(f"{len(self._requests)} requests are under way; end them first")
+            raise ValueError(f"{len(self._requests)} requests are running or queued; wait for them or abort them first")
         self._pool.clear_cache()
 
     @property

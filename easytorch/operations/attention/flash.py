@@ -52,7 +52,7 @@ class FlashAttention(AttentionImpl):
     ) -> str | None:
         if backend == "cpu":
             packed = any(features.get(name) is not None for name in _PACKED)
-            return "packed sequences are ATen's" if packed else cpu.supports(query, key, value, features)
+            return "it does not take packed sequences" if packed else cpu.supports(query, key, value, features)
         if backend == "aten":
             return REFUSAL if transforming_in_graph() else None
         if backend == "xla":

@@ -150,7 +150,7 @@ class MultiLatentAttention(AttentionImpl):
     ) -> str | None:
         given = (*tensors, features.get("sinks"))
         if recording(*given):
-            return "the kernel that attends to latents has no backward, and a gradient is asked for"
+            return "the kernel that attends to latents has no backward, and this call needs a gradient"
         if self._settled(cast(AttentionFeatures, dict(features))).get("dropout_prob"):
             return "the kernel that attends to latents has no dropout"
         for name, value in features.items():

@@ -139,7 +139,7 @@ class RaggedPageAttention(PagedImpl):
             tensors = (query, key_pages, value_pages, context_lens, block_tables, query_start_loc, num_seqs)
             return cpu.supports(self.metadata.runtime_dtype or query.dtype, *tensors, features.get("sinks"))
         if recording(query, key_pages, value_pages, features.get("sinks")):
-            return "its kernel has no backward, and a gradient is asked for"
+            return "its kernel has no backward, and this call needs a gradient"
         if backend == "pallas":
             return self.jax_refusal(query.dtype)
         from easytorch.kernels.ragged_page import triton_op

@@ -71,7 +71,7 @@ class RaggedPageMultiLatentAttention(PagedImpl):
             return None
         latent, rope = paged.split_pages(latent_pages, query_rope.shape[-1])
         if recording(query, query_rope, latent, rope, up_key, up_value, features.get("sinks")):
-            return "its kernel has no backward, and a gradient is asked for"
+            return "its kernel has no backward, and this call needs a gradient"
         if backend == "pallas":
             return self.jax_refusal(query.dtype)
         from easytorch.kernels.multi_latent import triton_op
