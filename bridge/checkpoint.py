@@ -407,7 +407,7 @@ def _refuse_unused(plan: Plan, tensors: Mapping[str, TensorInfo], table: RuleTab
 
 
 def _around(path: str, stored: str) -> tuple[str, str]:
-    """What stands before and after a leaf's path in the name it is stored under."""
+    """The prefix and suffix that the stored name adds to a leaf's path."""
     # An nnx module's leaf may be named with a collection that the file does not name.
     path = path if path in stored else path.partition("/")[2]
     before, _, after = stored.rpartition(path)

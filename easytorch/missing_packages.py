@@ -1,4 +1,4 @@
-"""What to do about a package that an `import` did not find: Python's own message names it and says no more."""
+"""How to install a package that an `import` did not find: Python's own message only names it."""
 
 from __future__ import annotations
 

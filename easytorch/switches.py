@@ -16,7 +16,7 @@ def switch(name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def parse(name: str, value: str) -> bool:
-    """What the value of a switch means, whatever its case and the blanks around it."""
+    """The meaning of a switch's value, ignoring case and surrounding blanks."""
     word = value.strip().lower()
     if word not in ON and word not in OFF:
         raise ValueError(

@@ -31,9 +31,9 @@ HEAD = """\
 
 Written by `python scripts/models_doc.py --write`; `tests/scripts/test_models_doc.py` fails when this page is not what
 it would write. These families are modules of EasyTorch, with transformers' names, parameters and call conventions, and
-are held to transformers' classes by `tests/models`: outputs, losses, every gradient, caches, `generate`, files in both
-directions, Flax and back. Every other type loads as transformers' own class; [architectures](architectures.md) lists
-what runs in each. How to add one: [add a model](add-a-model.md).
+are compared with transformers' classes by `tests/models`: outputs, losses, every gradient, caches, `generate`, files in
+both directions, Flax and back. Every other type loads as transformers' own class; [architectures](architectures.md)
+lists what runs in each. How to add one: [add a model](add-a-model.md).
 
 Layers: the parts of `easytorch/layers` a family is made of. Operations: what a forward with a loss calls on the CPU.
 

@@ -34,7 +34,7 @@ from easytorch.operations.dispatch.platform import PLATFORMS  # noqa: E402
 HEAD = """\
 # Operations
 
-Written by `python scripts/operations_doc.py --write`, which asks the code; `tests/scripts/test_operations_doc.py` fails
+Written by `python scripts/operations_doc.py --write`, from the code; `tests/scripts/test_operations_doc.py` fails
 when this page is not what it would write. Where a cell names no backend, the definition (`native`) runs there. `cpu` is
 the operator in C++: it runs the calls that it takes and was measured faster for, the backend beside it the others.
 

@@ -22,7 +22,7 @@ def uninterrupted(action: Callable[[], object]) -> None:
 
 
 def interruption_of(error: BaseException, outer: BaseException | None = None) -> BaseException | None:
-    """The interruption behind an error that a library raised of its own: while it closed its file, or was imported.
+    """The interruption behind another error that a library raised: while it closed its file, or was imported.
 
     outer: what the caller was handling before, which is no cause of the error.
     """

@@ -79,10 +79,10 @@ class WritableFormat(Format, Protocol):
 
 @runtime_checkable
 class RoundingFormat(WritableFormat, Protocol):
-    """A format with element types of its own, which may differ between tensors."""
+    """A format with its own element types, which may differ between tensors."""
 
     def storing(self, dtype: str) -> WritableFormat:
         """The format for a `--dtype`; `ValueError` listing its own for one it cannot store."""
 
     def stored_bytes(self, info: TensorInfo) -> int:
-        """What the elements of a tensor take in the file that is written."""
+        """The bytes that the elements of a tensor take in the written file."""

@@ -119,7 +119,7 @@ class _Rows:
     """The rows of one or several classes of a family; the first row that names a tensor or a leaf wins."""
 
     def __init__(self, given: frozenset[str], rows_of: Callable[[Any], Iterator[Row]], *, statistics: bool) -> None:
-        """statistics: whether running means stand apart from what is trained."""
+        """statistics: whether running means are in a collection apart from the parameters."""
         self._given = given
         self._rows_of = rows_of
         self._statistics = statistics

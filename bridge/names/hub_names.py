@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight of a checkpoint goes in memory: the name there, and the conversion it goes through, if any."""
+    """The name of a checkpoint's weight in memory, and its conversion, if any."""
 
     name: str
     conversion: str | None

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def command(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, weight file, name on the Hub, or URL.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder or file to make, or a URL; not there yet.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="Folder, file or URL to write; it must not exist yet.")
+    ],
     to: Annotated[
         str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(target_names())}.", autocompletion=target_names)
     ],
@@ -40,8 +42,8 @@ def command(
             autocompletion=scheme_names,
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="config.json, or its folder, for a SRC that has none.")] = None,
-    step: Annotated[int | None, typer.Option(help="Which step of a run to read; the last without.")] = None,
+    config: Annotated[str | None, typer.Option(help="config.json, or its folder, for a SRC without one.")] = None,
+    step: Annotated[int | None, typer.Option(help="Training step to read; the last by default.")] = None,
     params_key: Annotated[
         str | None, typer.Option(help="Which tree of a training state to read, as in ema_params.")
     ] = None,

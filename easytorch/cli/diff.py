@@ -17,9 +17,11 @@ def command(
     first: Annotated[str, typer.Argument(metavar="A", help="Folder, weight file, name on the Hub, or URL.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest absolute difference of a value that is none; 0 compares bits.")
+        float, typer.Option(min=0.0, help="Absolute differences up to this are ignored; 0 compares bits.")
     ] = 0.0,
-    config: Annotated[str | None, typer.Option(help="config.json, or its folder, for those that have none.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="config.json, or its folder, for a checkpoint without one.")
+    ] = None,
     rules: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Python file with the RULES of a model of your own (docs/bridge.md)."),

@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 def command(
     model: Annotated[str, typer.Argument(help="A model folder or hub id, torch or Flax.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the text begins with; - reads standard input.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,

@@ -20,21 +20,26 @@ def command(
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="EASYTORCH_API_KEY", help="Asked of every request but /health and the page.")
+        str | None,
+        typer.Option(envvar="EASYTORCH_API_KEY", help="API key required from every request but /health and the page."),
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Model name in requests; MODEL by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)} (as stored).")] = "auto",
     max_memory: Annotated[float | None, typer.Option(min=0.001, help="GiB for keys and values.")] = None,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 2048,
-    max_requests: Annotated[int, typer.Option(min=1, help="That run at once; others wait.")] = 256,
-    max_model_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a request, output included.")] = None,
-    prefix_reuse: Annotated[bool, typer.Option(help="Compute what prompts begin with once.")] = True,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one step.")] = 2048,
+    max_requests: Annotated[int, typer.Option(min=1, help="Most requests that run at once; others wait.")] = 256,
+    max_model_length: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a request, prompt and output.")
+    ] = None,
+    prefix_reuse: Annotated[bool, typer.Option(help="Share the keys and values of common prompt prefixes.")] = True,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Limit of running and queued requests; beyond it new ones get 429.")
     ] = 1024,
-    max_body: Annotated[float, typer.Option(min=0.001, help="MiB of a request's body.")] = 8.0,
-    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds, after which a request is ended.")] = 600.0,
+    max_body: Annotated[float, typer.Option(min=0.001, help="Largest request body, in MiB.")] = 8.0,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds after which a request is aborted.")
+    ] = 600.0,
     drain_timeout: Annotated[int, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 60,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics."""

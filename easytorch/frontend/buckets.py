@@ -54,7 +54,7 @@ class Bucketed:
         self._outputs = [values.get(spec.arg.name) for spec in signature.output_specs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward gives."""
+        """The outputs of the module's forward."""
         leaves = self.compiled.flatten(args, kwargs)
         actual: dict[Any, int] = {}
         padded: list[Any] = []

@@ -38,7 +38,7 @@ class Context:
     # --- other graphs
 
     def inline(self, graph: GraphModule, *arguments: Value) -> Any:
-        """What the submodule `graph` gives for `arguments`, as part of this computation."""
+        """The outputs of the submodule `graph` for `arguments`, as part of this computation."""
         return self._inline(graph, self, arguments)
 
     def closure(self, graph: GraphModule, *captured: Value) -> Callable[..., tuple[Op, ...]]:

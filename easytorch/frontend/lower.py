@@ -75,7 +75,7 @@ def _call(function: Lowering | None, context: Context, node: Node, args: Any, kw
 
 
 def _compare(node: Node, result: Value) -> None:
-    """What a lowering gives must be of the type that the graph says, and of its sizes where they are known."""
+    """The result of a lowering must have the dtype that the graph states, and its sizes where they are known."""
     if isinstance(result, tuple | list):
         pairs = list(zip(result, node.meta.get("val") or (), strict=False))
     else:
@@ -106,7 +106,7 @@ def _unknown(node: Node) -> str:
 
 
 def where(node: Node) -> str:
-    """Where in the user's module a node comes from, as far as the graph knows it."""
+    """The place in the user's module that a node comes from, if the graph records it."""
     modules = [name for name, *_ in node.meta.get("nn_module_stack", {}).values() if name]
     trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
     parts = [f"\n  in the module {modules[-1]}"] if modules else []

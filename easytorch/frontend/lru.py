@@ -35,7 +35,7 @@ class Bounded(Generic[Key, Value]):
         return value
 
     def put(self, key: Key, value: Value) -> Value:
-        """`value`, kept; the entry unused for longest goes if there are too many."""
+        """Stores `value` and returns it; evicts the least recently used entry if there are too many."""
         self._entries[key] = value
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)

@@ -96,7 +96,7 @@ class CompiledModule:
         self._graph = Program(program.graph_module, backend, type(module).__name__, _results, held, donated)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward gives. Arguments that are no tensors must be those it was compiled for."""
+        """The outputs of the module's forward. Arguments that are not tensors must be those it was compiled for."""
         return self.call_flat(self.flatten(args, kwargs))
 
     def call_flat(self, leaves: list[Any]) -> Any:

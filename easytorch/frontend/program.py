@@ -80,7 +80,7 @@ class Program(Generic[Delivery]):
         self._compiled: Bounded[tuple[Any, ...], Compiled[Delivery]] = Bounded()
 
     def find(self, given: Sequence[Any]) -> Compiled[Delivery] | None:
-        """What is compiled for arguments of these sizes, if anything; `given` are those that are not held."""
+        """The executable compiled for arguments of these sizes, or None; `given` are those that are not held."""
         return self._compiled.get(_key(given))
 
     def compile(self, given: Sequence[Any]) -> Compiled[Delivery]:

@@ -46,7 +46,7 @@ _PRODUCTS = frozenset(
 
 
 def backend_for(graph: GraphModule, asked: str | Backend | None) -> Backend:
-    """The backend that was asked for or, where the choice is open, the one that `graph` should run on."""
+    """The requested backend or, if none was requested, the one that `graph` should run on."""
     backend = backend_of(asked)
     open_choice = asked == "xla" or asked is None
     if not open_choice or backend.name != "xla" or not backend.has_shared_buffers() or not multiplies_narrow(graph):

@@ -34,7 +34,7 @@ def on_device(backend: Backend, tensor: torch.Tensor) -> Buffer:
 
 
 def forget(backend: Backend, tensors: Iterable[torch.Tensor]) -> None:
-    """Puts the parameters on the device anew when they are next asked for: a write to `.data` goes by their version."""
+    """Makes the next read copy the parameters to the device again: a write to `.data` does not change their version."""
     kept: MutableMapping[torch.Tensor, Any] = _KEPT.get(backend, {})
     for tensor in tensors:
         kept.pop(tensor, None)
@@ -54,7 +54,7 @@ class Weights:
         self.bind()
 
     def bind(self) -> None:
-        """Puts every tensor on the device anew, in place of what the program made of it."""
+        """Copies every tensor to the device again, replacing the values that the program wrote."""
         forget(self._backend, self._tensors)
         self._versions = [(-1, -1)] * len(self._tensors)
         self._buffers: list[Buffer] = [None] * len(self._tensors)
@@ -75,7 +75,7 @@ class Weights:
         return self._buffers
 
     def put(self, number: int, buffer: Buffer) -> None:
-        """What the program has made of a mutated tensor."""
+        """Stores the value that the program computed for a mutated tensor."""
         self._buffers[number] = buffer
 
     def written(self) -> dict[int, torch.Tensor]:

@@ -37,7 +37,7 @@ class Documents(NamedTuple):
     def attend(
         self, attend: Callable[..., Any], module: nn.Module, *heads: torch.Tensor, **features: Any
     ) -> tuple[torch.Tensor, None]:
-        """query, key, value (1, H, N, head_dim) -> (1, N, H, head_dim): each document by a call of its own."""
+        """query, key, value (1, H, N, head_dim) -> (1, N, H, head_dim): one call per document."""
         own = zip(*(x.split(self.lengths, dim=2) for x in heads), strict=True)
         return torch.cat([attend(module, *one, None, **features)[0] for one in own], dim=1), None
 

@@ -69,7 +69,7 @@ class FusedProjections(nn.Module):
         return outputs
 
     def _find(self, layers: Sequence[Any]) -> MemoryLayout | None:
-        """Where the parameters lie now; None where one of them is not to be read past its layer."""
+        """The memory layout of the parameters; None if one of them must be read through its layer."""
         weights, biases = [], []
         for layer in layers:
             if type(layer) is not nn.Linear or watched(layer):

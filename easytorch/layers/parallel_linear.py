@@ -166,7 +166,7 @@ class ParallelLinear(nn.Module):
         return cast(DTensor, placed).redistribute(placements=[needed]).to_local(grad_placements=[gradient])
 
     def _placement_of(self, inputs: Tensor, mesh: DeviceMesh) -> Placement:
-        """What a plain input is of the full one."""
+        """The placement of a plain tensor within the full input."""
         width = inputs.shape[-1] if inputs.ndim else 0
         if width * mesh.size() == self.in_features and (mesh.size() > 1 or self.direction == "row"):
             return Shard(inputs.ndim - 1)

@@ -34,7 +34,7 @@ def own_cache(cache: Cache | None) -> Cache | None:
 
 
 def new_cache(config: PreTrainedConfig, *, attends_to_encoder: bool) -> Cache:
-    """An empty cache for a decoder, and for what it attends to of the encoder."""
+    """An empty cache for a decoder's self-attention and cross-attention."""
     own = DynamicCache(config=config)
     return EncoderDecoderCache(own, DynamicCache(config=config)) if attends_to_encoder else own
 
@@ -77,7 +77,7 @@ def as_outputs(encoder_outputs: Any) -> BaseModelOutput:
 
 
 def outputs_of_both(encoder: BaseModelOutput, decoder: Any) -> Seq2SeqModelOutput:
-    """What the model returns of its encoder's and its decoder's outputs."""
+    """The model's output, from its encoder's and its decoder's."""
     return Seq2SeqModelOutput(
         last_hidden_state=decoder.last_hidden_state,
         past_key_values=decoder.past_key_values,

@@ -1,4 +1,4 @@
-"""Adapters in a model: PEFT's layers, what they replaced, and the way back."""
+"""Adapters in a model: adding PEFT's layers, and restoring the layers that they replaced."""
 
 from __future__ import annotations
 

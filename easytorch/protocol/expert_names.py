@@ -1,4 +1,4 @@
-"""How checkpoints name the weight of one expert, and where it lies in a model's stacks of experts."""
+"""How checkpoints name the weight of one expert, and its place in a model's stacked experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def layer_number(name: str) -> int | None:
-    """Which layer of the model `name` stands in."""
+    """The index of the layer that `name` belongs to."""
     found = _LAYER.search(name)
     return None if found is None else int(found[1])

@@ -96,7 +96,7 @@ def graphother(model: nn.Module) -> State:
 
 
 def split_module(model: nn.Module) -> tuple[GraphDef, State, State]:
-    """(graphdef, graphstate, graphother) of `model`: what it is, its parameters, its buffers."""
+    """(graphdef, graphstate, graphother) of `model`: its structure, its parameters, its buffers."""
     return graphdef(model), graphstate(model), graphother(model)
 
 

@@ -190,7 +190,7 @@ class TrainingConfig:
             self._require(name, value <= LARGEST_COUNT, f"at most {LARGEST_COUNT}")
 
     def _require_type(self, name: str, declared: str) -> None:
-        """JSON has types of its own: "10" and 10.5 are no number of steps."""
+        """JSON has types too: "10" and 10.5 are not a number of steps."""
         value = getattr(self, name)
         accepted, words = _TYPES[declared]
         if not isinstance(value, accepted) or (isinstance(value, bool) and declared != "bool"):

@@ -19,7 +19,7 @@ def fingerprint(texts: Sequence[str]) -> str:
 
 
 def stored_settings(config: TrainingConfig, processes: int, texts: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint stores: the settings that decide what is learnt, the content of the text, the processes."""
+    """Stored in a checkpoint: the settings that affect the result, a hash of the text, the number of processes."""
     return {
         **config.settings(),
         "text": {"files": list(config.text), "sha256": fingerprint(texts)},

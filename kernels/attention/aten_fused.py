@@ -73,7 +73,7 @@ def _may_be_few(key: Tensor) -> bool:
 
 
 def _has_numbers(key: Tensor) -> bool:
-    """Whether only a mode stands between the call and ATen, one that counts operations for instance."""
+    """Whether `key` is known not to be empty; False in graphs and traces."""
     graph = torch.compiler.is_compiling() or transforming() or torch.jit.is_tracing()
     return not graph and type(key.shape[2]) is int and key.shape[2] > 0
 

@@ -37,7 +37,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 
 
 def preferred(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
-    """`attention` of a call that `preference.prefers_cpp` accepted: `supports` is not asked again."""
+    """`attention` of a call that `preference.prefers_cpp` accepted: `supports` is not called again."""
     return run(query, key, value, resolve(query, key, value, **features), library.BEST)
 
 

@@ -85,7 +85,7 @@ def _bounds(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_blocks(seen: Tensor, block_m: int, block_n: int, reduce: Callable[..., Tensor], fill: bool) -> Tensor:
-    """(B, T, S) -> (B, query blocks, key blocks), dimensions of 1 stay 1; `fill` is what lies outside."""
+    """(B, T, S) -> (B, query blocks, key blocks), dimensions of 1 stay 1; `fill` pads the last blocks."""
     if seen.shape[1] != 1:
         seen = reduce(_blocks(seen.mT, block_m, fill), dim=3).mT
     return reduce(_blocks(seen, block_n, fill), dim=3) if seen.shape[2] != 1 else seen

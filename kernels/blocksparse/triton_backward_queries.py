@@ -27,7 +27,7 @@ def _fold_keys(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, NATURAL: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Add what the blocks index[first:last] of keys give to query_grad, write their part of bias_grad."""
+    """Add the blocks index[first:last] of keys to query_grad, and write their part of bias_grad."""
     local_rows = tl.arange(0, BLOCK_M)[:, None]
     local_columns = tl.arange(0, BLOCK_N)[None, :]
     rows = row_start + local_rows

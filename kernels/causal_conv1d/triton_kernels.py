@@ -46,7 +46,7 @@ def _read(x, state, number, x_strides, b, t, c, T, CHANNELS, BACK: tl.constexpr,
 
 @triton.jit
 def _sums(x, weight, bias, state, number, x_strides, b, t, c, T, CHANNELS, W: tl.constexpr):
-    """What the activation is given."""
+    """The input of the activation."""
     total = tl.zeros((t.shape[0], c.shape[1]), tl.float32)
     if bias is not None:
         total += tl.load(bias + c, mask=c < CHANNELS, other=0.0).to(tl.float32)

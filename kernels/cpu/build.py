@@ -81,7 +81,7 @@ def refusal() -> str | None:
 
 
 def library_path() -> Path:
-    """Where the library of these sources lies once it is built; without a compiler, the newest one there is of them."""
+    """The path of the library for these sources; without a compiler, of the newest that was built from them."""
     kept, tool, sources_key = folder(), compiler(), _sources_key(_flags(), torch.__version__)
     assert kept is not None, "refusal() says so"
     if tool is None:

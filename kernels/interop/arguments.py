@@ -125,7 +125,7 @@ def check_integer(operation: str, name: str, value: Any) -> None:
 
 
 def check_flag(operation: str, name: str, value: Any) -> None:
-    """`TypeError` for what is not a truth value: any word, "no" too, would count as True. None is False."""
+    """`TypeError` for what is not a bool: any string, even "no", would count as True. None is False."""
     if value is None or isinstance(value, bool | torch.SymBool) or (is_integer(value) and value in (0, 1)):
         return
     # NumPy's bool, and a tensor that a trace has made of one

@@ -183,7 +183,7 @@ class Gguf:
         return dict(zip(shard_names(self.file_name, len(groups)), groups, strict=True))
 
     def stored_bytes(self, info: TensorInfo) -> int:
-        """What a tensor takes in the file."""
+        """The bytes that a tensor takes in the file."""
         return stored_bytes(self._stored(info), info.shape)
 
     def _stored(self, info: TensorInfo) -> str:

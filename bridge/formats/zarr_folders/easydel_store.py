@@ -65,7 +65,7 @@ class EasydelReader(ContextManager):
         self.files = (index, *(file for name in own if (file := index.parent / name).exists()))
 
     def read(self, name: str) -> np.ndarray:
-        """The data of one tensor, in memory of its own."""
+        """A copy of the data of one tensor."""
         return self._arrays.read(name)
 
     def close(self) -> None:

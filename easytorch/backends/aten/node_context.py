@@ -1,4 +1,4 @@
-"""What is known of an operation before it runs."""
+"""The shapes, dtypes and attributes of an operation, known before it runs."""
 
 from __future__ import annotations
 

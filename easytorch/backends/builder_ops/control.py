@@ -15,7 +15,7 @@ class ControlOps(Recorder):
     """A closure is a Python function `(builder, *ops) -> op or tuple of ops` over a builder of its own."""
 
     def call(self, function: Closure, *inputs: Op) -> tuple[Op, ...]:
-        """What the closure gives for `inputs`, as a function of its own."""
+        """The closure traced with `inputs`, as a function of the graph."""
         graph = self._closure(function, self._shapes(inputs), "call")
         return self._add(OpType.CALL, *inputs, *graph.captures, function=graph)
 

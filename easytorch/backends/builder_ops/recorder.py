@@ -1,4 +1,4 @@
-"""What the operations need of the builder that they are methods of, and how arguments that may be left out are read."""
+"""The builder's methods that its operations use, and how optional arguments are read."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _nearest_exact(size: int, count: int, align_corners: bool, scale: float | No
 
 
 def _sources(size: int, count: int, align_corners: bool, scale: float | None) -> np.ndarray:
-    """(count,): where each output stands among the inputs."""
+    """(count,): the input coordinate of each output."""
     at = np.arange(count)
     if align_corners:
         return at * ((size - 1) / (count - 1) if count > 1 else 0.0)

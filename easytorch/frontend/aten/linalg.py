@@ -184,7 +184,7 @@ def _lu(ctx: Context, a: Op, pivot: bool = True) -> tuple[Op, Op]:
 
 
 def _permutation(ctx: Context, pivots: Op, height: int) -> Op:
-    """(batch, k) rows swapped, from 1 -> (batch, height): which row stands where."""
+    """(batch, k) rows swapped, from 1 -> (batch, height): the resulting permutation."""
     batch, count = pivots.shape.dimensions
 
     def step(ctx: Context, column: Op, state: Sequence[Op]) -> Sequence[Op]:

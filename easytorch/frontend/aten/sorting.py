@@ -189,7 +189,7 @@ def median(ctx: Context, x: Op) -> Op:
 
 @lowering(aten.mode.default)
 def mode(ctx: Context, x: Op, dim: int = -1, keepdim: bool = False) -> tuple[Op, ...]:
-    """The most frequent element, the least of several, and where it stands last."""
+    """The most frequent element (the smallest of several), and its last index."""
     b = ctx.builder
     if not x.shape.rank:
         return x, ctx.scalar(0, DType.INT64)

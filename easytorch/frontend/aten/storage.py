@@ -22,7 +22,7 @@ Sizes = Sequence[int]
 
 
 def fake_of(ctx: Context) -> torch.Tensor | None:
-    """What the graph says the first argument of the node is."""
+    """The fake tensor of the node's first argument."""
     if ctx.node is None or not isinstance(ctx.node.args[0], torch.fx.Node):
         return None
     value = ctx.node.args[0].meta.get("val")

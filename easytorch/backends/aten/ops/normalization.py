@@ -20,7 +20,7 @@ _LANES = 16
 
 
 def _along(context: NodeContext) -> list[int]:
-    """The shape under which a vector goes along the features of the operand."""
+    """The shape that broadcasts a vector along the feature axis of the operand."""
     axis = context.attributes["axis"]
     return [-1 if other == axis else 1 for other in range(context.operand.rank)]
 
