@@ -1,4 +1,4 @@
-"""What caches share of arguments: their checks, and the name that a model gives its cache."""
+"""Shared by caches: the checks of arguments, and the name of a model's cache argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def positive(**given: Any) -> None:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """What a model's forward calls its cache. Models without attention have a name of their own, and ignore the usual
-    one without a word."""
+    """The name of the cache argument of a model's forward. Models without attention use another name, and silently ignore
+    the usual one."""
     taken = inspect.signature(forward).parameters
     return "cache_params" if "cache_params" in taken and "past_key_values" not in taken else "past_key_values"

@@ -1,4 +1,4 @@
-"""What a model declares of its weights' sharding: its plans of tensor and expert parallelism, as partition specs.
+"""The sharding that a model declares for its weights: its plans of tensor and expert parallelism, as partition specs.
 
 The plans are transformers', a table beside each model's config: module or parameter -> style. Our native classes and
 transformers' own have them alike.

@@ -63,7 +63,7 @@ def check_spec(spec: Any, ndim: int, what: str) -> PartitionSpec:
 
 
 def uneven_dimension(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> str | None:
-    """What does not divide, in words, with the sizes that would; None where every dimension divides evenly.
+    """The reason why a dimension does not divide, with the sizes that would; None if every dimension divides evenly.
 
     An axis that the mesh lacks has one device.
     """

@@ -13,7 +13,7 @@ INDEXED = "indexed_attention"  # layers with the keys of an indexer beside their
 
 
 class ModelLayers(NamedTuple):
-    """What a decoder has to know of a model's layers.
+    """The facts about a model's layers that a decoder needs.
 
     config: the model's, of which a cache can be made: without layer types and windows that the model does not read.
     types: of each layer, as transformers' caches name them. masks_of: what makes the mask of each type, None where

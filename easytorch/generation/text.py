@@ -67,7 +67,7 @@ class TextDecoder:
         return text[len(context) :]
 
     def finish(self) -> str:
-        """What is held back, complete or not."""
+        """The text that is still held back, complete or not."""
         rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
         self._start = self._read = len(self._ids)
         return rest

@@ -77,7 +77,7 @@ class MultiHeadAttention(FusedProjections):
     def position_bias(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What is added to the scores, broadcastable to (B, H, T, S); positions: what the layer was given of them."""
+        """A bias added to the scores, broadcastable to (B, H, T, S); positions: what the layer was given of them."""
         return positions
 
     def project_output(self, attended: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class PostNormEncoder(nn.Module):
         self.layer = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
 
     def positions(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """What every layer's attention is given of relative positions, for `position_bias`."""
+        """The relative positions that every layer's attention gets, for `position_bias`."""
         return None
 
     def forward(

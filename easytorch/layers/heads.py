@@ -83,7 +83,7 @@ class CausalLMHead(_Base):
         return logits
 
     def logits_finish(self) -> tuple[float, float | None]:
-        """What `finish_logits` of the same class does, as a factor and then a soft cap, or None for no cap."""
+        """`finish_logits` of the same class as a factor and a soft cap after it; None for no cap."""
         return 1.0, None
 
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:

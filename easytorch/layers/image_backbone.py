@@ -73,7 +73,7 @@ class DinoBackbone(_Base):
     def context(
         self, hidden_states: torch.Tensor, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> dict[str, Any]:
-        """What every layer is given besides hidden_states (B, T, D): its mask and positions."""
+        """The arguments of every layer besides hidden_states (B, T, D): its mask and positions."""
         return {}
 
     def run(

@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
         return self.q_a_layernorm(linear(self.q_a_proj, hidden_states))
 
     def queries(self, compressed: torch.Tensor) -> torch.Tensor:
-        """What `compress_query` gives -> (B, T, H, Dn + R)."""
+        """The output of `compress_query` -> queries (B, T, H, Dn + R)."""
         query = linear(self.q_proj if self.q_lora_rank is None else self.q_b_proj, compressed)
         return query.view(*compressed.shape[:2], -1, self.qk_head_dim)
 
@@ -195,7 +195,7 @@ class LatentAttention(nn.Module):
         return multi_latent_attention(query, query_rope, latent, key_rope, *self._ups(), **features).attention_outputs
 
     def _ups(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What expands a latent into the key (H, Dn, L) and the value (H, Dv, L) of each head."""
+        """The matrices that expand a latent into the key (H, Dn, L) and the value (H, Dv, L) of each head."""
         up = self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
         up_key, up_value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
         return up_key, up_value
@@ -210,7 +210,7 @@ class LatentAttention(nn.Module):
 
 
 def yarn_scale(rope: dict[str, Any]) -> float:
-    """What yarn scales queries and keys by, where `mscale_all_dim` asks for it (arXiv:2309.00071)."""
+    """The scale of queries and keys in yarn, if `mscale_all_dim` is set (arXiv:2309.00071)."""
     weight = rope.get("mscale_all_dim")
     if rope.get("rope_type", "default") == "default" or not weight or rope["factor"] <= 1:
         return 1.0

@@ -19,7 +19,7 @@ _PARTS = ("codes", "scale_bits", "zero")
 
 
 class DecodedWeight(Tensor):
-    """What codes decode to. Setting its `data`, as PEFT's merge does, is refused: the codes would stay as they are."""
+    """A decoded weight. Setting its `data`, as PEFT's merge does, is refused: the codes would stay as they are."""
 
     # results are plain tensors, as those of a Parameter
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -89,7 +89,7 @@ def quantize_weight(weight: Tensor, settings: FormatSettings) -> QuantizedWeight
 
 
 def _without_values(weight: Tensor, settings: FormatSettings) -> QuantizedWeight:
-    """What a checkpoint fills: tensors of the right shapes on the meta device."""
+    """A weight for a checkpoint to fill: tensors of the right shapes on the meta device."""
     if not weight.is_meta:
         raise ValueError(
             f"{settings.format} blocks are read from GGUF files (gguf_file=); nothing is quantized to them"

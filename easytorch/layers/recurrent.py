@@ -1,4 +1,4 @@
-"""What recurrent layers share: padding, and the convolution and the state that transformers' caches keep of a layer."""
+"""Shared by recurrent layers: padding, and the convolution and the state that transformers' caches keep of a layer."""
 
 from __future__ import annotations
 

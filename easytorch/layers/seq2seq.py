@@ -1,4 +1,4 @@
-"""What encoder-decoder families share: one embedding, an encoder and a decoder that run one after the other."""
+"""Shared by encoder-decoder families: one embedding, an encoder and a decoder that run one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 
 def shift_right(tokens: torch.Tensor, start: int | None, padding: int | None) -> torch.Tensor:
-    """What a decoder reads to predict `tokens` (B, T): `start`, then all but the last, -100 as padding."""
+    """The decoder's input to predict `tokens` (B, T): `start`, then all but the last, -100 as padding."""
     if start is None:
         raise ValueError("config.decoder_start_token_id is None: set it to the token that a decoder begins with")
     if padding is None:
@@ -111,7 +111,7 @@ class EncoderDecoder(_Base):
                 getattr(self, part).embed_tokens = new_embeddings
 
     def shifted(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the decoder reads to predict `tokens` (B, T)."""
+        """The decoder's input to predict `tokens` (B, T)."""
         return shift_right(tokens, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     def encode_decode(

@@ -32,14 +32,14 @@ else:
 
 
 def of_both(outputs: Seq2SeqModelOutput) -> dict[str, Any]:
-    """What every head passes on of the two halves' outputs."""
+    """The fields of encoder and decoder outputs that every head passes on."""
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 
 
 def decoder_output(
     outputs: Any, logits: torch.Tensor, labels: torch.Tensor | None
 ) -> CausalLMOutputWithCrossAttentions:
-    """What a decoder alone returns. logits (B, T, vocabulary), labels (B, T): the next token of each, not shifted."""
+    """The output of a decoder alone. logits (B, T, vocabulary), labels (B, T): the next token of each, not shifted."""
     loss = None
     if labels is not None:
         loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device))

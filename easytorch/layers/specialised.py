@@ -207,7 +207,7 @@ FORMULAS: dict[str, Callable[..., Tensor | None]] = {
 
 
 class SpecialisedFeedForward(Specialised):
-    """What the feed-forward networks share."""
+    """Shared by the feed-forward networks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and _eager() and not self._drops():

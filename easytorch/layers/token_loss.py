@@ -67,7 +67,7 @@ def finished(logits: Tensor, factor: float, softcap: float | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLossOptions:
-    """What a loss takes beside logits and labels.
+    """The settings of a loss.
 
     class_weights (V,): of each label, as torch's `weight`. z_loss: how much a row's squared logsumexp counts.
     chunk_size: rows whose logits are materialized at once; None chooses.

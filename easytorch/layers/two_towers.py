@@ -104,11 +104,11 @@ class TwoTowers(_Base):
         self.text_model.embeddings.token_embedding = value
 
     def text_embeds(self, pooled: torch.Tensor) -> torch.Tensor:
-        """What the text tower pools (B, D) -> (B, E)"""
+        """The pooled output of the text tower (B, D) -> (B, E)."""
         return pooled
 
     def image_embeds(self, pooled: torch.Tensor) -> torch.Tensor:
-        """What the vision tower pools (I, D) -> (I, E)"""
+        """The pooled output of the vision tower (I, D) -> (I, E)."""
         return pooled
 
     def logits(self, similarity: torch.Tensor) -> torch.Tensor:

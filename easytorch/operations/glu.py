@@ -15,7 +15,7 @@ from easytorch.operations.dispatch.registry import OperationRegistry
 
 
 class _GatedLinearUnit(OperationImpl):
-    """What the two share: their kernels' folder, their typical call, and what the backends support of them."""
+    """Shared by the two: their kernels' folder, their typical call, and what the backends support of them."""
 
     folder = "glu"
     unconditional = frozenset({"aten"})
@@ -60,7 +60,7 @@ class SwiGLU(_GatedLinearUnit):
         return cpu.run(gate, up, cpu.SILU, library.BEST)
 
     def try_cpp(self, gate: Tensor, up: Tensor) -> Tensor | None:
-        """What a call without settings gives where the operator in C++ runs it; None elsewhere."""
+        """The output of a call without settings if the C++ operator runs it, else None."""
         return cpu.run(gate, up, cpu.SILU, library.BEST) if cpu.prefers(gate, up) else None
 
 

@@ -68,7 +68,7 @@ class Linear(OperationImpl):
         return cpu.run(x, weight, bias)
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """What a call without settings gives where the operator in C++ runs it; None elsewhere.
+        """The output of a call without settings if the C++ operator runs it, else None.
 
         For a model's layers, which ask at each token: the dispatch takes as long as a small product.
         """

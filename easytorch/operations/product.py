@@ -1,4 +1,4 @@
-"""What the operations on a matrix product share: the dtype it is computed in."""
+"""Shared by the operations on a matrix product: the dtype it is computed in."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class RMSNorm(OperationImpl):
         return False
 
     def try_cpp(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
-        """What a call without settings gives where the operator in C++ runs it; None elsewhere.
+        """The output of a call without settings if the C++ operator runs it, else None.
 
         For a model's layers, which ask at each token: the dispatch takes longer than the operator.
         """

@@ -64,7 +64,7 @@ class Rotary(OperationImpl):
         return cpu.prefers(*args)
 
     def try_cpp(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What a call without settings gives where the operator in C++ runs it; None elsewhere.
+        """The output of a call without settings if the C++ operator runs it, else None.
 
         For a model's layers, which ask at each token: the dispatch takes longer than the operator.
         """

@@ -1,4 +1,4 @@
-"""What the operations with a recurrent state share: their result, and how their paths run."""
+"""Shared by the operations with a recurrent state: their result, and how their paths run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a native model can do beyond `transformers.PreTrainedModel`, one file per capability.
+"""Capabilities of native models beyond `transformers.PreTrainedModel`, one file each.
 
 base.py              `BaseModuleProtocol`: the implemented part of EasyDeL's interface
 native.py            `NativeModel`: the base class of every native family

@@ -119,5 +119,5 @@ def _bidirectional(model: PreTrainedModel, segments: Tensor, positions: Tensor) 
 
 
 def _arguments(model: PreTrainedModel) -> set[str]:
-    """What forward takes, also that of the base model it passes its keywords to."""
+    """The arguments of forward, and of the base model that it passes its keywords to."""
     return {name for one in (model, model.base_model) for name in inspect.signature(one.forward).parameters}

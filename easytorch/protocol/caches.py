@@ -132,7 +132,7 @@ def prepare_inputs_for_generation(
     mask_info: MaskInfo | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """What the prompt `input_ids` (B, T) is called with: a cache of `max_length` tokens, mask and positions.
+    """The arguments of the call for the prompt `input_ids` (B, T): a cache of `max_length` tokens, mask and positions.
 
         kwargs = prepare_inputs_for_generation(model, input_ids, 100, pad_token_id)
         output = model(input_ids, **kwargs)

@@ -19,7 +19,7 @@ _DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat
 
 
 class SpecialLossNormalizingFactor(enum.StrEnum):
-    """What the sum of the losses is divided by, where it is no fixed number."""
+    """Divisors of the summed losses that depend on the batch."""
 
     NO_WEIGHT_NUM_REAL_TARGET_TOKENS = "NO_WEIGHT_NUM_REAL_TARGET_TOKENS"
     NUM_REAL_TARGET_TOKENS = "NUM_REAL_TARGET_TOKENS"
@@ -190,7 +190,7 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 @dataclass
 class LossMetrics:
-    """What a training step reports.
+    """The metrics of a training step.
 
     loss: what to call `backward` on. weight_sum: of the tokens or rows that count. z_loss: its part of the loss.
     accuracy: the share of what counts where the largest logit is the label's. aux_loss: the experts' load balancing

@@ -115,7 +115,7 @@ def dequantize(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
 
 @register_quantization_config(METHOD)
 class _Registered(QuantizationConfig):
-    """What transformers makes of config.json."""
+    """The quantization config as transformers builds it from config.json."""
 
 
 @register_quantizer(METHOD)

@@ -48,7 +48,7 @@ class OptimizerState:
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-        """What `optimizer` holds for the parameters of `model`; `ValueError` for a parameter of another model."""
+        """The state of `optimizer` for the parameters of `model`; `ValueError` for a parameter of another model."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         groups = []
         for number, group in enumerate(optimizer.param_groups):
@@ -161,7 +161,7 @@ def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int 
 
 
 def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
-    """What `TrainState.save` wrote, its tensors on the CPU, quantized layers and adapters included.
+    """The state that `TrainState.save` wrote, its tensors on the CPU, quantized layers and adapters included.
 
     model_class: that of the model, or an auto class.
 
@@ -223,7 +223,7 @@ def _placed(slot: str, value: Any, device: torch.device) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """What JSON holds of `value`; its tensors go to `tensors` under their path."""
+    """`value` as JSON; its tensors go to `tensors` under their path."""
     if isinstance(value, torch.Tensor):
         # A file of safetensors holds no views.
         tensors[path] = value.detach().contiguous().clone()

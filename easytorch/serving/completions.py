@@ -15,7 +15,7 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 class Kind(Protocol):
-    """What differs between chat completions and completions."""
+    """The differences between chat completions and completions."""
 
     prefix: str
     object: str

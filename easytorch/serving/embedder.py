@@ -57,7 +57,7 @@ class Embedder:
 
 
 def pooling_of(folder: str) -> Pooling:
-    """What sentence-transformers' `1_Pooling/config.json` says, in a folder that has one; else the mean."""
+    """The pooling of sentence-transformers' `1_Pooling/config.json` if the folder has one; else the mean."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not path.is_file():
         return "mean"

@@ -70,7 +70,7 @@ def _swap() -> int:
 
 
 def _container_limit() -> int | None:
-    """What the control group allows (version 2, then 1)."""
+    """The memory limit of the control group (version 2, then 1)."""
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.is_file() and (text := path.read_text().strip()).isdigit():
             return int(text)

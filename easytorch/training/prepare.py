@@ -95,7 +95,7 @@ def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | No
 
 
 def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, TokenBlocks]:
-    """What `write_tokens` has made, in every process."""
+    """The files of `write_tokens`, read in every process."""
     from transformers import AutoTokenizer
 
     folder = Path(config.output) / "data"

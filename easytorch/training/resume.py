@@ -1,4 +1,4 @@
-"""What a resumed run must share with the run that wrote its checkpoint."""
+"""The settings that a resumed run must share with the run that wrote its checkpoint."""
 
 from __future__ import annotations
 

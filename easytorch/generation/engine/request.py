@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """What was generated so far. text: "" without a tokenizer. logprobs: by token id, one dict for each token.
+    """The continuation generated so far. text: "" without a tokenizer. logprobs: by token id, one dict for each token.
 
     stop_reason: the stop string or stop token that ended it; None for the model's end token and for a structured text
     that is complete; of an abort by a grammar that could not go on, why.

@@ -24,7 +24,7 @@ _CACHE_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text must match, by vLLM's names; exactly one of them.
+    """The grammar that the text must match, by vLLM's names; exactly one of them.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     text matches, in the syntax of Rust's crate `regex`. choice: one of these strings. grammar: a context-free grammar

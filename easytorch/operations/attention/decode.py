@@ -71,7 +71,7 @@ class DecodeAttention(AttentionImpl):
         return super().candidates(platform, args, kwargs)
 
     def one_token(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None) -> Tensor | None:
-        """What the first candidates compute for `Attention.one_token`, in the same order; None where neither does."""
+        """The output of the first candidate that supports the call, for `Attention.one_token`; None if neither does."""
         if not plain_token(query, key, value):
             return None
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale

@@ -1,4 +1,4 @@
-"""What the attention implementations share: their keyword arguments, and the defaults they take from the metadata."""
+"""Shared by the attention implementations: their keyword arguments, and the defaults they take from the metadata."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RaggedPageFeatures(AttentionFeatures, total=False):
 
 
 class PagedImpl(OperationImpl):
-    """What the operations over pages share: the features they refuse, and the metadata's defaults."""
+    """Shared by the operations over pages: the features they refuse, and the metadata's defaults."""
 
     settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
     _accepted: ClassVar[frozenset[str]] = FEATURES  # the names of what the operation takes

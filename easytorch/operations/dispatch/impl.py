@@ -38,7 +38,7 @@ class UnsupportedOperationError(ValueError, NotImplementedError):
 
 
 class Choice(NamedTuple):
-    """What a call runs: `getattr(operation, method)`, and why."""
+    """The implementation that a call runs, `getattr(operation, method)`, and why."""
 
     operation: OperationImpl
     method: str
@@ -164,7 +164,7 @@ class OperationImpl(BaseOperation):
         return tensor if self.metadata.runtime_dtype is None else tensor.to(self.metadata.runtime_dtype)
 
     def definition(self, *args: Any, **kwargs: Any) -> Any:
-        """What `EASYTORCH_CHECK=1` compares with."""
+        """Runs the definition, which `EASYTORCH_CHECK=1` compares with."""
         return self.forward_native(*args, **kwargs)
 
     def reproducible(self, backend: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -248,7 +248,7 @@ class OperationImpl(BaseOperation):
         return result
 
     def choose(self, *args: Any, **kwargs: Any) -> Choice:
-        """What this call would run and why, without running it. Raises `UnsupportedOperationError` when nothing can."""
+        """The implementation a call would run and why, without running it. `UnsupportedOperationError` if none can."""
         self.check_call(args, kwargs)
         return self.choose_on(platform_of(args, kwargs), args, kwargs)
 
@@ -260,7 +260,7 @@ class OperationImpl(BaseOperation):
         return self.choose_freely(platform, args, kwargs)
 
     def candidates(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Choice]:
-        """What may run this call on `platform`, in the order of preference; the definition comes after them.
+        """The implementations of this call on `platform`, in the order of preference; the definition comes after them.
 
         The operator in C++ alone where it is preferred, since that is asked only of calls that it supports.
         """

@@ -1,4 +1,4 @@
-"""What operations return: dataclasses that serialize, tensors included."""
+"""Outputs of operations: dataclasses that serialize, tensors included."""
 
 from __future__ import annotations
 

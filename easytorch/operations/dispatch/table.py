@@ -1,4 +1,4 @@
-"""What every operation would run on every platform, installed or not: the table of `easytorch env` and `demo`."""
+"""The implementations of every operation by platform, installed or not: the table of `easytorch env` and `demo`."""
 
 from __future__ import annotations
 
