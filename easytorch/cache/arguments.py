@@ -15,7 +15,7 @@ def positive(**given: Any) -> None:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """The name of the cache argument of a model's forward. Models without attention use another name, and silently ignore
-    the usual one."""
+    """The name of the cache argument of a model's forward. Models without attention use another name, and silently
+    ignore the usual one."""
     taken = inspect.signature(forward).parameters
     return "cache_params" if "cache_params" in taken and "past_key_values" not in taken else "past_key_values"
