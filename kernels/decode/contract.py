@@ -60,7 +60,7 @@ def forward_only(query: Tensor, key: Tensor, value: Tensor, features: Mapping[st
     if (reason := without_dropout(features)) is not None:
         return reason
     given = (query, key, value, *(features.get(name) for name in DIFFERENTIABLE))
-    return "it has no gradient, and this call needs one" if recording(*given) else None
+    return "it computes no gradients, and this call needs one" if recording(*given) else None
 
 
 def resolve(
