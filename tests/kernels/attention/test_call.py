@@ -44,6 +44,7 @@ ONE_BY_ONE = {
     ("kernels/attention/contract.py", "check_softcap"): "it checks one",
     ("kernels/ragged_page/contract.py", "resolve_features"): "it makes the record of them",
     ("kernels/attention/jax_flash.py", "sink_weights"): "arithmetic of a part of a call: what the sinks take of a row",
+    ("kernels/attention/logsumexp.py", "sink_share"): "arithmetic of a part of a call: what the sinks take of a row",
     **dict.fromkeys(
         [
             ("kernels/decode/triton_kernels.py", "decode_split"),

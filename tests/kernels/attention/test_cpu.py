@@ -187,7 +187,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
     ids, ends = torch.zeros(1, 9, dtype=torch.int64), torch.tensor([0, 4, 9])
     for options, why in (
         ({"dropout_prob": 0.5}, "no dropout"),
-        ({"query_segment_ids": ids, "key_segment_ids": ids}, "segments are"),
+        ({"query_segment_ids": ids, "key_segment_ids": ids}, "does not take segments"),
         ({"bias": torch.zeros(9, 9, requires_grad=True)}, "no gradient"),
     ):
         with pytest.raises(UnsupportedOperationError, match=why):
