@@ -178,9 +178,10 @@ def _with_stacks(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     return type(f"Quantized{base.__name__}", (QuantizedStacks, base), {"__module__": __name__, **decoded})
 
 
-def _empty(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def _empty(base: Any, names: tuple[str, ...]) -> nn.Module:
     made = _with_stacks(base, names)
-    return made.__new__(made)
+    empty: nn.Module = made.__new__(made)
+    return empty
 
 
 def _decoded(name: str, module: QuantizedStacks) -> Tensor:
