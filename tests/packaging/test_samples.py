@@ -155,7 +155,7 @@ def test_every_attention_is_listed_by_all_its_names():
         for primary in ("attention", "vanilla", "sdpa", "flash", "blocksparse", "ring", "decode", "mla")
         for name in OperationRegistry.create(primary).all_names()
     }
-    forced = README.split("Its names:", 1)[1].split("\n\n", 1)[0]
+    forced = README.split("The names are", 1)[1].split("\n\n", 1)[0]
     assert [name for name in NATIVE_INTERFACES if f"`{name}`" not in forced and name != FLASH_FOR_TRANSFORMERS] == []
     for name in every | {name for name in names if "attention" in name}:
         assert f"`{name}`" in listed, name
