@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.rms_norm import cpu, native
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -57,6 +58,8 @@ class RMSNorm(OperationImpl):
         return cpu.run(x, weight, eps, library.BEST) if cpu.prefers(x, weight, eps) else None
 
     def run_cpp(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+        if recording(x, weight):
+            return cpu.rms_norm(x, weight, eps)
         return cpu.run(x, weight, eps, library.BEST)
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:

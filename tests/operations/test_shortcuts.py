@@ -130,3 +130,47 @@ def test_gates_in_cpp_are_those_that_the_units_give_their_operator(dot_products,
                 assert torch.equal(got, operation(*given, *options))
         built = dot_products and leaf is None and dtype != torch.float64 and library.missing() is None
         assert bool(taken) == built
+
+
+# Sizes at which the operator in C++ runs these without gradients: with them it must not, or must have them.
+_RECORDED: dict[str, tuple[tuple[int, ...], ...]] = {
+    "rms_norm": ((6, 256), (256,)),
+    "layer_norm": ((600, 1024), (1024,), (1024,)),
+    "swiglu": ((8, 512), (8, 512)),
+    "geglu": ((8, 512), (8, 512)),
+    "rotary": ((2, 5, 4, 64), (2, 5, 2, 64), (2, 5, 64), (2, 5, 64)),
+    "linear": ((2, 256), (512, 256), (512,)),
+    "attention": ((2, 9, 4, 64), (2, 9, 2, 64), (2, 9, 2, 64)),
+    "decode": ((2, 1, 4, 64), (2, 9, 2, 64), (2, 9, 2, 64)),
+    "causal_conv1d": ((2, 9, 32), (32, 4), (32,)),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", _RECORDED)
+def test_no_gradient_is_lost_where_an_operator_is_chosen(name, dtype) -> None:
+    """Each tensor alone as the leaf, and all of them: the automatic choice against the definition in float64."""
+    operation: Any = OperationRegistry.create(name)
+    plain = [torch.randn(shape).to(dtype) for shape in _RECORDED[name]]
+
+    def first(value: Any) -> torch.Tensor:
+        for field in ("attention_outputs", "outputs"):
+            value = getattr(value, field, value)
+        return value[0] if isinstance(value, tuple) else value
+
+    def gradients(call: Any, leaves: tuple[int, ...], wide: bool) -> list[torch.Tensor]:
+        given = [one.double() if wide else one.clone() for one in plain]
+        for place in leaves:
+            given[place].requires_grad_()
+        output = first(call(*given))
+        assert output.requires_grad, (name, leaves)
+        return list(torch.autograd.grad(output.float().square().sum(), [given[place] for place in leaves]))
+
+    count = len(plain)
+    reached = (0, 2, 3) if name == "rotary" else range(count)  # its first output has no gradient of the keys
+    for leaves in [(place,) for place in reached] + [tuple(reached)]:
+        found = gradients(operation, leaves, wide=False)
+        expected = gradients(operation.forward_native, leaves, wide=True)
+        for got, right in zip(found, expected, strict=True):
+            error = (got.double() - right).norm() / right.norm()
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2), (name, leaves, float(error))
