@@ -299,10 +299,10 @@ def test_a_small_config_is_not_made_smaller_than_attention_can_be() -> None:
 
 
 def test_the_text_of_a_config_with_images_is_tried() -> None:
-    config = t.Llama4Config(text_config=shrunken(t.Llama4TextConfig()).to_dict())
+    config = t.Emu3Config(text_config=shrunken(t.Emu3TextConfig()).to_dict())
     model = easytorch.AutoModelForCausalLM.from_config(config).eval()
     model(IDS)
-    assert type(model) is t.Llama4ForCausalLM and model.easytorch_report.reason is None
+    assert type(model) is t.Emu3ForCausalLM and model.easytorch_report.reason is None
     assert model.easytorch_report.called == model.easytorch_report.layers
 
 
