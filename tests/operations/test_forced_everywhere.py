@@ -131,9 +131,9 @@ def test_what_is_for_eager_inference_refuses_the_rest(name: str, backend: str) -
     call, leaves = forced(name, backend)
     close(call(*leaves), everywhere.Call(SAMPLES[name])(*leaves))
     for run, reason in (
-        (lambda: torch.jit.trace(call, tuple(leaves)), "graphs and"),
-        (lambda: torch.func.vmap(call)(*(x[None] for x in leaves)), "graphs and"),
-        (lambda: torch.export.export(call, tuple(leaves)), "graphs and"),
+        (lambda: torch.jit.trace(call, tuple(leaves)), "graphs or"),
+        (lambda: torch.func.vmap(call)(*(x[None] for x in leaves)), "graphs or"),
+        (lambda: torch.export.export(call, tuple(leaves)), "graphs or"),
         (lambda: gradients(call, leaves), "no gradient"),
     ):
         if reason == "no gradient" and name in WITH_GRADIENTS:
