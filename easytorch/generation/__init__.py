@@ -1,7 +1,29 @@
-"""Generation: the decode loop, sampling, and text as it is generated."""
+"""Generation: the decode loop, sampling, and text as it is generated.
 
-from easytorch.generation.decode import generate_tokens
-from easytorch.generation.sampling import SamplingConfig
-from easytorch.generation.text import stream_text
+The names load on first use: vLLM imports this package in each of its processes to ask whether our plugin is wanted.
+"""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "SamplingConfig": "easytorch.generation.sampling",
+    "generate_tokens": "easytorch.generation.decode",
+    "stream_text": "easytorch.generation.text",
+}
 __all__ = ["SamplingConfig", "generate_tokens", "stream_text"]
+
+if TYPE_CHECKING:
+    from easytorch.generation.decode import generate_tokens as generate_tokens
+    from easytorch.generation.sampling import SamplingConfig as SamplingConfig
+    from easytorch.generation.text import stream_text as stream_text
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(
+            f"module 'easytorch.generation' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}"
+        )
+    return getattr(importlib.import_module(_HOME[name]), name)
