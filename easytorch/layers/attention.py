@@ -298,6 +298,11 @@ def _check_others(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is None or name in HARMLESS:
             continue
+        if name == "adapter_names":  # native models take it out before
+            raise UnsupportedOperationError(
+                "transformers' own classes do not carry adapter_names, an adapter for each row: put the adapters in "
+                "by peft.PeftModel, or call easytorch.protocol.generate"
+            )
         if name in _REFUSED:
             raise UnsupportedOperationError(
                 f"EasyTorch's attention does not carry {_REFUSED[name]} ({name}=...); load this model with "

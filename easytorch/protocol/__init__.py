@@ -20,7 +20,7 @@ loss.py              a model's forward and the loss of its head; loss_config.py,
 caches.py            caches, dense and paged, and the inputs that go with them
 quantization.py      weights in few bits; quantization_config.py
 attention_inputs.py  packed sequences, as segment ids say them
-lora.py              low-rank adapters, in PEFT's layers; adapter_loading.py
+lora.py              low-rank adapters, in PEFT's layers; adapter_loading.py, mixed_adapters.py
 flax_adapters.py     adapters from and to JAX models
 reference_arguments.py  EasyDeL's arguments of methods that are transformers'
 module.py            these functions as methods of native models

@@ -19,6 +19,7 @@ from easytorch.protocol import (
     lazy,
     lora,
     loss,
+    mixed_adapters,
     quantization,
     reference_arguments,
     state,
@@ -41,7 +42,15 @@ class ModuleMixin(_Base):
         # on the class that generates alone: transformers takes every class that has the method for one
         if GenerationMixin in cls.__bases__:
             caches.also_by_length(cls)
-            reference_arguments.with_prng_key(cls)
+            reference_arguments.also_with_ours(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """forward's arguments, and PEFT's adapter_names: an adapter for each row, "__base__" for none."""
+        if kwargs.get("adapter_names") is None:
+            kwargs.pop("adapter_names", None)
+            return super().__call__(*args, **kwargs)
+        with mixed_adapters.rows_of_adapters(self, kwargs.pop("adapter_names")):
+            return super().__call__(*args, **kwargs)
 
     @classmethod
     def lazy_init(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Self:

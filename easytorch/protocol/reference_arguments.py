@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from easytorch.protocol.dtypes import dtype_of, to_dtype
+from easytorch.protocol.mixed_adapters import generate_rows
 
 _LOG = logging.getLogger(__name__)
 # argument: why it has no meaning here, and what stands in its place
@@ -27,6 +28,8 @@ OF_JAX = {
     "mismatch_allowed": "it is about parameters that JAX's trees lack; a model is written whole here",
     "use_temp_dir": "the model is always written to a temporary folder first",
 }
+
+_ADDED = {"prng_key", "trace", "adapter_names"}
 
 
 def refuse_jax(**given: Any) -> None:
@@ -46,6 +49,7 @@ def generate(
     **kwargs: Any,
 ) -> Any:
     """transformers' `generate`. prng_key: a seed, or a generator one is drawn from, for this call's sampling.
+    adapter_names: an adapter for each prompt, "__base__" for none, as PEFT's `generate` takes them.
 
     `ValueError` for `trace`, and `TypeError` for a key of JAX.
     """
@@ -58,10 +62,19 @@ def generate(
 
 
 def generate_by(
-    theirs: Callable[..., Any], model: Any, *args: Any, prng_key: Any = None, trace: Any = None, **kwargs: Any
+    theirs: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    prng_key: Any = None,
+    trace: Any = None,
+    adapter_names: Any = None,
+    **kwargs: Any,
 ) -> Any:
-    """`theirs`, a `generate` of transformers, with EasyDeL's two arguments beside its own."""
+    """`theirs`, a `generate` of transformers, with EasyDeL's two arguments and PEFT's beside its own."""
     refuse_jax(trace=trace)
+    if adapter_names is not None:
+        theirs = functools.partial(generate_rows, theirs)
+        kwargs["adapter_names"] = adapter_names
     if prng_key is None:
         return theirs(model, *args, **kwargs)
     if isinstance(prng_key, bool) or not isinstance(prng_key, torch.Generator | int):
@@ -75,13 +88,13 @@ def generate_by(
         return theirs(model, *args, **kwargs)
 
 
-def with_prng_key(model_class: Any) -> None:
+def also_with_ours(model_class: Any) -> None:
     """Gives a class that generates `generate_by` of its own `generate`."""
     theirs = model_class.generate
 
     @functools.wraps(theirs)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "prng_key" in kwargs or "trace" in kwargs:
+        if kwargs.keys() & _ADDED:
             return generate_by(theirs, self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
 
