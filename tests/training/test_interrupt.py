@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,3 +46,36 @@ def test_a_signal_that_was_ignored_asks_too_and_is_ignored_again():
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.asked
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_request_is_repeated_by_a_signal_later_than_one_passed_on(monkeypatch):
+    """Three signals: at once, within the time that counts as the same request, and after it, counted from the first."""
+    now = [100.0]
+    monkeypatch.setattr(interrupt, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    with StopOnSignal() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] = 101.5
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] = 102.0
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        now[0] = 102.1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "restored once, by the signal, and not again"
+
+
+def test_a_signal_is_waited_for_as_long_as_asked(monkeypatch):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(interrupt, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    stop = StopOnSignal()
+    assert stop.asked_within(1.0) is False and 1.0 <= now[0] < 1.2
+    stop.asked = True
+    assert stop.asked_within(5.0) is True and now[0] < 1.2
