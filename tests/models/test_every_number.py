@@ -76,3 +76,42 @@ def test_no_number_of_the_config_is_lost(family, batch, make_pair) -> None:
         labels["labels"][:, 1:][~rows[:, :-1]] = -100
     with torch.no_grad():
         assert_same(ours(**inputs, **labels), theirs(**inputs, **labels), rows)
+
+
+COMMON = {*vars(transformers.PreTrainedConfig()), "use_cache"}
+
+
+def flags_of(config: transformers.PreTrainedConfig) -> list[str]:
+    return [name for name, value in vars(config).items() if type(value) is bool and name not in COMMON]
+
+
+def taken(family: str, flags: list[str], inputs: dict[str, torch.Tensor]) -> bool:
+    """Whether transformers' own class runs with these flags the other way round."""
+    try:
+        config = flipped(family, flags)
+        with torch.no_grad():
+            getattr(transformers, LANGUAGE[family])._from_config(config, attn_implementation="eager").eval()(**inputs)
+    except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
+        return False
+    return True
+
+
+def flipped(family: str, flags: list[str]) -> transformers.PreTrainedConfig:
+    config = FAMILIES[family].config()
+    for name in flags:
+        setattr(config, name, not getattr(config, name))
+    return config
+
+
+WITH_FLAGS = [family for family in LANGUAGE if flags_of(FAMILIES[family].config())]
+
+
+@pytest.mark.parametrize("family", WITH_FLAGS)
+def test_no_flag_of_the_config_is_lost(family, batch, make_pair) -> None:
+    """All of them the other way round; one after the other where transformers does not run them together."""
+    flags, inputs = flags_of(FAMILIES[family].config()), inputs_for(LANGUAGE[family], batch)
+    together = [flags] if taken(family, flags, inputs) else [[one] for one in flags if taken(family, [one], inputs)]
+    for names in together:
+        ours, theirs = make_pair(LANGUAGE[family], flipped(family, names), FAMILIES[family].reference)
+        with torch.no_grad():
+            assert_same(ours(**inputs), theirs(**inputs), seen(family, batch))
