@@ -85,7 +85,7 @@ CALLS = {
     "lazy_init": lambda m: protocol.lazy_init(type(m), m.config),
     "prepare": lambda m: protocol.prepare_inputs_for_generation(m, m.batch["input_ids"], 8, attention_mask=m.mask),
     "update": lambda m: protocol.update_inputs_for_generation(m, m.output, m.kwargs),
-    "metadata": lambda m: (protocol.create_cache_metadata(m, 2, 8), protocol.create_paged_metadata(m, 0.5, 4, 8)),
+    "metadata": lambda m: (protocol.create_cache_metadata(m, 2, 8), protocol.create_paged_metadata(m, 1.0, 4, 8)),
     "init_cache": lambda m: protocol.init_cache(m, 2, 8, torch.tensor([0, 1])),
     "merge_params_dict of another": lambda m: protocol.merge_params_dict(copy.deepcopy(m), m.tree),
     "to_state": lambda m: protocol.to_state(m, step=3),

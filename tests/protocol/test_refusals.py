@@ -227,7 +227,7 @@ REFUSED_CACHES = {
         "batch_size=3",
     ),
     "pages of a cache": (
-        lambda: check_cache(protocol.create_paged_metadata(shared("llama"), 0.5, 4, 8), cache_of("llama")),
+        lambda: check_cache(protocol.create_paged_metadata(shared("llama"), 1.0, 4, 8), cache_of("llama")),
         ValueError,
         "no RaggedPagesCache of this metadata, but TransformerCache",
     ),
