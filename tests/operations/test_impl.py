@@ -38,6 +38,18 @@ def test_a_taken_name_is_an_error_and_registers_nothing() -> None:
     assert "nothing_for_the_test" not in OperationRegistry.names()
 
 
+def test_a_class_that_is_registered_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is loaded again does so; the table it had stays as it was in every other name."""
+    monkeypatch.setattr(OperationRegistry, "_classes", dict(OperationRegistry._classes))
+    before = dict(OperationRegistry._classes)
+    flash = OperationRegistry.get("flash")
+    assert OperationRegistry.register(flash) is flash and OperationRegistry._classes == before
+    other = type("Other", (flash,), {"get_impl_name": classmethod(lambda cls: "only_for_the_test")})
+    assert OperationRegistry.register(other) is other  # one name, that is not taken for its letters
+    assert OperationRegistry._classes == before | {"only_for_the_test": other}
+    assert OperationRegistry.names() == sorted({*before, "only_for_the_test"})
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'flsh' \(did you mean 'flash'\?\); known: .*attention.*rotary.*vanilla"):
         OperationRegistry.create("flsh")
