@@ -46,9 +46,7 @@ class RMSNorm(OperationImpl):
         return triton_limits.supports(x, weight, dtype=self.metadata.runtime_dtype)
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if cpu.prefers(*args, **kwargs) or cpu.prefers_training(*args, **kwargs):
-            return self.metadata.runtime_dtype is None
-        return False
+        return self.metadata.runtime_dtype is None and cpu.prefers_recorded(*args, **kwargs)
 
     def try_cpp(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor | None:
         """The output of a call without settings if the C++ operator runs it, else None.

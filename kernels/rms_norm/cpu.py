@@ -28,9 +28,9 @@ def prefers(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
     return _fits(x, weight, eps) and takes(x, weight)
 
 
-def prefers_training(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
-    """The same of `rms_norm` where autograd records it."""
-    return recording(x, weight) and _fits(x, weight, eps) and takes(x, weight, gradients=True)
+def prefers_recorded(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> bool:
+    """The same of `rms_norm`, which autograd may record."""
+    return _fits(x, weight, eps) and takes(x, weight, gradients=True)
 
 
 def _fits(x: Tensor, weight: Tensor | None, eps: float) -> bool:

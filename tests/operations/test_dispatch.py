@@ -494,8 +494,13 @@ def test_what_a_subclass_overrides_runs_where_the_operator_in_cpp_is_preferred(m
         def forward_cpp(self, x: torch.Tensor, weight: Any = None, eps: float = 1e-6) -> torch.Tensor:
             return torch.zeros_like(x)
 
+    class Own(RMSNorm):
+        def forward_cpu(self, x: torch.Tensor, weight: Any = None, eps: float = 1e-6) -> torch.Tensor:
+            return torch.ones_like(x)
+
     x = torch.randn(3, 256)
     monkeypatch.setattr(RMSNorm, "prefers_cpp", lambda *given: True)
+    assert torch.equal(Own()(x), torch.ones_like(x)) and Own().choose(x).method == "forward_cpu"
     for operation in (Doubled(), Zero()):
         try:
             expected = operation.forward_cpp(x)

@@ -78,6 +78,7 @@ BLOCK_ROWS, BLOCK_WINDOW_ROWS, WINDOW_SHARE = 1024, 4096, 8
 
 _ATEN = ("sdpa", "ATen's fused CPU kernel, the fastest measured for this call")
 ATEN_ONLY: Preferences = (_ATEN,)
+SHORT: Preferences = (("sdpa", "ATen's fused CPU kernel: nothing else is ahead with so few queries"),)
 DECODE_FIRST: Preferences = (ONE_QUERY, _ATEN)
 DECODE_LAST: Preferences = (_ATEN, ONE_QUERY)
 ATEN_FIRST: Preferences = (_ATEN, ("flash", "tiles of ATen's products carry what its kernel lacks"))
@@ -87,7 +88,7 @@ SKIPPING_FIRST: Preferences = (("flash", "skips what window or documents hide, A
 
 # All of them: `attention` makes the candidates of each when it is created.
 ORDERS = (
-    ATEN_ONLY, DECODE_FIRST, DECODE_LAST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST,
+    ATEN_ONLY, SHORT, DECODE_FIRST, DECODE_LAST, ATEN_FIRST, FLASH_FIRST, BLOCKS_FIRST,
     SKIPPING_FIRST,
 )  # fmt: skip
 
@@ -101,7 +102,7 @@ def preferences(query: Tensor, key: Tensor, value: Tensor, features: dict[str, A
     if rows == 1:  # without grouped heads there is nothing to fold: plain ATen
         return DECODE_FIRST if heads > key.shape[2] else DECODE_LAST
     if rows < LACKING_ROWS:
-        return ATEN_ONLY
+        return SHORT
     keys = key.shape[1]
     scores = batch * heads * rows * keys
     training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)

@@ -14,7 +14,7 @@ from easytorch.kernels.decode.cpu import prefers as prefers_one
 from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, forward_mode
 from easytorch.operations.attention import cpu_order
 from easytorch.operations.attention.blocksparse import BEYOND_THE_CONTRACT, BlockSparseAttention, BlockSparseFeatures
-from easytorch.operations.attention.cpu_order import DECODE_FIRST, DECODE_LAST
+from easytorch.operations.attention.cpu_order import DECODE_FIRST, DECODE_LAST, SHORT
 from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl, named
@@ -63,6 +63,7 @@ class Attention(AttentionImpl):
                 preferences = (ONE_QUERY, *order) if one_query and order else order
                 choices = tuple(self._choice(platform, *preference) for preference in preferences)
                 self._orders[platform, one_query] = choices
+        self._short = self._orders[SHORT]
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -88,6 +89,8 @@ class Attention(AttentionImpl):
         preferences = PREFERENCES.get(platform)
         if preferences is None:
             order = cpu_order.preferences(query, key, value, features)
+            if order is SHORT:  # fewer queries than either operator in C++ is ahead with
+                return self._short
             # the operators in C++ of one query and of many
             one_query = order is DECODE_LAST or order is DECODE_FIRST
             prefers, implementation = (prefers_one, self._decode) if one_query else (prefers_many, self._flash)

@@ -80,12 +80,18 @@ class OperationImpl(BaseOperation):
     _tensor_names: ClassVar[frozenset[str]]
     _keywords: ClassVar[frozenset[str] | None]  # every name that a call may give; None: any
     _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
+    _cpp: ClassVar[bool] = False  # whether `prefers_cpp` is asked
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "run_cpp" not in cls.__dict__ and ("forward_cpp" in cls.__dict__ or "run" in cls.__dict__):
-            cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]  # what a class overrides is what runs
-        for platform, library in cls.__dict__.get("paths", {}).items():
-            if f"forward_{platform}" not in cls.__dict__:
+        own = cls.__dict__  # what a class overrides is what runs
+        if "run_cpp" not in own and ("forward_cpp" in own or "run" in own):
+            cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]
+        if "forward_cpp" in own or "paths" in own:
+            cls._cpp = "forward_cpp" in own or "cpp" in own["paths"]
+        elif "forward_cpu" in own:
+            cls._cpp = False
+        for platform, library in own.get("paths", {}).items():
+            if f"forward_{platform}" not in own:
                 name = cls.primary_name()
                 setattr(cls, f"forward_{platform}", path(platform, library, cls.folder or name, name, cls.functions))
         super().__init_subclass__(**kwargs)
@@ -111,7 +117,7 @@ class OperationImpl(BaseOperation):
             for platform, (method, backend) in self._paths.items()
         }
         cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason, unconditional=True)  # `prefers_cpp` asks
-        self.cpp_choices: tuple[Choice, ...] = (cpp,) if "cpp" in self.paths else ()
+        self.cpp_choices: tuple[Choice, ...] = (cpp,) if self._cpp else ()
 
     @classmethod
     @abstractmethod
@@ -199,8 +205,9 @@ class OperationImpl(BaseOperation):
         if self._required <= given <= self._no_tensor_before and (not kwargs or self._tensor_names.isdisjoint(kwargs)):
             # the common case, all tensors first and positional: a fifth of the time of looking each up by name
             leading = self._leading
-            for value in args[:leading]:
-                if not isinstance(value, Tensor) or value.layout is not _STRIDED:
+            for value in args if given == leading else args[:leading]:
+                # the type first: `isinstance` of a parameter takes three times as long
+                if (type(value) not in _PLAIN and not isinstance(value, Tensor)) or value.layout is not _STRIDED:
                     break
             else:
                 if self._flags and (kwargs or given > leading):
@@ -293,6 +300,8 @@ class OperationImpl(BaseOperation):
         """The first of the candidates that supports the call, or the definition where none does."""
         refusals: list[str] = []
         for choice in self.candidates(platform, args, kwargs):
+            if choice.unconditional and not refusals:
+                return choice
             refusal = None if choice.unconditional else self.refusal_of(choice, args, kwargs)
             if refusal is None:
                 if not refusals:
@@ -406,6 +415,7 @@ def _reason_of(method: str) -> str:
 
 _ABSENT = object()
 _STRIDED = torch.strided
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TENSOR = re.compile(r"(torch\.)?Tensor|Optional|<class 'torch.Tensor'>")  # multi_latent.py's Optional is one or None
 
 
