@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decoder_step import cpu
 from easytorch.kernels.decoder_step.native import AttentionWeights, FeedForwardWeights, Projection
 from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
@@ -85,10 +86,9 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
         return None
     if sinks is not None and not (type(sinks) is nn.Parameter and sinks.dtype is x.dtype and sinks.is_contiguous()):
         return None
-    attended = cpu.attention_step(
-        x, weights, positions, slot,
-        mask=mask, sinks=sinks, softmax_scale=scale, softcap=softcap,
-    )  # fmt: skip
+    # looked at one by one above: `contract.resolve` takes as long as a small product
+    call = AttentionCall(mask=mask, sinks=sinks, scale=scale, softcap=softcap)
+    attended = cpu.attention_step(x, weights, positions, slot, call)
     target.written()
     return attended
 

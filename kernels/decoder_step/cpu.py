@@ -60,11 +60,8 @@ def attention_step(
     weights: AttentionWeights,
     angles: tuple[Tensor, Tensor] | None,
     cache: Slot,
+    call: AttentionCall,
     *,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float,
-    softcap: float | None = None,
     level: int = library.BEST,
 ) -> Tensor:
     """The definition's (native.py), for x, weights and cache of one dtype, contiguous."""
@@ -80,7 +77,7 @@ def attention_step(
         sin,
         cache.keys,
         cache.values,
-        *AttentionCall(mask=mask, sinks=sinks, scale=softmax_scale, softcap=softcap),
+        *call,
         weights.eps,
         weights.head_eps,
         cache.first,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decode import native as decode
 from easytorch.kernels.glu import native as glu
 from easytorch.kernels.linear import native as linear
@@ -66,16 +67,12 @@ def attention_step(
     weights: AttentionWeights,
     angles: tuple[Tensor, Tensor] | None,
     cache: Slot,
-    *,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float,
-    softcap: float | None = None,
+    call: AttentionCall,
 ) -> Tensor:
     """x + output(attention(norm(x))): (B, 1, D) -> (B, 1, D). The token's key and value are written to the cache.
 
-    angles: cos and sin (B or 1, 1, R), or None for no rotary positions. mask: boolean, broadcastable to
-    (B, H, 1, end - first). sinks (H,).
+    angles: cos and sin (B or 1, 1, R), or None for no rotary positions. call: of one query over the keys
+    [first, end), so its mask broadcasts to (B, H, 1, end - first).
     """
     normalized = rms_norm.rms_norm(x, weights.norm, weights.eps)
     head_dim = cache.keys.shape[-1]
@@ -91,10 +88,8 @@ def attention_step(
         query, key = rotary.rotary(query, key, *angles)
     cache.keys[:, :, cache.slot], cache.values[:, :, cache.slot] = key[:, 0], value[:, 0]
     seen = slice(cache.first, cache.end)
-    attended = decode.decode(
-        query, cache.keys[:, :, seen].transpose(1, 2), cache.values[:, :, seen].transpose(1, 2),
-        mask=mask, sinks=sinks, softmax_scale=softmax_scale, softcap=softcap,
-    )  # fmt: skip
+    keys, values = (one[:, :, seen].transpose(1, 2) for one in (cache.keys, cache.values))
+    attended = decode.over_lengths(query, keys, values, None, call)
     return x + linear.linear(attended.flatten(2), weights.output.weight, weights.output.bias)
 
 

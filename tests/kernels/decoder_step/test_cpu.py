@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decoder_step import cpu, native
 from easytorch.kernels.decoder_step.native import AttentionWeights, FeedForwardWeights, Projection, Slot
@@ -55,7 +56,7 @@ class Inputs(NamedTuple):
     feed_forward: FeedForwardWeights
     angles: tuple[Tensor, Tensor] | None
     slot: Slot
-    features: dict[str, Any]
+    call: AttentionCall
 
 
 def inputs(case: Case, seed: int, activation: str = "silu") -> Inputs:
@@ -76,18 +77,15 @@ def inputs(case: Case, seed: int, activation: str = "silu") -> Inputs:
         1 + draw(c.width) / 4, projection(c.inner, c.width), projection(c.inner, c.width),
         projection(c.width, c.inner), 1e-5, activation,
     )  # fmt: skip
-    features: dict[str, Any] = {"softmax_scale": c.head_dim**-0.5, "softcap": c.softcap}
+    mask = None
     if c.mask:
         mask = draw(c.rows if "b" in c.mask else 1, c.heads if "h" in c.mask else 1, 1, c.end - c.first) > -0.5
         mask[..., c.slot - c.first] = True
-        features["mask"] = mask
-    if c.sinks:
-        features["sinks"] = draw(c.heads)
+    sinks = draw(c.heads) if c.sinks else None
+    call = AttentionCall(mask=mask, sinks=sinks, scale=c.head_dim**-0.5, softcap=c.softcap)
     angles = (draw(c.rows, 1, c.turned), draw(c.rows, 1, c.turned)) if c.turned else None
     cache = [draw(c.rows, c.kv_heads, c.keys, c.head_dim) for _ in "kv"]
-    return Inputs(
-        draw(c.rows, 1, c.width), attention, feed_forward, angles, Slot(*cache, c.first, c.slot, c.end), features
-    )
+    return Inputs(draw(c.rows, 1, c.width), attention, feed_forward, angles, Slot(*cache, c.first, c.slot, c.end), call)
 
 
 def mapped(tree: Any, function: Any) -> Any:
@@ -103,7 +101,7 @@ def mapped(tree: Any, function: Any) -> Any:
 
 
 def attended(kernel: Any, given: Inputs, **more: Any) -> Tensor:
-    return kernel.attention_step(given.x, given.attention, given.angles, given.slot, **given.features, **more)
+    return kernel.attention_step(given.x, given.attention, given.angles, given.slot, given.call, **more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,14 +157,15 @@ def test_a_cache_of_any_layout() -> None:
 def test_tensors_that_do_not_fit_are_refused() -> None:
     """By the operator itself: nothing outside a tensor is read or written, whatever its caller checked."""
     good = inputs(CASES[4], seed=7)
-    attention, slot = good.attention, good.slot
+    attention, slot, mask = good.attention, good.slot, good.call.mask
+    assert mask is not None
     x, narrow = good.x, Projection(attention.query.weight[:, :-1].contiguous(), attention.query.bias)
 
     def at(**places: int) -> Inputs:
         """With a mask that fits: what is refused is the place."""
         moved = slot._replace(**places)
         mask = torch.ones(1, 1, 1, moved.end - moved.first, dtype=torch.bool)
-        return good._replace(slot=moved, features=good.features | {"mask": mask})
+        return good._replace(slot=moved, call=good.call._replace(mask=mask))
 
     bad: dict[str, Inputs] = {
         "a slot beyond the cache": at(slot=20, end=21),
@@ -185,8 +184,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         "a norm": good._replace(attention=attention._replace(norm=attention.norm[:-1].clone())),
         "two tokens": good._replace(x=torch.cat([x, x], 1)),
         "not contiguous": good._replace(x=torch.cat([x, x], 2)[..., ::2]),
-        "a mask": good._replace(features=good.features | {"mask": good.features["mask"][..., :-1]}),
-        "sinks": good._replace(features=good.features | {"sinks": x.new_zeros(3)}),
+        "a mask": good._replace(call=good.call._replace(mask=mask[..., :-1])),
+        "sinks": good._replace(call=good.call._replace(sinks=x.new_zeros(3))),
         "angles": good._replace(angles=(torch.zeros(2, 1, 16), torch.zeros(2, 1, 16))),
     }
     for what, given in bad.items():
