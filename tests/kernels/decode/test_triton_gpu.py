@@ -147,7 +147,10 @@ def test_opcheck() -> None:
     given = heads(b=2, s=33, h=2, k=1, d=8)
     operator = torch.ops.easytorch.triton_decode.default
     torch.library.opcheck(operator, (*given.values(), None, *AttentionCall(scale=0.3)), test_utils=CHECKS)
-    call = AttentionCall(chance(0.5, 33), rand(1, 2, 1, 33), ids(2, 1), ids(2, 33), rand(2), None, 0.3, 20, None, 2.0)
+    call = AttentionCall(
+        mask=chance(0.5, 33), bias=rand(1, 2, 1, 33), query_segment_ids=ids(2, 1), key_segment_ids=ids(2, 33),
+        sinks=rand(2), scale=0.3, left=20, softcap=2.0,
+    )  # fmt: skip
     torch.library.opcheck(operator, (*given.values(), lengths(9, 33), *call), test_utils=CHECKS)
 
 
