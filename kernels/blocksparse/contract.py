@@ -17,7 +17,7 @@ from easytorch.kernels.attention import contract
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import window_of
 from easytorch.kernels.blocksparse.structure import Rule
-from easytorch.kernels.interop.arguments import bounds, check_integer, check_tensors
+from easytorch.kernels.interop.arguments import bounds, check_int64, check_tensors
 
 
 def resolve(
@@ -43,9 +43,9 @@ def resolve(
 
 def check_structure(query: torch.Tensor, chunk_size: int | None, prefix_length: int | torch.Tensor | None) -> None:
     """An error where `chunk_size` or `prefix_length` does not fit the call."""
-    check_integer("attention", "chunk_size", chunk_size)
+    check_int64("attention", "chunk_size", chunk_size)
     if not isinstance(prefix_length, torch.Tensor):
-        check_integer("attention", "prefix_length", prefix_length)
+        check_int64("attention", "prefix_length", prefix_length)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"attention: chunk_size must be at least 1, got {chunk_size}; None means no chunks")
     if isinstance(prefix_length, torch.Tensor):

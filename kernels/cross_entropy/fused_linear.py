@@ -23,7 +23,7 @@ from easytorch.kernels.cross_entropy.native import (
     linear_cross_entropy,
     reduce,
 )
-from easytorch.kernels.interop.arguments import check_integer
+from easytorch.kernels.interop.arguments import check_int64
 from easytorch.kernels.interop.torch_func import eager, transforming
 
 # Logits of one chunk: 128 MiB in float32, and still 256 rows of a vocabulary of 128k, enough to keep a matmul busy.
@@ -59,7 +59,7 @@ def fused_linear_cross_entropy(
     vocabulary = weight.shape[0]
     shape = (*hidden.shape[:-1], vocabulary)
     check_arguments(shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)
-    check_integer("fused_linear_cross_entropy", "chunk_size", chunk_size)
+    check_int64("fused_linear_cross_entropy", "chunk_size", chunk_size)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, or None to choose, got {chunk_size}")
     if transforming() or (chunk_size is None and _is_small(hidden, labels.numel() * vocabulary)):

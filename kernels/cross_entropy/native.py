@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from easytorch.kernels.interop.arguments import bounds, check_integer, check_number, check_tensors, described, floating
+from easytorch.kernels.interop.arguments import bounds, check_int64, check_number, check_tensors, described, floating
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -148,7 +148,7 @@ def check_arguments(
         raise ValueError(f"cross_entropy: z_loss must not be negative, nor infinite, got {z_loss}")
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {described(reduction)}")
-    check_integer("cross_entropy", "ignore_index", 0.0 if ignore_index is None else ignore_index)
+    check_int64("cross_entropy", "ignore_index", 0.0 if ignore_index is None else ignore_index)
     limits = bounds(labels)
     if limits is not None and not 0 <= limits[0] <= limits[1] < shape[-1]:
         limits = bounds(labels[labels != ignore_index])

@@ -124,6 +124,13 @@ def check_integer(operation: str, name: str, value: Any) -> None:
         raise TypeError(f"{operation}: {name} must be an integer, got {described(value)}")
 
 
+def check_int64(operation: str, name: str, value: Any) -> None:
+    """`check_integer`, and `ValueError` for one that no element of a tensor can be."""
+    check_integer(operation, name, value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{operation}: {name} must be an integer of 64 bits, got one of {value.bit_length()}")
+
+
 def check_flag(operation: str, name: str, value: Any) -> None:
     """`TypeError` for what is not a bool: any string, even "no", would count as True. None is False."""
     if value is None or isinstance(value, bool | torch.SymBool) or (is_integer(value) and value in (0, 1)):
