@@ -20,8 +20,15 @@ Elementwise = Callable[[np.ndarray], np.ndarray]
 _BLOCK_BYTES = 8 << 20
 
 
+def require_count(value: int, what: str) -> None:
+    """`ValueError` unless `value`, the number of `what`, is an integer of at least 1."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{value!r} {what}: give a number of at least 1")
+
+
 def split_heads(heads: int, axis: int, order: tuple[int, ...]) -> Transform:
     """torch's dimension `axis` (heads * d) split into (heads, d), then all dimensions permuted by `order`."""
+    require_count(heads, "heads")
     back = tuple(order.index(place) for place in range(len(order)))
 
     def split(shape: Shape) -> Shape:
@@ -31,6 +38,8 @@ def split_heads(heads: int, axis: int, order: tuple[int, ...]) -> Transform:
 
     def torch_shape(shape: Shape) -> Shape:
         apart = tuple(shape[place] for place in back)
+        if apart[axis] != heads:
+            raise CheckpointError(f"a leaf of shape {shape} has {apart[axis]} heads, not {heads}; correct the number")
         return (*apart[:axis], apart[axis] * apart[axis + 1], *apart[axis + 2 :])
 
     return Transform(

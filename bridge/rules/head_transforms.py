@@ -13,7 +13,7 @@ import numpy as np
 
 from easytorch.bridge.core.mapped import give_back
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.rules.computed_transforms import split_heads
+from easytorch.bridge.rules.computed_transforms import require_count, split_heads
 from easytorch.bridge.rules.transforms import Shape, Transform, get_transform
 
 
@@ -45,9 +45,10 @@ with_batch = Transform(
 
 def stacked(one: Transform | str, count: int, axis: int) -> Transform:
     """`count` torch tensors, each laid out by `one`, along `axis` of a single leaf (flax's `nn.scan`, experts)."""
-    layer = get_transform(one) if isinstance(one, str) else one
-    assert layer.parts == 1 and layer.to_torch is not None, f"{layer.name} fuses already"
-    to_torch: Callable[[np.ndarray], Sequence[np.ndarray]] = layer.to_torch
+    layer = _of_one(one, "stacked")
+    require_count(count, "layers of a stack")
+    if not isinstance(axis, int) or axis < 0:
+        raise ValueError(f"axis {axis!r} of a stack is not one of the leaf's, counted from 0")
 
     def flax_shape(shapes: Sequence[Shape]) -> Shape:
         if len(set(shapes)) != 1:
@@ -63,7 +64,7 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
     return Transform(
         name=f"stacked[{layer.name}, {count}, {axis}]",
         to_flax=lambda arrays: _stack([layer.to_flax([array]) for array in arrays], axis),
-        to_torch=lambda array: [made for part in np.moveaxis(array, axis, 0) for made in to_torch(part)],
+        to_torch=lambda array: [made for part in np.moveaxis(array, axis, 0) for made in layer.to_torch(part)],
         flax_shape=flax_shape,
         torch_shapes=torch_shapes,
         rank=None if layer.rank is None else layer.rank + 1,
@@ -86,28 +87,41 @@ def _stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
     return made.transpose([*places[:axis], 0, *places[axis:]])
 
 
-def joined(one: Transform, count: int) -> Transform:
+def joined(one: Transform | str, count: int) -> Transform:
     """`count` leaves, each in the layout `one`, whose torch matrices are concatenated into one along the rows.
 
     For a row with one torch name and `count` leaves: it reads from the leaves to torch.
     """
-    assert one.parts == 1 and one.to_torch is not None, f"{one.name} fuses already"
-    to_torch: Callable[[np.ndarray], Sequence[np.ndarray]] = one.to_torch
+    part_of = _of_one(one, "joined")
+    require_count(count, "joined leaves")
 
     def joined_shape(shapes: Sequence[Shape]) -> Shape:
         if len(set(shapes)) != 1:
             raise CheckpointError(f"leaves of one matrix have the shapes {sorted(set(shapes))}, and must have one")
-        (part,) = one.torch_shapes(shapes[0])
+        (part,) = part_of.torch_shapes(shapes[0])
         return (part[0] * count, *part[1:])
 
     return Transform(
-        name=f"joined[{one.name}, {count}]",
-        to_flax=lambda leaves: np.concatenate([part for leaf in leaves for part in to_torch(leaf)]),
-        to_torch=lambda array: [one.to_flax([part]) for part in np.split(array, count)],
+        name=f"joined[{part_of.name}, {count}]",
+        to_flax=lambda leaves: np.concatenate([part for leaf in leaves for part in part_of.to_torch(leaf)]),
+        to_torch=lambda array: [part_of.to_flax([part]) for part in np.split(array, count)],
         flax_shape=joined_shape,
-        torch_shapes=lambda shape: [one.flax_shape([(_of_each(shape[0], count), *shape[1:])])] * count,
+        torch_shapes=lambda shape: [part_of.flax_shape([(_of_each(shape[0], count), *shape[1:])])] * count,
         parts=count,
     )
+
+
+def _of_one(one: Transform | str, what: str) -> Transform:
+    """The layout of one torch tensor and one leaf; `ValueError` for any other."""
+    layer = get_transform(one) if isinstance(one, str) else one
+    if not isinstance(layer, Transform):
+        raise ValueError(f"{what}({one!r}, ...): is no layout; give the name of one, or a Transform")
+    if layer.parts != 1 or layer.leaves != 1 or layer.to_torch is None:
+        raise ValueError(
+            f"{what}({layer.name}, ...): takes the layout of one tensor and one leaf, and this one has several; give "
+            "torch a tensor for each leaf"
+        )
+    return layer
 
 
 def _of_each(size: int, heads: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,10 @@ class Step:
         ]
 
     def _made(self, sources: Sequence[InParts]) -> Sequence[InParts]:
+        with _of_tensor(self.sources[0]):
+            return self._transformed(sources)
+
+    def _transformed(self, sources: Sequence[InParts]) -> Sequence[InParts]:
         if self.transform is get_transform("identity"):
             return sources
         arrays = [source.whole() for source in sources]
@@ -285,13 +290,10 @@ def _exchange(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bin
     given, made = (rule.leaves, rule.torch) if reverse else (rule.torch, rule.leaves)
     listed = _all_of(infos, given, made[0], bindings)
     shapes: Any = rule.transform.torch_shapes if reverse else rule.transform.flax_shape
+    made_shapes = _shapes(shapes, [info.shape for info in listed], len(made), rule.transform, listed[0])
     targets = tuple(
         TensorInfo(pattern.fill(bindings), shape, listed[0].dtype)
-        for pattern, shape in zip(
-            made,
-            _shapes(shapes([info.shape for info in listed]), len(made), rule.transform, listed[0].name),
-            strict=True,
-        )
+        for pattern, shape in zip(made, made_shapes, strict=True)
     )
     return Step(tuple(info.name for info in listed), targets, rule.transform, reverse)
 
@@ -303,8 +305,8 @@ def _fused(infos: Mapping[int, TensorInfo], rule: CompiledRule, bindings: Bindin
     for info in listed:
         _check_rank(info, rule.transform.torch_rank)
     dtype = listed[0].dtype if rule.cut else rule.transform.flax_dtype or listed[0].dtype
-    given = rule.transform.flax_shape([info.shape for info in listed])
-    (shape,) = _shapes((given,), 1, rule.transform, listed[0].name)
+    shapes = [info.shape for info in listed]
+    (shape,) = _shapes(lambda given: (rule.transform.flax_shape(given),), shapes, 1, rule.transform, listed[0])
     target = TensorInfo(whole.fill(bindings), shape, dtype)
     return Step(tuple(info.name for info in listed), (target,), rule.transform, False)
 
@@ -330,7 +332,7 @@ def _all_of(
 def _cut(info: TensorInfo, rule: CompiledRule, patterns: Sequence[Pattern], bindings: Bindings) -> Step:
     """The step that splits `info` into tensors named by `patterns`."""
     _check_rank(info, rule.transform.rank)
-    shapes = _shapes(rule.transform.torch_shapes(info.shape), len(patterns), rule.transform, info.name)
+    shapes = _shapes(rule.transform.torch_shapes, info.shape, len(patterns), rule.transform, info)
     dtype = info.dtype if rule.cut else rule.transform.torch_dtype or info.dtype
     targets = tuple(
         TensorInfo(pattern.fill(bindings), shape, dtype, info.file)
@@ -345,9 +347,24 @@ def _check_rank(info: TensorInfo, rank: int | None) -> None:
         raise CheckpointError(message, file=info.file or None, tensor=info.name)
 
 
-def _shapes(made: Any, count: int, transform: Transform, names: str) -> list[Shape]:
-    """The `count` shapes that a layout returned, checked."""
-    return [tuple(shape) for shape in _listed(made, count, tuple | list, transform, "shape", names)]
+def _shapes(
+    function: Callable[[Any], Any], given: Any, count: int, transform: Transform, info: TensorInfo
+) -> list[Shape]:
+    """The `count` shapes that `function`, a layout's, makes of those `given`, checked. info: of the first tensor."""
+    with _of_tensor(info.name, info.file or None):
+        made = function(given)
+    return [tuple(shape) for shape in _listed(made, count, tuple | list, transform, "shape", info.name)]
+
+
+@contextmanager
+def _of_tensor(name: str, file: str | None = None) -> Iterator[None]:
+    """Says which tensor a layout, which knows only shapes and arrays, refused."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.tensor is not None:
+            raise
+        raise CheckpointError(str(error), file=file, tensor=name) from error
 
 
 def _listed(made: Any, count: int, kind: Any, transform: Transform, what: str, names: str) -> Any:

@@ -237,11 +237,17 @@ class RuleTable:
                 "`PeftModel.merge_and_unload()` returns"
             )
         known = [pattern.like(name) for rule in (*self.weights, *self.buffers) for pattern in rule.torch]
-        return _unknown(nearest(name, known))
+        return f"{_unknown(nearest(name, known))}; if Flax has no such leaf, {(name, None, BUFFER)!r}"
 
     def unknown_flax(self, path: str, paths: Iterable[str] = ()) -> str:
         """The error message for a Flax path without a rule. paths: all paths of the tree."""
-        if trees := self._trees(paths):
+        trees = self._trees(paths)
+        if trees == {"params", "batch_stats"}:
+            return (
+                "stands in a tree with statistics, and the rules name its leaves without their collection; they are "
+                "`params/...` and `batch_stats/...` there"
+            )
+        if trees:
             listed = ", ".join(sorted(trees))
             return f"stands beside or in several trees of weights, {listed}; choose one by `params_key` (--params-key)"
         known = [pattern.like(path) for rule in self.weights for pattern in rule.leaves]

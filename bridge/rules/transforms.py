@@ -16,7 +16,7 @@ Arrays = Sequence[np.ndarray]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Transform:
     """How torch tensors become one Flax leaf (`to_flax`) and back (`to_torch`, its exact inverse).
 
@@ -45,6 +45,9 @@ class Transform:
     to_flax_parts: Callable[[Arrays], Arrays] | None = None
     moves_rows: bool = False
     stacked_along: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
 
 
 def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:

@@ -34,7 +34,7 @@ def read_rules(path: str | PathLike[str]) -> Rules:
     try:
         found = runpy.run_path(str(file)).get("RULES")
     except SyntaxError as error:
-        raise ValueError(f"{error.filename}, line {error.lineno}: is no Python ({error.msg}); correct it") from error
+        raise ValueError(_not_python(file, error)) from error
     except SystemExit as error:
         ended = f"{_place(file, error)}: {_said(error)}; correct the table"
     except Exception as error:  # the boundary to a program of the user's
@@ -76,6 +76,12 @@ def _guarded(transform: Transform, file: Path) -> Transform:
 
     names = ("to_flax", "to_torch", "flax_shape", "torch_shapes", "to_flax_parts")
     return replace(transform, **{name: guard(getattr(transform, name)) for name in names})
+
+
+def _not_python(file: Path, error: SyntaxError) -> str:
+    """What a file that cannot be compiled is told: of one with null bytes Python knows neither name nor line."""
+    place = f"{error.filename or file}, line {error.lineno}" if error.lineno else str(error.filename or file)
+    return f"{place}: is no Python ({error.msg}); correct it"
 
 
 def _place(file: Path, error: BaseException) -> str:

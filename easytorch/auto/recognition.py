@@ -21,13 +21,20 @@ def candidates(module: nn.Module) -> list[How]:
     """What the module may be made into; none for a kind that we have no operation for."""
     if type(module).__module__.startswith("torch."):
         return []
-    if "attention" in type(module).__name__.lower():
+    if is_attention(module):
         return list(_rotary(module))
     if len(inspect.signature(type(module).forward).parameters) != 2:  # a gate, a residual: more than we compute
         return []
     if not module._modules:
         return list(_norms(module))
     return list(_feed_forward(module))
+
+
+def is_attention(module: nn.Module) -> bool:
+    """By its name, or because its forward looks up transformers' attention functions: LongcatFlashMLA."""
+    found = type(module)
+    code = getattr(inspect.unwrap(found.forward), "__code__", None)
+    return "attention" in found.__name__.lower() or (code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names)
 
 
 def kind(how: How) -> str:

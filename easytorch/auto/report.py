@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from easytorch.auto.recognition import is_attention
 from easytorch.layers.attention import OBSERVERS
 from easytorch.protocol.native import NativeModel
 
@@ -94,8 +95,8 @@ def report_on(
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The innermost modules whose class name contains "attention", by module name."""
-    named = {name: module for name, module in model.named_modules() if "attention" in type(module).__name__.lower()}
+    """The innermost attention modules (`is_attention`), by module name."""
+    named = {name: module for name, module in model.named_modules() if is_attention(module)}
     inner = {name.rpartition(".")[0] for name in named}
     outer = {parent for name in inner for parent in _and_parents(name)}
     return {name: module for name, module in named.items() if name not in outer}

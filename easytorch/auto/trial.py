@@ -25,6 +25,7 @@ from easytorch.auto.cases import cases, tensors
 from easytorch.auto.comparison import Tensors, difference, in_float64, is_rounding
 from easytorch.auto.failures import FAILURES, first_line
 from easytorch.auto.inputs import Inputs, working_inputs
+from easytorch.auto.recognition import is_attention
 from easytorch.auto.tiny import ATTEMPTS, configs_in, shrunken
 from easytorch.layers.attention import OBSERVERS, OF_STOCK
 
@@ -170,7 +171,7 @@ def _runs(model: PreTrainedModel, failures: list[str]) -> Iterator[Run]:
     handles = [
         module.register_forward_pre_hook(lambda module, args: run.add(module))
         for module in model.modules()
-        if _is_attention(module)
+        if is_attention(module)
     ]
     for unit in model.modules():
         if not isinstance(unit, PreTrainedModel) or (unit is not model and not _lacking(unit, run)):
@@ -191,7 +192,7 @@ def _runs(model: PreTrainedModel, failures: list[str]) -> Iterator[Run]:
 
 
 def _lacking(unit: nn.Module, run: set[nn.Module]) -> bool:
-    return any(_is_attention(module) and module not in run for module in unit.modules())
+    return any(is_attention(module) and module not in run for module in unit.modules())
 
 
 def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
@@ -247,17 +248,13 @@ def _compare(model: PreTrainedModel, runs: list[Run]) -> Trial:
             refusals[name] = f"{type(idle[0]).__name__} could not be run when it was tried"
     used = {name for name in plugged if any(module in called for module in groups[name].modules)}
     for name in plugged - used:
-        if any(_is_attention(module) for module in groups[name].modules):
+        if any(is_attention(module) for module in groups[name].modules):
             refusals[name] = f"{_label(model, name)} did not call the EasyTorch attention when it was tried"
     return Trial(frozenset(plugged - set(refusals)), refusals)
 
 
 def has_attention(model: nn.Module) -> bool:
-    return any(map(_is_attention, model.modules()))
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
+    return any(map(is_attention, model.modules()))
 
 
 def _label(model: nn.Module, name: str) -> str:

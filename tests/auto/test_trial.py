@@ -10,6 +10,8 @@ import weakref
 import pytest
 import torch
 import transformers as t
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import easytorch
 from easytorch.auto import trial
@@ -202,6 +204,62 @@ def test_a_class_of_eager_attention_gets_its_mask() -> None:
             torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
     assert len(ours.easytorch_report.called) >= 2
     assert ours.to_torch().config._attn_implementation == "eager"
+
+
+class Mixer(torch.nn.Module):
+    """Attention whose class does not say so, with a bias that is added to eager's mask."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config, self.is_causal = config, True
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, hidden, mask):
+        query, key, value = self.qkv(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, softmax_attention)
+        distance = torch.arange(hidden.shape[1]) - torch.arange(hidden.shape[1])[:, None]
+        return self.out(attend(self, query, key, value, mask + 0.1 * distance, scaling=0.5)[0].flatten(2))
+
+
+def softmax_attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    scores = query @ key.transpose(-1, -2) * scaling + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), scores
+
+
+class MixerLM(t.PreTrainedModel):
+    """A user's own: it builds its mask itself, and knows eager attention alone."""
+
+    config_class = t.MistralConfig
+    _supports_attention_backend = True
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.embed, self.mixer = torch.nn.Embedding(config.vocab_size, 32), Mixer(config)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        hidden, length = self.embed(input_ids), input_ids.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        if attention_mask is not None:
+            seen = seen & attention_mask[:, None, None].bool()
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)
+        return BaseModelOutput(last_hidden_state=self.mixer(hidden, mask))
+
+
+def test_a_class_of_ones_own_is_known_by_what_it_calls() -> None:
+    """Its attention's class has another name; rows of padding that see nothing are the mean of all, as eager has them."""
+    from easytorch.auto.recognition import is_attention
+
+    torch.manual_seed(0)
+    ours, theirs = (MixerLM._from_config(mistral(), attn_implementation="eager").eval() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    assert is_attention(ours.mixer) and not is_attention(ours.embed)
+    found = try_attention(MixerLM, ours.config)
+    assert found.plugged == {""} and found.reason is None
+    ours.config._attn_implementation_internal = "easytorch_eager_mask"
+    for mask in (None, MASK):
+        given, expected = (one(IDS, attention_mask=mask)[0] for one in (ours, theirs))
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_difference() -> None:

@@ -335,3 +335,44 @@ def test_a_tensor_nobody_needs_is_dropped(tiny_leaves, save_flax, tmp_path):
     for to in ("torch", "flax", "flax-safetensors"):
         report = convert(folder, tmp_path / f"new-{to}", to=to, drop=["bert/extra/*"], verify=True)
         assert report.tensors == len(tiny_leaves)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("heads_out(5)", r"tensor 'a/kernel': a leaf of shape \(6, 4, 2\) has 4 heads, not 5"),
+        ("dense_general(inputs=(6,), outputs=(2, 4))", r"tensor 'a/kernel': has shape \(6, 4, 2\), and its row"),
+        ("stacked('linear', 5, 0)", r"tensor 'a/kernel': a leaf of shape \(6, 4, 2\) is no stack of 5"),
+        ("heads_out(0)", "table.py, line 2: ValueError: 0 heads: give a number of at least 1"),
+        ("stacked(7, 2, 0)", r"table.py, line 2: ValueError: stacked\(7, ...\): is no layout"),
+        ("stacked('linear', '2', 0)", "table.py, line 2: ValueError: '2' layers of a stack"),
+        ("stacked('linear', 2, -1)", "table.py, line 2: ValueError: axis -1 of a stack"),
+        ("stacked(joined(heads_out(4), 3), 2, 0)", "line 2: ValueError: stacked.*takes the layout of one tensor"),
+        ("joined(heads_out(4), 3)", r"<joined\[split_heads\[4, 0, \(2, 0, 1\)\], 3\]>\): .* does not take 1 torch"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_said_with_its_place(tmp_path, how, said):
+    """The tensor, or the line of the table, without the addresses of functions."""
+    save_tree({"a": {"kernel": inputs(6, 4, 2)}}, tmp_path / "tree", config=None)
+    names = str(tuple(f"a.{number}" for number in range(5))) if "5, 0" in how else "'a.weight'"
+    (tmp_path / "table.py").write_text(f"from easytorch.bridge.layouts import *\nRULES = (({names}, 'a/kernel', {how}),)")
+    with pytest.raises(ValueError, match=said) as raised:
+        convert(tmp_path / "tree", tmp_path / "new", to="torch", rules=tmp_path / "table.py")
+    assert "0x" not in str(raised.value)
+
+
+def test_a_batch_norms_counter_and_collections_are_explained():
+    norm = torch.nn.BatchNorm1d(3)
+    rows = (
+        ("weight", "params/bn/scale", "identity"),
+        ("bias", "params/bn/bias", "identity"),
+        ("running_mean", "batch_stats/bn/mean", "identity"),
+        ("running_var", "batch_stats/bn/var", "identity"),
+    )
+    with pytest.raises(CheckpointError, match=r"if Flax has no such leaf, \('num_batches_tracked', None, 'buffer'\)"):
+        state_dict_to_tree(norm.state_dict(), rows)
+    tree = state_dict_to_tree(norm.state_dict(), (*rows, ("num_batches_tracked", None, "buffer")))
+    assert tree_to_state_dict(tree, (*rows, ("num_batches_tracked", None, "buffer"))).keys() == {row[0] for row in rows}
+    bare = [(name, path.partition("/")[2], how) for name, path, how in rows]
+    with pytest.raises(CheckpointError, match="they are `params/...` and `batch_stats/...` there"):
+        tree_to_state_dict(tree, bare)
