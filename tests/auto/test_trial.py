@@ -247,7 +247,7 @@ class MixerLM(t.PreTrainedModel):
 
 
 def test_a_class_of_ones_own_is_known_by_what_it_calls() -> None:
-    """Its attention's class has another name; rows of padding that see nothing are the mean of all, as eager has them."""
+    """Its attention has another name; a row of padding that sees nothing is the mean of all, as eager has it."""
     from easytorch.auto.recognition import is_attention
 
     torch.manual_seed(0)

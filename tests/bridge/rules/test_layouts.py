@@ -355,10 +355,28 @@ def test_a_layout_that_does_not_fit_is_said_with_its_place(tmp_path, how, said):
     """The tensor, or the line of the table, without the addresses of functions."""
     save_tree({"a": {"kernel": inputs(6, 4, 2)}}, tmp_path / "tree", config=None)
     names = str(tuple(f"a.{number}" for number in range(5))) if "5, 0" in how else "'a.weight'"
-    (tmp_path / "table.py").write_text(f"from easytorch.bridge.layouts import *\nRULES = (({names}, 'a/kernel', {how}),)")
+    (tmp_path / "table.py").write_text(
+        f"from easytorch.bridge.layouts import *\nRULES = (({names}, 'a/kernel', {how}),)"
+    )
     with pytest.raises(ValueError, match=said) as raised:
         convert(tmp_path / "tree", tmp_path / "new", to="torch", rules=tmp_path / "table.py")
     assert "0x" not in str(raised.value)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("size", "stride"), [(4, 1), (5, 2), (3, 3)])
+def test_flaxs_default_padding_of_a_transposed_convolution_is_a_crop_in_torch(size, stride, transposed):
+    """As docs/bridge.md says."""
+    module = nn.ConvTranspose(4, (size,), strides=(stride,), transpose_kernel=transposed)
+    given = inputs(2, 5, 3)
+    variables = module.init(jax.random.key(0), given)
+    layout = "conv_transpose1d_transposed" if transposed else "conv_transpose1d"
+    rows = (("weight", "kernel", layout), ("bias", "bias", "identity"))
+    theirs = torch.nn.ConvTranspose1d(3, 4, size, stride=stride)
+    theirs.load_state_dict(tree_to_state_dict({"params": variables["params"]}, rows))
+    made = theirs(torch.from_numpy(given).mT).mT
+    kept = made[:, (size - stride) // 2 : made.shape[1] - (size - stride + 1) // 2]
+    np.testing.assert_allclose(kept.detach().numpy(), module.apply(variables, given), rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_norms_counter_and_collections_are_explained():
@@ -374,5 +392,5 @@ def test_a_batch_norms_counter_and_collections_are_explained():
     tree = state_dict_to_tree(norm.state_dict(), (*rows, ("num_batches_tracked", None, "buffer")))
     assert tree_to_state_dict(tree, (*rows, ("num_batches_tracked", None, "buffer"))).keys() == {row[0] for row in rows}
     bare = [(name, path.partition("/")[2], how) for name, path, how in rows]
-    with pytest.raises(CheckpointError, match="they are `params/...` and `batch_stats/...` there"):
+    with pytest.raises(CheckpointError, match=r"they are `params/\.\.\.` and `batch_stats/\.\.\.` there"):
         tree_to_state_dict(tree, bare)
