@@ -1,4 +1,4 @@
-"""What is printed where the terminal's encoding lacks a letter of it."""
+"""Escapes for characters that the terminal's encoding lacks."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ def commands(name: str, size: int, repeats: int, scratch: Path) -> Iterator[dict
 
 
 def processor_seconds(line: list[str], environment: dict[str, str]) -> float:
-    """What a process took of the processors, in user and system mode: other programs' load does not count."""
+    """The CPU time of a process, in user and system mode: the load of other programs does not count."""
     before = os.times()
     subprocess.run(line, env=environment, capture_output=True, check=True)
     after = os.times()

@@ -181,7 +181,7 @@ def pages(cases: list[tuple[int, ...]] = PAGES, dtypes: tuple[torch.dtype, ...] 
 
 
 def rows() -> dict[str, Any]:
-    """What a layer computes beside its products and its attention; gate and up are halves of one product, as there."""
+    """A layer's operations other than matmuls and attention; gate and up are halves of one matmul, as in the layer."""
     generator, found = torch.Generator().manual_seed(0), {}
     heads, kv_heads, dim = HEADS
     for dtype in (torch.bfloat16, torch.float32, torch.float16):

@@ -1,4 +1,4 @@
-"""What the dispatch of an operation costs: a call of the operation against a direct call of the method it chooses.
+"""The overhead of an operation's dispatch: a call of the operation against a direct call of the method it chooses.
 
     python scripts/bench_dispatch.py
 

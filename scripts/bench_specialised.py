@@ -83,7 +83,7 @@ def models(name: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def measure(name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
-    """What is run -> (seconds of transformers', and the ratios of the others) ."""
+    """For each workload the seconds of transformers' modules, and the ratios of the others."""
     made = models(name, dtype)
     ids = torch.randint(3, 2000, (1, 128))
     figures: dict[str, dict[str, float]] = {}

@@ -36,7 +36,7 @@ _STEPS = 50
 
 
 def check_family(family: str, count: int, number: int) -> list[str]:
-    """What is wrong with a family's tokens; prints a line on what was run."""
+    """The differences in a family's tokens; prints a line on what was run."""
     model = model_of(family)
     if (reason := refusal(model)) is not None:
         print(f"{family:20} refused: {reason}")

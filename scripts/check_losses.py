@@ -236,7 +236,7 @@ def possible(given: dict[str, Any]) -> bool:
 
 
 def differs(head: str, given: dict[str, Any]) -> str | None:
-    """What is wrong with the loss of `head` by the settings `given`; None where nothing is."""
+    """How the loss of `head` with the settings `given` fails its check; None if it passes."""
     given = filled(head, given)
     model, wide = models(head)
     inputs, targets = batch_of(head)

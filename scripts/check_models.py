@@ -56,7 +56,7 @@ def head(model: Any) -> str:
 
 
 def inputs(model: Any, ids: torch.Tensor = IDS) -> dict[str, Any]:
-    """What a forward without a loss is given."""
+    """The arguments of a forward without a loss."""
     return tower_inputs(head(model)) or {"input_ids": ids} | options(model)
 
 

@@ -97,7 +97,7 @@ class Call(torch.nn.Module):
         return self.function(*args, **kwargs)
 
     def in_float64(self) -> Any:
-        """What torch gives with all floats doubled."""
+        """Torch's results in float64 and complex128."""
 
         def wide(leaf: Any) -> Any:
             if isinstance(leaf, torch.dtype):
@@ -155,13 +155,13 @@ def in_core(info: OpInfo, core: set[torch._ops.OpOverload]) -> bool:
 
 
 def exported(call: Call, backend: str) -> Any:
-    """What the operation gives as a module of its own, through `frontend.compile`."""
+    """The results of the operation as a module, through `frontend.compile`."""
     fresh = copy.deepcopy(call.tensors)
     return frontend.compile(call, fresh, backend=backend)(*fresh)
 
 
 def traced(call: Call, backend: str) -> Any:
-    """What it gives as the functional graph that AOTAutograd would have of it, which is what `torch.compile` lowers."""
+    """The results of its functional graph, as AOTAutograd would make it and `torch.compile` lowers it."""
     try:
         return run_functional(call, copy.deepcopy(call.tensors), backend_of(backend))
     except UnsupportedOpError:

@@ -33,7 +33,7 @@ def values(seed: int, configs: list[str]) -> Iterator[list[str]]:
 
 
 def sizes(seed: int, configs: list[str]) -> Iterator[list[str]]:
-    """What raises anything but `BackendError`, takes too long or ends its process."""
+    """The cases that raise anything but `BackendError`, take too long or end their process."""
     tried = importlib.import_module("tests.backends.test_sizes")
     for config in configs:
         yield tried.failures(config, seed, 300, 120)

@@ -690,7 +690,7 @@ def compare(case: Case, found: Results, expected: Results) -> Iterator[str]:
 
 
 def check(case: Case, rng: random.Random) -> Iterator[str]:
-    """What is wrong with the case; raises one of `REFUSALS` where it is refused."""
+    """The failures of the case; raises one of `REFUSALS` where it is refused."""
     if case.context == "mapped":
         if case.batched and all(case.leaves[name].dim() and case.leaves[name].shape[0] for name in case.batched):
             yield from check_mapped(case, rng)
@@ -707,7 +707,7 @@ def check(case: Case, rng: random.Random) -> Iterator[str]:
 
 
 def outcome(case: Case, rng: random.Random, refused: collections.Counter[str] | None = None) -> list[str] | None:
-    """What is wrong with the case; None where it is refused, and why in `refused`."""
+    """The failures of the case; None where it is refused, with the reason counted in `refused`."""
     try:
         return list(check(case, rng))
     except REFUSALS as error:

@@ -63,7 +63,7 @@ SCALE_TOLERANCE = 2e-5
 
 
 class Different(Exception):
-    """What a case found."""
+    """A difference that a case found."""
 
 
 class Case(NamedTuple):
@@ -465,7 +465,7 @@ def check_bfloat16(rng: random.Random, family: str, config: Any) -> None:
 
 @torch.no_grad()
 def check_files(rng: random.Random, family: str, config: Any) -> None:
-    """What transformers saves, our class loads, and the other way round: the same logits."""
+    """Our class loads what transformers saved, and transformers what ours saved, with the same logits."""
     ours, theirs, ids, mask = _causal(rng, family, config)
     for saved, other in ((ours, theirs), (theirs, ours)):
         with tempfile.TemporaryDirectory() as folder:
@@ -580,7 +580,7 @@ def check_other_bfloat16(rng: random.Random, family: str, config: Any) -> None:
 
 @torch.no_grad()
 def check_other_files(rng: random.Random, family: str, config: Any) -> None:
-    """What transformers saves, our class loads, and the other way round: the same logits."""
+    """Our class loads what transformers saved, and transformers what ours saved, with the same logits."""
     ours, theirs, inputs, rows = _other(rng, family, config, LANGUAGE[family])
     for saved, other in ((ours, theirs), (theirs, ours)):
         with tempfile.TemporaryDirectory() as folder:

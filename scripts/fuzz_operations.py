@@ -253,7 +253,7 @@ MAKERS: list[tuple[str, Callable[[], Any]]] = [
 
 
 def implementations(name: str) -> list[str | None]:
-    """What can be forced for tensors on the CPU, None for the free choice."""
+    """The implementations that can be forced for tensors on the CPU, and None for the automatic choice."""
     operation = OperationRegistry.create(name)
     found: list[str | None] = [None]
     for backend in operation.backends():

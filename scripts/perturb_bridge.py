@@ -167,7 +167,7 @@ def write(folder: Path, model: Model, case: Case) -> None:
 
 
 def lost(state: State, back: State, ties: Ties, exact: bool) -> list[str]:
-    """What of `state` is not in `back`: a tensor that is absent may repeat another one."""
+    """The tensors of `state` that are lost or changed in `back`; one that is absent may be tied to another."""
     found = []
     for name, array in state.items():
         group = ties.get(name, name)

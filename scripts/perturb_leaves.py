@@ -50,7 +50,7 @@ def harmed(model: Model, tree: State, each: int) -> Iterator[tuple[str, State, b
 
 
 def losses(model: Model, target: str, each: int, work: Path) -> Iterator[str]:
-    """What is wrong with a family's trees in the names of `target`; nothing where it has none for the family."""
+    """The failures of a family's trees in the names of `target`; none where `target` cannot hold the family."""
     write(work / "torch", model, Case("whole", model.state()))
     try:
         convert(work / "torch", work / "tree", to=target)

@@ -102,7 +102,7 @@ def record(case: Case, check: bool) -> dict[str, Any]:
 
 
 def options(case: Case, config: Any) -> dict[str, Any]:
-    """What a Flax class has to be told to be built without weights: most know the shape of their inputs."""
+    """The arguments with which a Flax class is built without weights: most know the shape of their inputs."""
     shapes = {name: tuple(entry["shape"]) for name, entry in case.inputs.items()}
     if case.model_class == "VisionTextDualEncoderModel":
         size = config.vision_config.image_size

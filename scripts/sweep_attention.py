@@ -469,7 +469,7 @@ class Result(NamedTuple):
 
 
 def check(case: Case, asked: list[str] = [], *, guard: bool = False, seed: int = 0) -> Result:  # noqa: B006 - read only
-    """What is wrong with each implementation of the case."""
+    """The problems of each implementation with the case."""
     problems, refused, ran, chosen = [], [], [], []
     expected = None
     for name, operation, force in implementations(case, asked):

@@ -1,1 +1,1 @@
-"""What every room of the bridge uses: tensor metadata, readers, arrays read from files, JSON and sizes."""
+"""Shared code of the bridge's rooms: tensor metadata, readers, arrays read from files, JSON and sizes."""

@@ -143,7 +143,7 @@ class ReadFile:
 
 
 def _state(descriptor: int) -> tuple[int, int, int, int]:
-    """What identifies a file and its content."""
+    """The device, inode, size and modification time, which identify a file and its content."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""What checkpoints may hold but is not converted: adapters (PEFT) and quantized weights. Each is refused by name."""
+"""Contents of checkpoints that are not converted: adapters (PEFT) and quantized weights. Each is refused by name."""
 
 from __future__ import annotations
 

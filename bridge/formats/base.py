@@ -20,7 +20,7 @@ Layout = Mapping[str, Sequence[TensorInfo]]
 
 
 class Source(Protocol):
-    """Where a writer reads tensors from. `origin`: the opened checkpoint, None for arrays in memory."""
+    """The tensors that a writer writes. `origin`: the opened checkpoint, None for arrays in memory."""
 
     config: Config | None
     origin: Reader | None
@@ -42,7 +42,7 @@ class Format(Protocol):
         """The naming scheme its tensors always have; None for a tree of arrays ("/" in the names), whose names tell."""
 
     def detect(self, path: Path) -> Path | None:
-        """What to open for `path`, a folder or a file: an index, a file, a folder, or None if in another format."""
+        """The argument of `open` for a folder or a file: an index, a file or a folder; None for another format."""
 
     def open(self, file: Path, *, writable: bool = False) -> Reader:
         """Opens what `detect` returned; `CheckpointError` for anything malformed.

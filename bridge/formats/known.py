@@ -35,7 +35,7 @@ class Known:
 
 
 def names_at(path: Path) -> list[str]:
-    """What `Known.may_be` asks for: the names in a folder, or the name of a file."""
+    """The argument of `Known.may_be`: the names in a folder, or the name of a file."""
     if not path.is_dir():
         return [path.name]
     with os.scandir(path) as entries:

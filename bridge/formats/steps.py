@@ -20,7 +20,7 @@ def steps_in(path: Path) -> dict[int, Path]:
 
 
 def chosen(path: Path, step: int | None, steps: dict[int, Path]) -> tuple[Path, registry.Found | None]:
-    """What to open for `path`: a step's folder (the last one's if it holds only steps), or `path` itself.
+    """The folder to open for `path`: a step's folder (the last one's if it holds only steps), or `path` itself.
 
     Second, the formats found there, None where they were not looked for. steps: `steps_in(path)`.
     """

@@ -46,13 +46,13 @@ def new_context() -> tensorstore.Context:
 
 
 def store_spec(folder: Path, *, ocdbt: bool) -> dict[str, Any]:
-    """What tensorstore opens as the store in `folder`."""
+    """The kvstore spec of the store in `folder`."""
     files = {"driver": "file", "path": f"{folder.absolute()}/"}
     return {"driver": "ocdbt", "base": files, "cache_pool": "cache_pool#ocdbt"} if ocdbt else files
 
 
 def array_spec(store: dict[str, Any], name: str, driver: str) -> dict[str, Any]:
-    """What tensorstore opens as the array `name` of a store."""
+    """The TensorStore spec of the array `name` in a store."""
     return {"driver": driver, "kvstore": {**store, "path": f"{store.get('path', '')}{name}/"}}
 
 

@@ -17,7 +17,7 @@ Head = Callable[[Params, Params, jax.Array, Mapping[str, Any]], jax.Array | None
 def logits_of(
     architecture: str, tree: Params, base: Params, states: jax.Array, config: Mapping[str, Any]
 ) -> jax.Array | None:
-    """What the class called `architecture` computes of its base's states; None for a head that is not here."""
+    """The logits of the class `architecture` from its base model's hidden states; None for a head that is not here."""
     head = _HEADS.get(architecture)
     return None if head is None else head(tree, base, states, config)
 

@@ -1,5 +1,5 @@
-"""What the forward passes are made of. Arrays are jax's, in float32; `p` is the subtree of a module,
-that of the base model for a whole forward."""
+"""Building blocks of the forward passes. Arrays are jax's, in float32; `p` is the subtree of a module, of the base
+model in a whole forward."""
 
 from __future__ import annotations
 

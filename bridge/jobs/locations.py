@@ -1,7 +1,7 @@
-"""Where checkpoints are: a local path, a name on the Hub, or a URL of any file system fsspec knows (`gs://`, `s3://`).
+"""Locations of checkpoints: a local path, a name on the Hub, or a URL of a file system of fsspec (`gs://`, `s3://`).
 
 Hub names go through `huggingface_hub`, its cache and its environment variables, with `@revision` after the name if
-wanted. Of a remote folder only the files of the checkpoint that will be read, and what is no weights, are fetched.
+wanted. Of a remote folder only the weights that will be read, and the files that are not weights, are fetched.
 """
 
 from __future__ import annotations

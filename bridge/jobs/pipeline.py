@@ -161,7 +161,7 @@ class Conversion:
             )
 
     def _key(self) -> dict[str, Any]:
-        """What must be equal for a run to resume another one's files."""
+        """The key that must be equal for a run to resume the files of another."""
         config = self._checkpoint.config
         return {
             "source": self._digest,
@@ -195,7 +195,7 @@ class Conversion:
         return self._format.stored_bytes(info) if isinstance(self._format, RoundingFormat) else info.nbytes
 
     def report(self, src: str, dst: str, *, verified: bool, seconds: float) -> ConversionReport:
-        """What was done; `src` and `dst` as the user gave them."""
+        """The report of the conversion; `src` and `dst` as the user gave them."""
         config, tensors = self._checkpoint.config, self._named.reader.tensors
         return ConversionReport(
             source=src,

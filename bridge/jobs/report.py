@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did. `kept` are torch tensors stored beside a tree, `tied` the repeats left out.
+    """The result of a conversion. `kept`: torch tensors stored beside a tree; `tied`: repeats of tied weights left out.
 
     `verified`: every tensor was read back. `outputs_difference`: the largest difference between torch's and jax's
     outputs, relative to the largest output; None where they were not compared.

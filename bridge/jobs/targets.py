@@ -1,4 +1,4 @@
-"""What each `--to` writes: a container format and a naming scheme."""
+"""The targets of `--to`: each a container format and a naming scheme."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TARGETS: dict[str, Target] = {
 
 
 def target_names() -> list[str]:
-    """What `--to` accepts."""
+    """The names that `--to` accepts."""
     return list(TARGETS)
 
 
 def target(name: str) -> Target:
-    """What `--to name` writes; `ValueError` listing the known names otherwise."""
+    """The target called `name` by `--to`; `ValueError` listing the known names otherwise."""
     if name not in TARGETS:
         raise ValueError(f"cannot write {name!r}; known targets: {', '.join(TARGETS)}")
     return TARGETS[name]

@@ -190,7 +190,7 @@ def _plain(tree: Any, keep_keys: bool = False) -> Mapping[Any, Any]:
 
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
-    """What a branch of a tree holds, by key; None for a leaf."""
+    """The children of a node of a tree, by key; None for a leaf."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -70,7 +70,7 @@ class Outline:
         return settings if all(_fits(condition, settings) for condition in self.fits) else None
 
     def architecture(self, config: Config, name: str, given: Collection[str] = ()) -> Architecture | None:
-        """What `config` makes of a class, None where the outline cannot say."""
+        """The architecture of the class `name` for `config`; None where the outline does not determine it."""
         described = self.classes.get(name)
         settings = self.settings(config.content)
         if settings is None or described is None or not all(holds(one, settings) for one in described.get("where", ())):

@@ -214,7 +214,7 @@ def in_collections(tree: RenamedReader, table: RuleTable) -> RenamedReader:
 
 
 class _Collected(RenamedReader):
-    """What `in_collections` gives."""
+    """The reader that `in_collections` returns."""
 
     def __init__(self, tree: RenamedReader, names: dict[str, str]) -> None:
         super().__init__(tree, names)

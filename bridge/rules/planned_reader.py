@@ -38,7 +38,7 @@ class PlannedReader(ContextManager):
         self._locks = {step.sources: Lock() for step in plan.steps if len(step.targets) > 1}
 
     def step(self, name: str) -> Step:
-        """What makes the tensor `name`."""
+        """The step that computes the tensor `name`."""
         return self._makers[name]
 
     def read(self, name: str) -> np.ndarray:

@@ -25,7 +25,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def _everything(path: Path) -> list[Path]:
-    """What is in a folder, then itself; a file alone."""
+    """All paths under a folder, each folder after its contents; a file alone."""
     inside = [child for entry in path.iterdir() for child in _everything(entry)] if path.is_dir() else []
     return [*inside, path]
 

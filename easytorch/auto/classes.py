@@ -79,7 +79,7 @@ class NativeFirst:
 
 
 class EasyTorchAuto(_Base):
-    """What the auto classes do before and after transformers' own, which follows in their bases."""
+    """Mixin of the auto classes, before transformers' in the MRO: prepares its calls and finishes the loaded model."""
 
     _model_mapping: Any
 
@@ -173,7 +173,7 @@ def _theirs(auto: type) -> Any:
 
 
 def _load_theirs(auto: type, reason: str, path: Any, *model_args: Any, **kwargs: Any) -> Any:
-    """What transformers loads, and the reason in its report."""
+    """`from_pretrained` of transformers' own auto class; `reason` goes into the model's report."""
     for name in ("strict", "specialise"):
         kwargs.pop(name, None)
     loaded = _theirs(auto).from_pretrained(path, *model_args, **kwargs)
@@ -199,7 +199,8 @@ def _choose_attention(
 
 @dataclass(frozen=True)
 class ModuleWishes:
-    """What a caller says of the modules beside attention. specialise: they may be ours; experts: which were named."""
+    """The caller's arguments for modules other than attention. specialise: whether ours may replace them; experts: the
+    experts implementation that was named."""
 
     specialise: bool = False
     experts: str | dict[str, str] | None = None

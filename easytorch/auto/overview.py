@@ -1,6 +1,6 @@
-"""What EasyTorch makes of an architecture: its classes, native or transformers' own, and what runs in one of them.
+"""How EasyTorch runs an architecture: its classes, native or transformers' own, and the operations one of them calls.
 
-Nothing of a checkpoint but its config is read: the class that is run is made small first, as for a trial (trial.py).
+Only the config of a checkpoint is read: the class runs with a small config, as in a trial (trial.py).
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class FoundClass:
 
 @dataclass(frozen=True)
 class SmallRun:
-    """What a small model of a class did in a forward. blocks: the layers of EasyTorch in it.
+    """A forward of a small model of one class. blocks: the layers of EasyTorch in it.
 
-    attention_layers: by name; replaced: those that called our attention. reason: why others did not, or why nothing
-    could be run. modules: of transformers' own class, what became of its other modules.
+    attention_layers: by name; replaced: those that called our attention. reason: why the others did not, or why the
+    model could not be run. modules: of transformers' own class, which of its other modules were replaced.
     """
 
     model_class: str

@@ -1,6 +1,6 @@
-"""What is attached to an instance of transformers' own class once it is loaded.
+"""Attaches our attention and the bridge to a loaded instance of transformers' own class.
 
-That is our attention, where trial.py shows that it gives the same results, and the bridge.
+Our attention is attached only where trial.py shows that it gives the same results.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def candidates(module: nn.Module) -> list[How]:
-    """What the module may be made into; none for a kind that we have no operation for."""
+    """Our layers that might replace the module; empty for a kind without an operation of ours."""
     if type(module).__module__.startswith("torch."):
         return []
     if is_attention(module):
@@ -43,7 +43,7 @@ def kind(how: How) -> str:
 
 
 def operations(how: How) -> str:
-    """What its forward calls."""
+    """The names of the operations that its forward calls, for reports."""
     if isinstance(how, Norm):
         return how.formula
     return {GatedMLP: "linear, swiglu or geglu", MLP: "linear", RotaryAttention: "rotary"}[type(how)]

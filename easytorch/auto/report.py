@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModuleClass:
-    """What became of the modules of one class. operations: what they call; reason: why they are as they were."""
+    """The modules of one class, replaced or not. operations: what they call now; reason: why they are unchanged."""
 
     kind: str
     name: str

@@ -89,7 +89,7 @@ def try_module(module: nn.Module, options: list[How]) -> Verdict:
 
 
 def _structure(module: nn.Module) -> str:
-    """What distinguishes instances of a class: attributes but their widths, children, shapes by their rank."""
+    """A key that groups instances of a class: attributes other than widths, submodules, ranks of parameters."""
     widths = {size for weight in module.parameters() for size in weight.shape}
     parts: list[Any] = []
     for name, part in module.named_modules():

@@ -268,7 +268,7 @@ def _outputs(call: Callable[[], Any]) -> Tensors:
 
 
 def _difference(run: Run, to_stock: Callable[[], None], to_ours: Callable[[], None]) -> str | None:
-    """What `run` gives otherwise with our attention, which it has now."""
+    """How the outputs of `run` with our attention, which is set now, differ from transformers'; None if they do not."""
     try:
         given = _outputs(run.call)
     except FAILURES as error:

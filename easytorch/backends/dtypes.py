@@ -127,12 +127,12 @@ def array_of(given: Any, what: str) -> np.ndarray:
 
 
 def lowest(dtype: DType) -> float | int | bool:
-    """What no element is less than: minus infinity, or the least number where the type has none."""
+    """The least value of the dtype: minus infinity, or the most negative number where it has none."""
     return _end(dtype, greatest=False)
 
 
 def highest(dtype: DType) -> float | int | bool:
-    """What no element is greater than."""
+    """The greatest value of the dtype: infinity, or the largest number where it has none."""
     return _end(dtype, greatest=True)
 
 

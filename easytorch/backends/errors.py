@@ -1,4 +1,4 @@
-"""What backends raise."""
+"""The exceptions that backends raise."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class CheckedExecutable(Executable):
 
     @abstractmethod
     def _take(self, inputs: Sequence[Buffer], donate: Sequence[bool]) -> Any:
-        """What `_run` needs of checked inputs; the donated buffers are invalid from here on, whatever comes of it."""
+        """Converts checked inputs for `_run`; donated buffers are invalid from here on, even if the run fails."""
 
     @abstractmethod
     def _run(self, taken: Any) -> list[Buffer]:

@@ -31,7 +31,7 @@ class Op:
 
     @property
     def shape(self) -> Shape:
-        """What `Builder.op_shape` says."""
+        """The same as `Builder.op_shape`."""
         return self.node.shapes[self.output]
 
     def __repr__(self) -> str:

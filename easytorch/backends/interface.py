@@ -100,7 +100,7 @@ class Backend(DataInterface):
 
     @abstractmethod
     def compile_graph(self, graph: Graph, num_devices: int) -> Executable:
-        """What `Builder.compile` calls with the finished graph."""
+        """Compiles a finished graph; called by `Builder.compile`."""
 
     @abstractmethod
     def finalize(self) -> None:

@@ -168,7 +168,7 @@ GO_OP_TYPES = OP_TYPES[: OpType.WHERE]
 
 
 class FFTType(IntEnum):
-    """What `Builder.fft` computes: of complex or real numbers, forward or back."""
+    """The transform that `Builder.fft` computes: complex or real, forward or inverse."""
 
     FORWARD = 0
     INVERSE = 1
@@ -241,7 +241,7 @@ class ConvolveAxesConfig:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend supports. `operations` says for each kind which element types of its first operand."""
+    """The operations and dtypes of a backend. `operations`: for each operation the dtypes of its first operand."""
 
     operations: Mapping[OpType, frozenset[DType]] = field(default_factory=dict)
     dtypes: frozenset[DType] = frozenset()

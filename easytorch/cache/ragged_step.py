@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 class RaggedStep:
-    """What a native model takes as `past_key_values` in a call of one row (1, N): the tokens of the chunks, in order.
+    """The `past_key_values` of a forward over one row (1, N) of packed chunks, their tokens in order.
 
     Each layer's keys and values are written to the pages first, those of all chunks, and then attended to. So a
     sequence may share pages that another one of the same call fills, for a common prefix.

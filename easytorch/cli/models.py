@@ -42,7 +42,7 @@ def command(
 
 
 def text(found: Overview) -> str:
-    """What `command` prints."""
+    """The output of `easytorch models` for one model type."""
     run = found.run
     lines = [f"{found.model_type}: {_kind(found)}"]
     width = max(len(one.name) for one in found.classes)

@@ -96,7 +96,7 @@ def highest(dtype: DType) -> Any:
 
 
 def is_nan(ctx: Context, x: Op) -> Op | None:
-    """Where x is NaN; None for types without NaN."""
+    """A bool mask of the NaNs of x; None for dtypes without NaN."""
     return ctx.builder.is_nan(x) if x.shape.dtype.is_float else None
 
 

@@ -1,4 +1,4 @@
-"""What `torch.compile` calls this backend, and the options that it takes. Imports nothing."""
+"""The name of the backend in `torch.compile`, and its options. Imports nothing."""
 
 from __future__ import annotations
 

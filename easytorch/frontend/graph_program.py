@@ -18,9 +18,9 @@ from easytorch.frontend.views import View, shared_roots, sizes_of, view_of
 
 @dataclass(frozen=True)
 class Result:
-    """Where an output of the graph comes from: the input of a number, the executable's output of a number, or `value`
-    itself. `order`: the axes of the torch tensor as they follow one another in the output's memory; `view`: how it
-    shows the memory of that tensor, if it is not all of it."""
+    """The source of one output of the graph: the index of an input, the index of an output of the executable, or the
+    constant `value`. `order`: the axes of the torch tensor in the order of the output's memory; `view`: shape, strides
+    and offset in that memory where the output is a view of it."""
 
     input: int | None = None
     output: int | None = None

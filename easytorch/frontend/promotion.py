@@ -17,7 +17,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def result_type(*values: Any) -> DType:
-    """What `values` (ops, tensors without axes among them, and Python numbers) become together.
+    """The dtype to which torch promotes `values`: ops, 0-d ones among them, and Python numbers.
 
     Ops with axes decide; those without, and then numbers, count only where they are of a higher category
     (bool < integer < float < complex).

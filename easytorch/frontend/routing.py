@@ -1,4 +1,4 @@
-"""Where a graph runs when the user leaves it open.
+"""The choice of the backend where the user leaves it open.
 
 XLA multiplies bfloat16 and float16 matrices on a CPU 3 to 12 times slower than torch does. A graph that does so runs on
 the backend `torch` where "xla" was asked for, which leaves the platform open, and that platform is the CPU; "xla:cpu",

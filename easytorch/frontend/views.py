@@ -37,7 +37,7 @@ def root(node: Node) -> Node:
 
 
 def sizes_of(placeholders: Sequence[Node], given: Sequence[Any]) -> dict[Any, int]:
-    """What each symbol of the graph is for these arguments."""
+    """The value of each symbol of the graph, read off the arguments."""
     found: dict[Any, int] = {}
     for node, value in zip(placeholders, given, strict=True):
         symbol = node.meta.get("val")

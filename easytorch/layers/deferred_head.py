@@ -58,7 +58,8 @@ def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[A
 
 
 def _finishes(model: PreTrainedModel) -> Iterator[tuple[float, float | None]]:
-    """What models do with logits, as (factor, soft cap): as this one says, as its config's keys say, nothing."""
+    """Candidates for how the model finishes its logits, as (factor, softcap): its own `logits_finish`, what the keys of
+    its config suggest, and (1, None)."""
     known: Any = getattr(model, "logits_finish", None)
     if known is not None:
         yield known()

@@ -126,7 +126,7 @@ class DinoFeatures(BackboneMixin, DinoBackbone):
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 
     def stage_tokens(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a feature map is made of, of the output of a stage (B, T, D); index 0: of the embeddings."""
+        """The tokens (B, T, D) that become a feature map, from the output of a stage; index 0: from the embeddings."""
         return self.normalized(hidden_states) if self.config.apply_layernorm else hidden_states
 
     def prefix(self) -> int:

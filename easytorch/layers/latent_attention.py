@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from easytorch.kernels.multi_latent.contract import Sizes, absorbs
+from easytorch.kernels.multi_latent.contract import LatentDims, absorbs
 from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, wants_attentions
 from easytorch.layers.linear import linear, plain_weight
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.qk_head_dim, self.v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, config.v_head_dim
         self.scaling = self.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters) ** 2
-        self.sizes = Sizes(
+        self.sizes = LatentDims(
             self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
         )
         self.make_projections(config.hidden_size, config.attention_bias)

@@ -128,7 +128,7 @@ class BertBackbone(_Base):
         self.post_init()
 
     def add_modules(self, config: Any) -> None:
-        """What comes before the pooler, in the order of transformers: optimizer states follow it."""
+        """Adds the modules before the pooler, in transformers' order, by which optimizer states are indexed."""
         self.embeddings = self.embeddings_class(config)
         self.encoder = PostNormEncoder(config, self.layer_class)
 
@@ -139,7 +139,7 @@ class BertBackbone(_Base):
         self.embeddings.word_embeddings = value  # type: ignore[assignment]
 
     def enter(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """What the first layer gets of the embeddings (B, T, D)."""
+        """The first layer's hidden states from the embeddings (B, T, D); a hook for families that project them."""
         return embeddings
 
     @merge_with_config_defaults

@@ -1,4 +1,4 @@
-"""What CLIP's towers are made of, and how their weights begin."""
+"""Building blocks of CLIP's towers, and the initialization of their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SigLIP 2's towers are made of: SigLIP's layers under names of their own."""
+"""Building blocks of SigLIP 2's towers: SigLIP's layers under transformers' names for SigLIP 2."""
 
 from __future__ import annotations
 

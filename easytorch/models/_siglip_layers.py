@@ -1,4 +1,4 @@
-"""What SigLIP's towers are made of, and how their weights begin."""
+"""Building blocks of SigLIP's towers, and the initialization of their weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SiglipEncoderLayer(TowerLayer):
 
 
 class SiglipMultiheadAttentionPoolingHead(nn.Module):
-    """What a learned query finds in the tokens, and an MLP: (B, T, D) -> (B, D)."""
+    """Attention pooling: a learned query attends to the tokens, then an MLP: (B, T, D) -> (B, D)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -126,9 +126,9 @@ class T5SelfAttention(T5Projections, SelfAttention):
     def compute_bias(
         self, hidden_states: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
     ) -> torch.Tensor | None:
-        """What is added to the scores (B or 1, H, T, S), the mask included where it is a tensor.
+        """The relative position bias (B or 1, H, T, S), the mask added where it is a tensor.
 
-        A row that sees nothing then attends to everything evenly, as in transformers.
+        A fully masked row then attends to every key equally, as in transformers.
         """
         if not self.has_relative_attention_bias:  # one layer alone, outside of its stack
             return None

@@ -94,7 +94,7 @@ class BartPreTrainedModel(NativeModel):
 
 
 class BartHalf(BartPreTrainedModel):
-    """What encoder and decoder share. final_norm: whether one more norm ends them (mBART)."""
+    """Base class of the encoder and the decoder. final_norm: whether a norm follows the last layer (mBART)."""
 
     layer_class: ClassVar[type[Any]]
     final_norm: ClassVar[bool] = False

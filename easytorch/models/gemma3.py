@@ -144,7 +144,7 @@ class Gemma3ForConditionalGeneration(ImageTextHead, Gemma3PreTrainedModel, Gener
         token_type_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Masks:
-        """What `generate` asks for the masks of a static cache."""
+        """The masks of a static cache, for `generate`."""
         text = config.get_text_config()
         return masks_with_images(text, inputs_embeds, attention_mask, past_key_values, position_ids, token_type_ids)
 

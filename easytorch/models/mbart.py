@@ -21,7 +21,7 @@ from easytorch.models.bart import (
 
 
 def language_first(tokens: torch.Tensor, padding: int | None) -> torch.Tensor:
-    """What a decoder reads to predict `tokens` (B, T): their last one, which names the language, then all before it."""
+    """The decoder's inputs for the labels `tokens` (B, T): the last, which names the language, then all before it."""
     if padding is None:
         raise ValueError("mbart: config.pad_token_id is None: set it to the token that fills a row up")
     tokens = tokens.masked_fill(tokens == -100, padding)

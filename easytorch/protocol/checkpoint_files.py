@@ -148,7 +148,7 @@ def _is_torch(file: str) -> bool:
 
 
 def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
-    """Where the weights of a local checkpoint are, its one file or its folder, for error messages; a Hub name as it is.
+    """The path of a local checkpoint's weights, its one file or its folder, for error messages; a Hub name unchanged.
 
     `CheckpointError` when a file is missing, truncated or corrupt, or a pickle of anything but tensors. Of safetensors
     only headers and sizes are read here, and pickles are mapped where torch wrote a zip archive.

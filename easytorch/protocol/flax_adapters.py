@@ -46,7 +46,7 @@ _WRAPPER = "params/"
 
 
 class _Place(NamedTuple):
-    """Where the inputs and outputs of torch layers lie in a kernel, whose dimensions of inputs and of outputs are flat.
+    """The inputs and outputs of torch layers as indices into a Flax kernel, its input and output dimensions flattened.
 
     inputs (in,): torch's columns. outputs, sources, factors (layers, out): torch's rows, the place of their layer in
     `layers`, and what the kernel holds the weight times. axis: along which layers are stacked, None for one.

@@ -20,8 +20,8 @@ from easytorch.kernels.attention.aten_flash_tiles import (
     put_key_rows,
     put_query_rows,
     query_rows,
-    sizes_of,
     tile_of,
+    tiling_of,
     weights,
 )
 from easytorch.kernels.attention.call import AttentionCall
@@ -29,7 +29,7 @@ from easytorch.kernels.attention.call import AttentionCall
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) -> output (B, T, H, Dv). Records no gradient."""
-    n = sizes_of(query, key, value, call)
+    n = tiling_of(query, key, value, call)
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     buffer = memory(n, call, n.wide)
     narrow = buffer if n.dtype == n.wide else memory(n, call, n.dtype)
@@ -55,7 +55,7 @@ def flash_backward(
 
     That of sinks is None where there are none, that of bias also where `bias_grad` is False.
     """
-    n = sizes_of(query, key, value, call)
+    n = tiling_of(query, key, value, call)
     grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (query, key, value))
     wide = n.wide  # many tiles are added up for a key
     grad_bias = None if call.bias is None or not bias_grad else torch.zeros_like(call.bias, dtype=wide)

@@ -23,7 +23,9 @@ TILE_BYTES = 4 << 20
 SINK_COLUMNS = 16  # the sink is a column of the tile; the others keep rows aligned
 
 
-class Sizes(NamedTuple):
+class Tiling(NamedTuple):
+    """The dimensions of a call, the dtype of its products, and how many rows and heads a tile takes."""
+
     batch: int
     length: int
     keys: int
@@ -68,7 +70,7 @@ class Block(NamedTuple):
     stop: int
 
 
-def sizes_of(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Sizes:
+def tiling_of(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tiling:
     batch, length, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
     group = heads // kv_heads
@@ -78,7 +80,7 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> 
     rows = min(ROWS, max(FEWEST_ROWS, TILE_BYTES // (row_bytes * threads)), max(length, 1))
     # at least one head per thread: batched matmuls are parallel over heads
     chunk = min(max(TILE_BYTES // (row_bytes * rows), threads), batch * kv_heads)
-    return Sizes(batch, length, keys, kv_heads, group, dim, value.shape[3], dtype, rows, chunk)
+    return Tiling(batch, length, keys, kv_heads, group, dim, value.shape[3], dtype, rows, chunk)
 
 
 def product_dtype(dtype: torch.dtype, call: AttentionCall) -> torch.dtype:
@@ -93,7 +95,7 @@ def product_dtype(dtype: torch.dtype, call: AttentionCall) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and plain else torch.float32
 
 
-def chunks(n: Sizes) -> Iterator[Chunk]:
+def chunks(n: Tiling) -> Iterator[Chunk]:
     if n.heads >= n.kv_heads:
         batches = n.heads // n.kv_heads
         for b in range(0, n.batch, batches):
@@ -104,7 +106,7 @@ def chunks(n: Sizes) -> Iterator[Chunk]:
             yield Chunk(b, b + 1, k, min(k + n.heads, n.kv_heads))
 
 
-def blocks(n: Sizes, call: AttentionCall, chunk: Chunk) -> Iterator[Block]:
+def blocks(n: Tiling, call: AttentionCall, chunk: Chunk) -> Iterator[Block]:
     """The tiles of a chunk, without keys at either end that are hidden from all rows."""
     for first in range(0, n.length, n.rows):
         last = min(first + n.rows, n.length)
@@ -127,24 +129,24 @@ def _narrowed(start: int, seen: Tensor) -> tuple[int, int]:
     return (start + int(places[0]), start + int(places[-1]) + 1) if len(places) else (start, start)
 
 
-def query_rows(n: Sizes, x: Tensor, chunk: Chunk, block: Block, dtype: torch.dtype) -> Tensor:
+def query_rows(n: Tiling, x: Tensor, chunk: Chunk, block: Block, dtype: torch.dtype) -> Tensor:
     """The rows (N, R * G, X) of a tile out of (B, T, H, X), in that dtype."""
     return _grouped(n, x, chunk, block).to(dtype).reshape(chunk.heads, -1, x.shape[-1]).contiguous()
 
 
-def put_query_rows(n: Sizes, x: Tensor, chunk: Chunk, block: Block, rows: Tensor) -> None:
+def put_query_rows(n: Tiling, x: Tensor, chunk: Chunk, block: Block, rows: Tensor) -> None:
     """Writes the rows (N, R * G, X) of a tile into (B, T, H, X)."""
     target = _grouped(n, x, chunk, block)
     target.copy_(rows.view(target.shape))
 
 
-def _grouped(n: Sizes, x: Tensor, chunk: Chunk, block: Block) -> Tensor:
+def _grouped(n: Tiling, x: Tensor, chunk: Chunk, block: Block) -> Tensor:
     """(B, T, H, X) -> the view (batches, heads, R, G, X) of a tile."""
     x = x[chunk.b0 : chunk.b1, block.first : block.last, chunk.k0 * n.group : chunk.k1 * n.group]
     return x.unflatten(2, (-1, n.group)).transpose(1, 2)
 
 
-def key_rows(n: Sizes, x: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+def key_rows(n: Tiling, x: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """The keys (N, S, X) of a chunk out of (B, S, K, X), in that dtype."""
     x = x[chunk.b0 : chunk.b1, :, chunk.k0 : chunk.k1].transpose(1, 2)
     return x.to(dtype).reshape(chunk.heads, n.keys, x.shape[-1]).contiguous()
@@ -167,19 +169,19 @@ class Tile(NamedTuple):
         self.whole.copy_(other.whole)
         return self
 
-    def split(self, n: Sizes, chunk: Chunk) -> Tensor:
+    def split(self, n: Tiling, chunk: Chunk) -> Tensor:
         """The scores as (batches, heads, R, G, C)."""
         shape = (chunk.b1 - chunk.b0, chunk.k1 - chunk.k0, -1, n.group, self.whole.shape[-1])
         return self.whole.view(shape)[..., : self.scores.shape[-1]]
 
 
-def memory(n: Sizes, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+def memory(n: Tiling, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Memory for the largest tile."""
     columns = n.keys + (0 if call.sinks is None else SINK_COLUMNS)
     return torch.empty(n.heads * n.rows * n.group * columns, dtype=dtype)
 
 
-def tile_of(n: Sizes, call: AttentionCall, buffer: Tensor, chunk: Chunk, block: Block) -> Tile:
+def tile_of(n: Tiling, call: AttentionCall, buffer: Tensor, chunk: Chunk, block: Block) -> Tile:
     rows, columns = (block.last - block.first) * n.group, block.stop - block.start
     width = columns + (0 if call.sinks is None else SINK_COLUMNS)
     whole = buffer[: chunk.heads * rows * width].view(chunk.heads, rows, width)
@@ -187,7 +189,7 @@ def tile_of(n: Sizes, call: AttentionCall, buffer: Tensor, chunk: Chunk, block: 
 
 
 def weights(
-    n: Sizes, call: AttentionCall, chunk: Chunk, block: Block, tile: Tile, query: Tensor, key: Tensor,
+    n: Tiling, call: AttentionCall, chunk: Chunk, block: Block, tile: Tile, query: Tensor, key: Tensor,
     capped: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills a tile of the wide dtype with the softmax of scores, zeros in a row that sees nothing.
@@ -220,7 +222,7 @@ def weights(
         tile.whole.masked_fill_(empty, 0.0)
 
 
-def _hide(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block, scores: Tensor) -> bool:
+def _hide(n: Tiling, call: AttentionCall, chunk: Chunk, block: Block, scores: Tensor) -> bool:
     """-inf where (batches, heads, R, G, C) is not seen; True where that may leave a row nothing.
 
     The band is applied only where it crosses the tile. Every row has keys in the band, but `blocks` may have removed
@@ -256,7 +258,7 @@ def _hide(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block, scores: Ten
     return found
 
 
-def _band_misses(n: Sizes, call: AttentionCall, block: Block) -> bool:
+def _band_misses(n: Tiling, call: AttentionCall, block: Block) -> bool:
     """Whether a row's band ends before the first key of the tile, or begins beyond the last."""
     before = call.right is not None and block.first + n.shift + call.right < block.start
     return before or (call.left is not None and block.last - 1 + n.shift - call.left >= block.stop)
@@ -267,7 +269,7 @@ def _hide_from_all(scores: Tensor, hidden: Tensor) -> None:
     scores.add_(torch.zeros(hidden.shape, dtype=scores.dtype).masked_fill_(hidden, float("-inf")))
 
 
-def part(n: Sizes, matrix: Tensor, chunk: Chunk, block: Block) -> Tensor:
+def part(n: Tiling, matrix: Tensor, chunk: Chunk, block: Block) -> Tensor:
     """The view of a (Bx, Hx, Tx, Sx) matrix that belongs to a tile: broadcasts to (batches, heads, R, G, C)."""
     if matrix.shape[0] != 1:
         matrix = matrix[chunk.b0 : chunk.b1]
@@ -281,7 +283,7 @@ def part(n: Sizes, matrix: Tensor, chunk: Chunk, block: Block) -> Tensor:
     return matrix.unflatten(1, (-1, n.group)).transpose(2, 3)
 
 
-def keep_factor(n: Sizes, call: AttentionCall, chunk: Chunk, block: Block) -> Tensor:
+def keep_factor(n: Tiling, call: AttentionCall, chunk: Chunk, block: Block) -> Tensor:
     """(N, R * G, C): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py in int32."""
     batches = torch.arange(chunk.b0, chunk.b1)[:, None, None, None, None] * (n.kv_heads * n.group)
     heads = torch.arange(chunk.k0, chunk.k1)[:, None, None, None] * n.group + torch.arange(n.group)[:, None]

@@ -23,7 +23,7 @@ from easytorch.kernels.attention.jax_flash_tiles import (
     query_heads,
     row_range,
     scores,
-    sizes_of,
+    tile_grid,
     tile_start,
 )
 
@@ -38,7 +38,7 @@ def flash_forward(
 
     The logsumexp is in the two parts of logsumexp.py.
     """
-    n, sinks = sizes_of(query, key), call.sinks
+    n, sinks = tile_grid(query, key), call.sinks
     value_dim = value.shape[-1]
     if query.size == 0 or key.size == 0 or value.size == 0:
         highest = jnp.full(n.heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
@@ -106,7 +106,7 @@ def flash_backward(
     The arguments of `flash_forward`, its two results, and the gradient (B, T, H, Dv) of the first. The gradient of bias
     is None when `bias_grad` is False.
     """
-    n, bias, sinks = sizes_of(query, key), call.bias, call.sinks
+    n, bias, sinks = tile_grid(query, key), call.bias, call.sinks
     wants_bias = bias is not None and bias_grad
     if query.size == 0 or key.size == 0 or value.size == 0:
         dq, dk, dv = (jnp.zeros_like(x) for x in (query, key, value))

@@ -17,7 +17,9 @@ from easytorch.kernels.random.constants import COLUMN, HEAD, MIX, ROW
 TILE_ROWS, TILE_COLUMNS = 128, 128
 
 
-class Sizes(NamedTuple):
+class TileGrid(NamedTuple):
+    """The dimensions of a call, and the `rows` x `columns` tiles that cover its (length, keys) scores."""
+
     batch: int
     length: int
     keys: int
@@ -39,13 +41,13 @@ class Sizes(NamedTuple):
         return -(-self.keys // self.columns)
 
 
-def sizes_of(query: Array, key: Array) -> Sizes:
+def tile_grid(query: Array, key: Array) -> TileGrid:
     batch, length, heads, _ = query.shape
     keys, kv_heads = key.shape[1:3]
     group = heads // kv_heads
     # the group is folded into rows: fewer positions keep the tile the same size
     rows = min(max(TILE_ROWS // group, 16), length)
-    return Sizes(batch, length, keys, kv_heads, group, rows, min(TILE_COLUMNS, keys))
+    return TileGrid(batch, length, keys, kv_heads, group, rows, min(TILE_COLUMNS, keys))
 
 
 def pad(array: Array, axis: int, multiple: int, fill: float = 0) -> Array:
@@ -58,7 +60,7 @@ def pad(array: Array, axis: int, multiple: int, fill: float = 0) -> Array:
     return jnp.pad(array, widths, constant_values=fill)
 
 
-def padded_to_tiles(n: Sizes, call: AttentionCall) -> AttentionCall:
+def padded_to_tiles(n: TileGrid, call: AttentionCall) -> AttentionCall:
     """The call with mask and bias (Bx, Hx, Tx, Sx), 1 where they broadcast, and the segment ids padded to tiles."""
     query_ids, key_ids = call.query_segment_ids, call.key_segment_ids
     return call._replace(
@@ -70,37 +72,37 @@ def padded_to_tiles(n: Sizes, call: AttentionCall) -> AttentionCall:
     )
 
 
-def _pad_matrix(n: Sizes, matrix: Array) -> Array:
+def _pad_matrix(n: TileGrid, matrix: Array) -> Array:
     matrix = matrix.reshape((1,) * (4 - matrix.ndim) + matrix.shape)
     if matrix.shape[2] != 1:
         matrix = pad(matrix, 2, n.rows)
     return pad(matrix, 3, n.columns) if matrix.shape[3] != 1 else matrix
 
 
-def query_heads(n: Sizes, x: Array) -> Array:
+def query_heads(n: TileGrid, x: Array) -> Array:
     """(B, T, H, N) -> float32 (B * K, G, T padded, N)."""
     x = pad(x.astype(jnp.float32), 1, n.rows).reshape(n.batch, -1, n.kv_heads, n.group, x.shape[-1])
     return x.transpose(0, 2, 3, 1, 4).reshape(n.batch * n.kv_heads, n.group, -1, x.shape[-1])
 
 
-def from_query_heads(n: Sizes, x: Array) -> Array:
+def from_query_heads(n: TileGrid, x: Array) -> Array:
     """The inverse of `query_heads`, in float32."""
     x = x.reshape(n.batch, n.kv_heads, n.group, -1, x.shape[-1]).transpose(0, 3, 1, 2, 4)
     return x.reshape(n.batch, -1, n.heads, x.shape[-1])[:, : n.length]
 
 
-def key_heads(n: Sizes, x: Array) -> Array:
+def key_heads(n: TileGrid, x: Array) -> Array:
     """(B, S, K, N) -> float32 (B * K, S padded, N)."""
     x = pad(x.astype(jnp.float32), 1, n.columns).transpose(0, 2, 1, 3)
     return x.reshape(n.batch * n.kv_heads, -1, x.shape[-1])
 
 
-def from_key_heads(n: Sizes, x: Array) -> Array:
+def from_key_heads(n: TileGrid, x: Array) -> Array:
     """The inverse of `key_heads`, in float32."""
     return x.reshape(n.batch, n.kv_heads, -1, x.shape[-1]).transpose(0, 2, 1, 3)[:, : n.keys]
 
 
-def column_range(n: Sizes, call: AttentionCall, row_tile: Array) -> tuple[Array, Array]:
+def column_range(n: TileGrid, call: AttentionCall, row_tile: Array) -> tuple[Array, Array]:
     """The column tiles [first, last) that the band lets any row of `row_tile` see."""
     own = row_tile * n.rows + (n.keys - n.length)  # the key aligned with the first row
     first, last = jnp.int32(0), jnp.int32(n.keys)
@@ -111,7 +113,7 @@ def column_range(n: Sizes, call: AttentionCall, row_tile: Array) -> tuple[Array,
     return first // n.columns, (last + n.columns - 1) // n.columns
 
 
-def row_range(n: Sizes, call: AttentionCall, column_tile: Array) -> tuple[Array, Array]:
+def row_range(n: TileGrid, call: AttentionCall, column_tile: Array) -> tuple[Array, Array]:
     """The row tiles [first, last) of which any row sees a column of `column_tile`."""
     own = column_tile * n.columns - (n.keys - n.length)  # the row aligned with the first column
     first, last = jnp.int32(0), jnp.int32(n.length)
@@ -127,8 +129,10 @@ def matmul(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precisi
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision)
 
 
-def tile_start(n: Sizes, matrix: Array, head: Array, i: Array, j: Array) -> tuple[tuple[Array, ...], tuple[int, ...]]:
-    """Where the tile (i, j) of key/value head `head` starts in a (Bx, Hx, Tx, Sx) matrix, and its size there."""
+def tile_start(
+    n: TileGrid, matrix: Array, head: Array, i: Array, j: Array
+) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+    """Start indices and sizes in a (Bx, Hx, Tx, Sx) matrix of the tile (i, j) of key/value head `head`."""
     place = (head // n.kv_heads, head % n.kv_heads * n.group, i * n.rows, j * n.columns)
     size = (1, n.group, n.rows, n.columns)
     full = [extent != 1 for extent in matrix.shape]
@@ -139,14 +143,14 @@ def tile_start(n: Sizes, matrix: Array, head: Array, i: Array, j: Array) -> tupl
     )
 
 
-def take_tile(n: Sizes, matrix: Array, head: Array, i: Array, j: Array) -> Array:
+def take_tile(n: TileGrid, matrix: Array, head: Array, i: Array, j: Array) -> Array:
     """The tile (i, j) of a matrix that broadcasts to (B, H, T, S): broadcasts to (G, R, C)."""
     start, size = tile_start(n, matrix, head, i, j)
     return lax.dynamic_slice(matrix, start, size)[0]
 
 
 def scores(
-    n: Sizes,
+    n: TileGrid,
     call: AttentionCall,
     query: Array,
     key: Array,
@@ -167,7 +171,7 @@ def scores(
     return result if seen is None else jnp.where(seen, result, -jnp.inf), capped
 
 
-def _seen(n: Sizes, call: AttentionCall, head: Array, i: Array, j: Array) -> Array | None:
+def _seen(n: TileGrid, call: AttentionCall, head: Array, i: Array, j: Array) -> Array | None:
     columns = j * n.columns + lax.broadcasted_iota(jnp.int32, (n.rows, n.columns), 1)
     offset = columns - lax.broadcasted_iota(jnp.int32, (n.rows, n.columns), 0) - (i * n.rows + n.keys - n.length)
     parts = []
@@ -190,7 +194,7 @@ def _seen(n: Sizes, call: AttentionCall, head: Array, i: Array, j: Array) -> Arr
     return seen
 
 
-def keep_factor(n: Sizes, call: AttentionCall, head: Array, i: Array, j: Array) -> Array:
+def keep_factor(n: TileGrid, call: AttentionCall, head: Array, i: Array, j: Array) -> Array:
     """(G, R, C): 1 / (1 - dropout_prob) where the weight is kept, else 0; the hash of dropout.py in uint32."""
     # b * H + h of each query head of the group: heads of one batch are consecutive
     index = head * n.group + lax.broadcasted_iota(jnp.int32, (n.group, 1, 1), 0)

@@ -51,7 +51,7 @@ def four_dims(call: AttentionCall) -> AttentionCall:
 
 
 def matrix_of(tensor: Tensor | None) -> Tensor | None:
-    """What broadcasts to (B, H, T, S), with its four dimensions."""
+    """A tensor that broadcasts to (B, H, T, S), reshaped to four dimensions; None stays None."""
     if tensor is None or tensor.dim() == 4:  # a reshape to what it is takes 2 us
         return tensor
     return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -1,4 +1,4 @@
-"""What the custom operators of the attention kernels share: the shapes and the order of their gradients."""
+"""Shared code of the attention kernels' custom operators: the shapes and the order of their gradients."""
 
 from __future__ import annotations
 

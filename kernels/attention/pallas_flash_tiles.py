@@ -1,4 +1,4 @@
-"""What the Pallas flash kernels share: their grids' sizes, the band of visible tiles, and one tile of scores.
+"""Shared code of the Pallas flash kernels: the dimensions of their grids, the band of visible tiles, a tile of scores.
 
 Every tile is transposed, keys by queries (C, R): a query's maximum, sum and logsumexp are then rows (1, R) of one
 vector register each, reductions run down sublanes, and no matrix is transposed inside a kernel.
@@ -22,7 +22,7 @@ CompilerParams = pltpu.CompilerParams
 
 
 class Grid(NamedTuple):
-    """Sizes of a call: `rows` x `columns` tiles over `length` queries and `keys` keys, both padded to whole tiles."""
+    """The dimensions of a call: `rows` x `columns` tiles over `length` queries and `keys` keys, padded to tiles."""
 
     batch: int
     length: int

@@ -22,7 +22,7 @@ MIX_1: tl.constexpr = tl.constexpr(constants.MIX[1])
 
 @triton.jit
 def tile_pointers(base, start, row_stride, column_stride, rows, columns):
-    """Where a tile starts is computed in 64 bits; inside it 32 bits are enough."""
+    """Pointers to a tile: its start is computed in 64 bits, offsets inside it fit in 32."""
     return base + tl.cast(start, tl.int64) * row_stride + (rows * row_stride + columns * column_stride)
 
 

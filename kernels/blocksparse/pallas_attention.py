@@ -120,7 +120,7 @@ def _padded(n: Grid, begin: Array, end: Array) -> tuple[Array, Array]:
 
 
 def _by_tiles(call: AttentionCall) -> tuple[Array | None, Array | None, Array | None]:
-    """What else decides which tiles are needed: the mask in four dimensions, and the segment ids."""
+    """The tensors that decide which tiles are needed: the mask in four dimensions, and the segment ids."""
     mask = None if call.mask is None else call.mask.reshape((1,) * (4 - call.mask.ndim) + call.mask.shape)
     return mask, call.query_segment_ids, call.key_segment_ids
 

@@ -96,7 +96,7 @@ def _states(xp: Any, n: Grid, begin: Any, end: Any) -> Any:
 
 
 def _of_segments(n: Grid, query_segments: Array, key_segments: Array) -> Array:
-    """What the segment ids (B, T) and (B, S) leave of each tile, at most."""
+    """An upper bound of what the segment ids (B, T) and (B, S) leave visible of each tile: 0 none, 1 some, 2 all."""
     least, most = -_NOTHING - 1, _NOTHING
     q_low, q_high = (
         _tiles(jnp, query_segments, n.rows, fill)[..., None] for fill in (most, least)
@@ -109,7 +109,8 @@ def _of_segments(n: Grid, query_segments: Array, key_segments: Array) -> Array:
 
 
 def _of_mask(n: Grid, mask: Array) -> Array:
-    """What a mask (Bx, Hx, Tx, Sx) leaves of each tile, for all heads together; a side of 1 stays 1."""
+    """How much of each tile a mask (Bx, Hx, Tx, Sx) leaves visible, over all heads: 0 none, 1 some, 2 all; a side of 1
+    stays 1."""
 
     def reduced(seen: Array, fill: int, reduce: Any) -> Array:
         seen = seen.astype(jnp.int32)

@@ -13,7 +13,7 @@ from jax import Array
 
 from easytorch.kernels.attention import jax_flash
 from easytorch.kernels.attention.jax_call import AttentionCall
-from easytorch.kernels.attention.jax_flash_tiles import sizes_of
+from easytorch.kernels.attention.jax_flash_tiles import tile_grid
 from easytorch.kernels.attention.pallas_or_jax import for_platform
 from easytorch.kernels.blocksparse import pallas_attention
 from easytorch.kernels.blocksparse.structure import Rule
@@ -57,7 +57,7 @@ def definition_backward(
 
 def _masked(query: Array, key: Array, call: AttentionCall, prefix: Array | None, rule: Rule) -> AttentionCall:
     """The call with the structure in its mask, instead of in its band."""
-    begin, end = pallas_attention.intervals_of(sizes_of(query, key), rule, prefix)
+    begin, end = pallas_attention.intervals_of(tile_grid(query, key), rule, prefix)
     column = jnp.arange(key.shape[1])
     seen = ((column >= begin[..., None]) & (column < end[..., None]))[:, None]
     return call._replace(mask=seen if call.mask is None else seen & call.mask, left=None, right=None)

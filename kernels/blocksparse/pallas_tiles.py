@@ -1,4 +1,4 @@
-"""What the Pallas kernels share beside kernels/attention/pallas_flash_tiles.py: a step of a walk, scores inside it."""
+"""Shared code of the Pallas kernels beside kernels/attention/pallas_flash_tiles.py: one step over tiles, its scores."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Structure(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a call says of its structure. prefix: None, an int, or integers (B,); in jax, which is given them as an
-    array of their own, True in their place."""
+    """The arguments of a call that give its structure. prefix: None, an int, or integers (B,); in jax, where these
+    are a separate array, True."""
 
     causal: bool = False
     left: int | None = None

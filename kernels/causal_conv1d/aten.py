@@ -23,7 +23,7 @@ def causal_conv1d(
     activation: str | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.causal_conv1d` defines, with its shapes, dtypes and errors."""
+    """`native.causal_conv1d` by ATen: the same shapes, dtypes and errors."""
     check_arguments(x, weight, bias, initial_state, activation, segment_ids)
     wide, width = wide_dtype(x), weight.shape[1]
     number = None if segment_ids is None else document_of(segment_ids, width)

@@ -30,7 +30,7 @@ def causal_conv1d(
     activation: str | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `native.causal_conv1d` defines, with its shapes, dtypes and errors.
+    """`native.causal_conv1d` in C++: the same shapes, dtypes and errors.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """

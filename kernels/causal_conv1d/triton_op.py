@@ -33,7 +33,10 @@ def causal_conv1d(
     activation: str | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.causal_conv1d` defines; `ValueError` for what `supports` refuses too. Not differentiable twice."""
+    """`native.causal_conv1d` in Triton: the same shapes and dtypes; `ValueError` also for what `supports` refuses.
+
+    Not differentiable twice.
+    """
     check_arguments(x, weight, bias, initial_state, activation, segment_ids)
     reason = supports(x, weight)
     if reason is not None:

@@ -8,7 +8,7 @@ import torch
 
 
 class Settings(NamedTuple):
-    """What a loss takes beside logits and labels; see native.py."""
+    """The arguments of a loss other than logits and labels; see native.py."""
 
     ignore_index: int
     label_smoothing: float

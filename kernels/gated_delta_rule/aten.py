@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from easytorch.kernels.gated_delta_rule.native import Sizes, check_arguments, first_state, prepare
+from easytorch.kernels.gated_delta_rule.native import DeltaRuleDims, check_arguments, first_state, prepare
 from easytorch.kernels.recurrence import decay, documents
 from easytorch.kernels.recurrence.arguments import wide_dtype
 from easytorch.kernels.recurrence.precision import without_autocast
@@ -27,7 +27,7 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.gated_delta_rule` defines, with its shapes, dtypes and errors."""
+    """`native.gated_delta_rule` by ATen: the same shapes, dtypes and errors."""
     sizes = check_arguments(query, key, value, g, beta, initial_state, segment_ids)
     wide = wide_dtype(value)
     query, key = prepare(query, key, sizes, softmax_scale, use_qk_l2norm, wide)
@@ -43,7 +43,7 @@ def gated_delta_rule(
 
 def _step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor, sizes: Sizes,
+    state: torch.Tensor, sizes: DeltaRuleDims,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One token, T = 1: (B, H, heads of a key, ...)."""
     batch, _, heads, key_width, value_heads, value_width = sizes
@@ -58,7 +58,7 @@ def _step(
 
 def chunks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    state: torch.Tensor, number: torch.Tensor | None, sizes: Sizes,
+    state: torch.Tensor, number: torch.Tensor | None, sizes: DeltaRuleDims,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     parts, grouped = [], (sizes.heads, sizes.value_heads // sizes.heads)
     state = state.unflatten(1, grouped)

@@ -30,7 +30,7 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `native.gated_delta_rule` defines, with its shapes, dtypes and errors.
+    """`native.gated_delta_rule` in C++: the same shapes, dtypes and errors.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """

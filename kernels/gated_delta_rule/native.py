@@ -13,8 +13,8 @@ from easytorch.kernels.recurrence.arguments import check_segments, check_sequenc
 EPSILON = 1e-6  # of the normalization of queries and keys, as in flash-linear-attention and transformers
 
 
-class Sizes(NamedTuple):
-    """The letters of the shapes."""
+class DeltaRuleDims(NamedTuple):
+    """The dimensions B, T, H, Dk, Hv and Dv of a call."""
 
     batch: int
     length: int
@@ -65,7 +65,7 @@ def gated_delta_rule(
 
 
 def prepare(
-    query: torch.Tensor, key: torch.Tensor, sizes: Sizes, softmax_scale: float | None, use_qk_l2norm: bool,
+    query: torch.Tensor, key: torch.Tensor, sizes: DeltaRuleDims, softmax_scale: float | None, use_qk_l2norm: bool,
     wide: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Query and key in the dtype `wide`, normalized where asked for, the query scaled."""
@@ -75,7 +75,7 @@ def prepare(
     return query * (sizes.key_width**-0.5 if softmax_scale is None else softmax_scale), key
 
 
-def first_state(value: torch.Tensor, sizes: Sizes, initial_state: torch.Tensor | None) -> torch.Tensor:
+def first_state(value: torch.Tensor, sizes: DeltaRuleDims, initial_state: torch.Tensor | None) -> torch.Tensor:
     """(B, Hv, Dk, Dv) in the wide dtype."""
     if initial_state is not None:
         return initial_state.to(wide_dtype(value))
@@ -86,8 +86,8 @@ def first_state(value: torch.Tensor, sizes: Sizes, initial_state: torch.Tensor |
 def check_arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor | None, segment_ids: torch.Tensor | None,
-) -> Sizes:  # fmt: skip
-    """The sizes of a call; an error for tensors that do not fit the definition."""
+) -> DeltaRuleDims:  # fmt: skip
+    """The dimensions of a call; an error for tensors that do not fit the definition."""
     check_tensors(
         "gated_delta_rule", value=value, query=query, key=key, g=g, beta=beta, initial_state=initial_state,
         segment_ids=segment_ids,
@@ -106,4 +106,4 @@ def check_arguments(
         beta=(beta, scalars), initial_state=(initial_state, (batch, value_heads, key_width, value_width)),
     )  # fmt: skip
     check_segments("gated_delta_rule", segment_ids, (batch, length))
-    return Sizes(batch, length, heads, key_width, value_heads, value_width)
+    return DeltaRuleDims(batch, length, heads, key_width, value_heads, value_width)

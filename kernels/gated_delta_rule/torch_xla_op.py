@@ -21,7 +21,7 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.gated_delta_rule` defines, on the xla device, for what is not float64."""
+    """`native.gated_delta_rule` on the xla device, for any dtype but float64."""
     sizes = check_arguments(query, key, value, g, beta, initial_state, segment_ids)
     if sizes.length == 1:
         return aten.gated_delta_rule(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.gated_delta_rule import aten
-from easytorch.kernels.gated_delta_rule.native import Sizes, check_arguments, first_state, prepare
+from easytorch.kernels.gated_delta_rule.native import DeltaRuleDims, check_arguments, first_state, prepare
 from easytorch.kernels.interop.triton_devices import refusal
 from easytorch.kernels.recurrence import documents, recompute
 
@@ -36,7 +36,10 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.gated_delta_rule` defines; `ValueError` for what `supports` refuses too."""
+    """`native.gated_delta_rule` in Triton: the same shapes and dtypes.
+
+    `ValueError` also for what `supports` refuses.
+    """
     sizes = check_arguments(query, key, value, g, beta, initial_state, segment_ids)
     reason = supports(key, value)
     if reason is not None:
@@ -79,7 +82,7 @@ def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor, number: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    sizes = Sizes(*query.shape, *value.shape[2:])
+    sizes = DeltaRuleDims(*query.shape, *value.shape[2:])
     return aten.chunks(query, key, value.float(), g, beta, state, number, sizes)
 
 

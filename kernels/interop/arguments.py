@@ -114,7 +114,7 @@ def _is_numpy_integer(value: Any) -> bool:
 
 
 def python_integer(value: int) -> int:
-    """What `is_integer` accepts as an integer of Python's, or of a graph: NumPy's wrap around."""
+    """A value that `is_integer` accepts as a Python int or a SymInt: NumPy's integers would wrap around."""
     return value if isinstance(value, int | torch.SymInt) else operator.index(value)
 
 

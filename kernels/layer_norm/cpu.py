@@ -38,7 +38,7 @@ def prefers(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """What `native.layer_norm` defines, with its shapes, dtypes and errors.
+    """`native.layer_norm` by ATen, its gradient in C++: the same shapes, dtypes and errors.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """

@@ -32,7 +32,9 @@ from easytorch.kernels.interop.arguments import check_tensors as check_devices
 from easytorch.kernels.interop.arguments import floating
 
 
-class Sizes(NamedTuple):
+class LatentDims(NamedTuple):
+    """The dimensions of one layer of multi-head latent attention."""
+
     heads: int
     query_dim: int
     rope_dim: int
@@ -47,8 +49,8 @@ def check_widths(
     key_rope: torch.Tensor,
     up_key: torch.Tensor | None,
     up_value: torch.Tensor | None,
-) -> Sizes:
-    """The sizes, the same for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or an error."""
+) -> LatentDims:
+    """The dimensions, the same for dense (B, T, H, ...) and ragged (tokens, H, ...) queries, or an error."""
     check_devices(
         "multi_latent", query=query, query_rope=query_rope, latent=latent, key_rope=key_rope, up_key=up_key,
         up_value=up_value,
@@ -84,7 +86,7 @@ def check_widths(
             f"{tuple(latent.shape)}, key_rope {tuple(key_rope.shape)}, up_key {_shape(up_key)}, up_value "
             f"{_shape(up_value)}"
         )
-    return Sizes(heads, dim, rope, width, width if up_value is None else up_value.shape[1])
+    return LatentDims(heads, dim, rope, width, width if up_value is None else up_value.shape[1])
 
 
 def check_tensors(
@@ -94,8 +96,8 @@ def check_tensors(
     key_rope: torch.Tensor,
     up_key: torch.Tensor | None = None,
     up_value: torch.Tensor | None = None,
-) -> Sizes:
-    """The sizes of a dense call, or an error that names what does not fit."""
+) -> LatentDims:
+    """The dimensions of a dense call, or an error that names what does not fit."""
     check_devices("multi_latent", query=query, latent=latent)
     if query.dim() != 4 or latent.dim() != 3 or query.shape[0] != latent.shape[0]:
         raise ValueError(
@@ -105,11 +107,11 @@ def check_tensors(
     return check_widths(query, query_rope, latent, key_rope, up_key, up_value)
 
 
-def default_scale(sizes: Sizes, softmax_scale: float | None) -> float:
+def default_scale(sizes: LatentDims, softmax_scale: float | None) -> float:
     return (sizes.query_dim + sizes.rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
 
 
-def absorbs(sizes: Sizes, length: int, keys: int, has_up_key: bool, has_up_value: bool) -> bool:
+def absorbs(sizes: LatentDims, length: int, keys: int, has_up_key: bool, has_up_value: bool) -> bool:
     """True where attending to the latents takes fewer multiplications than expanding every head's keys and values."""
     if not (has_up_key and has_up_value):
         return True

@@ -19,7 +19,7 @@ import torch
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.interop.arguments import check_dense, check_tensors, described
 from easytorch.kernels.multi_latent import absorbed, native
-from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_widths, default_scale
+from easytorch.kernels.multi_latent.contract import LatentDims, absorbs, check_widths, default_scale
 from easytorch.kernels.multi_latent.plans import absorb, expand, project
 from easytorch.kernels.ragged_page import contract, opaque
 
@@ -57,7 +57,7 @@ def split_pages(latent_pages: Pages, rope_dim: int) -> tuple[torch.Tensor, torch
 class PagedCall(NamedTuple):
     """A checked call: sizes, the two parts of the pages, the tables (context_lens to num_seqs), and the record."""
 
-    sizes: Sizes
+    sizes: LatentDims
     latent: torch.Tensor
     rope: torch.Tensor
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int | torch.Tensor | None]

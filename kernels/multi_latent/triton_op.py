@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from easytorch.kernels.interop.arguments import check_tensors as check_devices
-from easytorch.kernels.multi_latent.contract import Sizes, check_tensors, default_scale
+from easytorch.kernels.multi_latent.contract import LatentDims, check_tensors, default_scale
 from easytorch.kernels.multi_latent.paged import Pages, resolve
 from easytorch.kernels.multi_latent.plans import absorb, project
 from easytorch.kernels.ragged_page import triton_op as pages
@@ -19,7 +19,7 @@ from easytorch.kernels.ragged_page.contract import cut_to, resolve_features
 from easytorch.kernels.ragged_page.triton_tuning import MAX_HEAD_DIM
 
 
-def supports(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> str | None:
+def supports(device: torch.device, dtype: torch.dtype, sizes: LatentDims) -> str | None:
     """None when the kernels take tensors of this device, dtype and these sizes, else the reason."""
     if sizes.rope_dim > MAX_HEAD_DIM:
         return f"the rotated part of a key must be at most {MAX_HEAD_DIM} wide, got {sizes.rope_dim}"

@@ -31,7 +31,9 @@ KEYS = 128  # of a tile
 TABLE_BYTES = 1 << 19  # of block tables, in scalar memory (1 MiB, of v4 on)
 
 
-class Sizes(NamedTuple):
+class PageTiling(NamedTuple):
+    """The dimensions of a call, the tokens of a program's block and the pages of a tile of keys."""
+
     kv_heads: int
     group: int
     tokens: int  # of a block
@@ -81,7 +83,7 @@ def ragged_page_attention(
     group = heads // kv_heads
     # a power of two: a row's token is its index modulo this
     tokens = 1 if count <= context_lens.shape[0] else max(1, 1 << (ROWS // group).bit_length() - 1)
-    n = Sizes(kv_heads, group, tokens, page_size, max(1, KEYS // page_size), block_tables.shape[1], value_dim)
+    n = PageTiling(kv_heads, group, tokens, page_size, max(1, KEYS // page_size), block_tables.shape[1], value_dim)
     capacity = n.columns * page_size
     blocks, taken = blocks_of(count, tokens, capacity, context_lens, query_start_loc, num_seqs)
     first, last = page_range(call, blocks, tokens, page_size)
@@ -134,7 +136,7 @@ def ragged_page_attention(
 
 
 def _kernel(
-    n: Sizes, call: AttentionCall, inputs: tuple[str, ...], pools: tuple[str, ...],
+    n: PageTiling, call: AttentionCall, inputs: tuple[str, ...], pools: tuple[str, ...],
     table_start: Any, own_key: Any, key_count: Any, first_page: Any, last_page: Any, table: Any, *refs: Any,
 ) -> None:  # fmt: skip
     given = dict(zip(inputs, refs, strict=False))

@@ -17,8 +17,8 @@ _LOG2E = math.log2(math.e)
 
 
 class Pages(NamedTuple):
-    """What a batch attends to. key (P, page_size, K, D), tail_key (P, page_size, K, DT) or None: further features of
-    each key; value (P, page_size, K, DV), or None where the values are `key`."""
+    """The pools of pages and the metadata of a batch. key (P, page_size, K, D), tail_key (P, page_size, K, DT) or None:
+    further features of each key; value (P, page_size, K, DV), or None where the values are `key`."""
 
     key: torch.Tensor
     tail_key: torch.Tensor | None

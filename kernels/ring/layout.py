@@ -24,7 +24,7 @@ def chunks_of(layout: str, rank: int, size: int) -> tuple[int, ...]:
 
 
 def shard(x: torch.Tensor, rank: int, size: int, dim: int = 1, layout: str = "contiguous") -> torch.Tensor:
-    """What rank `rank` of `size` holds of `x`, whose dimension `dim` is the whole sequence."""
+    """The shard of `x` on rank `rank` of `size`; dimension `dim` of `x` is the whole sequence."""
     chunks = chunks_of(layout, rank, size)
     count = size * len(chunks)
     if x.shape[dim] % count:

@@ -113,7 +113,7 @@ def backward(
 
 
 def _held(shard: Shard) -> list[Tensor]:
-    """What is sent: key, value and, with segments, the keys' ids."""
+    """The tensors that a rank sends on: key, value and, with segments, the keys' ids."""
     ids = shard.call.key_segment_ids
     return [shard.key, shard.value] if ids is None else [shard.key, shard.value, ids]
 

@@ -28,7 +28,7 @@ def ssm1(
     initial_state: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.ssm1` defines, with its shapes, dtypes and errors. Not differentiable twice."""
+    """`native.ssm1` by ATen: the same shapes, dtypes and errors. Not differentiable twice."""
     check_arguments(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids)
     wide = wide_dtype(x)
     step = time_step(dt, dt_bias, dt_softplus, wide)

@@ -38,7 +38,7 @@ def ssm1(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `native.ssm1` defines, with its shapes, dtypes and errors.
+    """`native.ssm1` in C++: the same shapes, dtypes and errors.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """

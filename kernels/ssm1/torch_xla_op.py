@@ -23,7 +23,7 @@ def ssm1(
     initial_state: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.ssm1` defines, on the xla device, for any dtype but float64."""
+    """`native.ssm1` on the xla device, for any dtype but float64."""
     check_arguments(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids)
     if x.shape[1] == 1:
         return aten.ssm1(x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, segment_ids)

@@ -36,7 +36,10 @@ def ssm1(
     initial_state: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.ssm1` defines; `ValueError` for what `supports` refuses too. Not differentiable twice."""
+    """`native.ssm1` in Triton: the same shapes and dtypes; `ValueError` also for what `supports` refuses.
+
+    Not differentiable twice.
+    """
     check_arguments(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids)
     reason = supports(x, A)
     if reason is not None:

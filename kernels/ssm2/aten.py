@@ -8,7 +8,7 @@ from easytorch.kernels.recurrence import decay, documents
 from easytorch.kernels.recurrence.arguments import wide_dtype
 from easytorch.kernels.recurrence.precision import without_autocast
 from easytorch.kernels.ssm1.native import finish
-from easytorch.kernels.ssm2.native import NO_LIMIT, Sizes, check_arguments, first_state, per_head, time_step
+from easytorch.kernels.ssm2.native import NO_LIMIT, ScanDims, check_arguments, first_state, per_head, time_step
 
 # Scores of a chunk, batch * heads * chunk ** 2, up to which one longer chunk is cheaper than two.
 SCORES = 2**17
@@ -28,7 +28,7 @@ def ssm2(
     initial_state: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.ssm2` defines, with its shapes, dtypes and errors."""
+    """`native.ssm2` by ATen: the same shapes, dtypes and errors."""
     sizes = check_arguments(x, dt, A, B, C, D, z, dt_bias, dt_limit, initial_state, segment_ids)
     wide = wide_dtype(x)
     step = time_step(dt, dt_bias, dt_softplus, dt_limit, wide)
@@ -43,7 +43,7 @@ def ssm2(
         return finish(outputs, x, per_head(D), z), state
 
 
-def chunk_length(sizes: Sizes) -> int:
+def chunk_length(sizes: ScanDims) -> int:
     """256, 128 or 64 tokens: long chunks for few heads, where the calls dominate."""
     rows = max(1, sizes.batch * sizes.heads)
     return next((length for length in (256, 128) if rows * length**2 <= SCORES), 64)
@@ -51,7 +51,7 @@ def chunk_length(sizes: Sizes) -> int:
 
 def _step(
     x: torch.Tensor, step: torch.Tensor, log: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
-    sizes: Sizes,
+    sizes: ScanDims,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One token, T = 1."""
     batch, _, heads, width, groups, size = sizes
@@ -66,7 +66,7 @@ def _step(
 
 def chunks(
     x: torch.Tensor, step: torch.Tensor, log: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor,
-    number: torch.Tensor | None, sizes: Sizes,
+    number: torch.Tensor | None, sizes: ScanDims,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, length, heads, width, groups, size = sizes
     # (B, G, N, heads of a group * P): one product per group computes all its heads

@@ -39,7 +39,7 @@ def ssm2(
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `native.ssm2` defines, with its shapes, dtypes and errors.
+    """`native.ssm2` in C++: the same shapes, dtypes and errors.
 
     Raises `NotImplementedError` with the reason where `supports` gives one.
     """

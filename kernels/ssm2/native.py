@@ -15,8 +15,8 @@ from easytorch.kernels.ssm1.native import time_step as unlimited_step
 NO_LIMIT = (0.0, float("inf"))
 
 
-class Sizes(NamedTuple):
-    """The sizes that the shapes' letters stand for."""
+class ScanDims(NamedTuple):
+    """The dimensions B, T, H, P, G and N of a call."""
 
     batch: int
     length: int
@@ -79,7 +79,7 @@ def per_head(D: torch.Tensor | None) -> torch.Tensor | None:
     return D.unsqueeze(1) if D is not None and D.dim() == 1 else D
 
 
-def first_state(x: torch.Tensor, sizes: Sizes, initial_state: torch.Tensor | None) -> torch.Tensor:
+def first_state(x: torch.Tensor, sizes: ScanDims, initial_state: torch.Tensor | None) -> torch.Tensor:
     """initial_state, or zeros (B, H, P, N), in the wide dtype."""
     if initial_state is not None:
         return initial_state.to(wide_dtype(x))
@@ -91,8 +91,8 @@ def check_arguments(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_limit: tuple[float, float],
     initial_state: torch.Tensor | None, segment_ids: torch.Tensor | None,
-) -> Sizes:  # fmt: skip
-    """The sizes of a call; an error for tensors and limits that do not fit the definition."""
+) -> ScanDims:  # fmt: skip
+    """The dimensions of a call; an error for tensors and limits that do not fit the definition."""
     check_tensors(
         "ssm2", x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
         segment_ids=segment_ids,
@@ -116,4 +116,4 @@ def check_arguments(
         check_number("ssm2", "dt_limit", limit)
     if not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"ssm2: dt_limit must be (least, greatest), got {dt_limit}")
-    return Sizes(batch, length, heads, width, groups, size)
+    return ScanDims(batch, length, heads, width, groups, size)

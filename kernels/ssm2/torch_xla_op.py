@@ -25,7 +25,7 @@ def ssm2(
     initial_state: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.ssm2` defines, on the xla device, for any dtype but float64."""
+    """`native.ssm2` on the xla device, for any dtype but float64."""
     sizes = check_arguments(x, dt, A, B, C, D, z, dt_bias, dt_limit, initial_state, segment_ids)
     if sizes.length == 1:
         return aten.ssm2(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, segment_ids)

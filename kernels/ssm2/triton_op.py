@@ -14,7 +14,7 @@ from easytorch.kernels.interop.triton_devices import DTYPES, refusal
 from easytorch.kernels.recurrence import documents, recompute
 from easytorch.kernels.ssm1.native import finish
 from easytorch.kernels.ssm2 import aten
-from easytorch.kernels.ssm2.native import NO_LIMIT, Sizes, check_arguments, first_state, per_head, time_step
+from easytorch.kernels.ssm2.native import NO_LIMIT, ScanDims, check_arguments, first_state, per_head, time_step
 
 WIDEST = 256
 
@@ -42,7 +42,7 @@ def ssm2(
     initial_state: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `native.ssm2` defines; `ValueError` for what `supports` refuses too."""
+    """`native.ssm2` in Triton: the same shapes and dtypes; `ValueError` also for what `supports` refuses."""
     sizes = check_arguments(x, dt, A, B, C, D, z, dt_bias, dt_limit, initial_state, segment_ids)
     reason = supports(x, B, C)
     if reason is not None:
@@ -83,7 +83,7 @@ def _plain(
     number: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, length, heads, width = x.shape
-    sizes = Sizes(batch, length, heads, width, *B.shape[2:])
+    sizes = ScanDims(batch, length, heads, width, *B.shape[2:])
     return aten.chunks(x.float(), step, step * A, B.float(), C.float(), state, number, sizes)
 
 

@@ -62,7 +62,7 @@ def eager(
     query: Tensor, key: Tensor, value: Tensor, *, seen: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Call:  # fmt: skip
-    """What transformers' eager attentions compute: scores in the inputs' dtype, the softmax in float32."""
+    """As transformers' eager attentions: scores in the inputs' dtype, the softmax in float32."""
     groups, scale = query.shape[2] // key.shape[2], query.shape[3] ** -0.5
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     hidden = None if seen is None else ~seen

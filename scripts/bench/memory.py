@@ -57,7 +57,7 @@ def _run(operation: Any, device: torch.device, length: int, backward: bool) -> N
 
 
 def _measure(device: torch.device, name: str, length: int, backward: bool) -> float:
-    """What a call adds to the peak of a short one, which has loaded the libraries."""
+    """The increase of the peak memory over that of a short call, which has loaded the libraries."""
     from easytorch.operations import OperationRegistry
 
     operation = OperationRegistry.create(name)

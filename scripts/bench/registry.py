@@ -89,7 +89,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What `--only` is matched against."""
+        """The text that `--only` is matched against."""
         name = f"{self.operation}: {self.name}" if self.name else self.operation
         return f"{name} {self.shape} {self.dtype} {self.passes}"
 

@@ -125,7 +125,7 @@ class LlamaCpp(Program):
 
 
 class Machine(Program):
-    """What the machine gives: `generate` reads READ_BYTES once a token, `prefill` multiplies GEMM^3 once a token."""
+    """The machine's limits: `generate` reads READ_BYTES once a token, `prefill` multiplies GEMM^3 once a token."""
 
     def __init__(self, dtype: str) -> None:
         self._read = torch.ones(READ_BYTES // 4)

@@ -1,1 +1,1 @@
-"""What scripts/fuzz_models.py draws for families that are no decoders."""
+"""The random cases of scripts/fuzz_models.py for families other than decoders."""

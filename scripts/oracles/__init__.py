@@ -1,1 +1,1 @@
-"""What the recorded references of the tests were made with."""
+"""The programs that made the recorded references of the tests."""

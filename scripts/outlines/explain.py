@@ -87,7 +87,7 @@ class Explainer:
             yield from (f"{one}*{third}/{other}*2+{one}" for third in keys)
 
     def condition(self, cases: Sequence[tuple[int, Indexes, bool]]) -> list[str]:
-        """What holds in the cases (sample, loop indexes, whether) that are so, and in no other."""
+        """A condition that holds in exactly those cases (sample, loop indexes, whether) whose last field is True."""
         if all(there for _, _, there in cases):
             return []
         # A bit for each case.

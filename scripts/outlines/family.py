@@ -90,7 +90,7 @@ class Family:
         return content
 
     def _described(self, name: str, switches: list[str], made: dict[str, str]) -> dict[str, Any]:
-        """What the file says of a class, of all its configs or else of those with some switch at its default."""
+        """The entry of a class in the file, for all its configs or else for those with some switch at its default."""
         failed: Exception | None = None
         for held in ([], *([one] for one in switches), switches):
             samples = self._samples(name, dict.fromkeys(held))
@@ -417,7 +417,7 @@ def written(content: Mapping[str, Any]) -> str:
 
 
 def differences(model_type: str, seed: int, configs: int, only: str | None = None) -> Iterator[str]:
-    """Where the outline of a family and transformers disagree, of further configs of every class."""
+    """Disagreements between the outline of a family and transformers, for further configs of every class."""
     sampler = Sampler(model_type)
     outline = read_outline(model_type)
     assert outline is not None, model_type
@@ -442,7 +442,7 @@ def differences(model_type: str, seed: int, configs: int, only: str | None = Non
 
 
 def compared(outlined: Any, built: Any) -> Iterator[str]:
-    """What is different in two architectures, of an outline and of a model."""
+    """The differences between two architectures, of an outline and of a model."""
     ours, theirs = list(outlined.shapes.items()), list(built.shapes.items())
     if ours != theirs:
         yield f"weights {[one for one in ours if one not in theirs]} for {[one for one in theirs if one not in ours]}"

@@ -136,7 +136,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Built:
-    """What a class has with a config: `values` of the config that was made, rows of its table, ties by name."""
+    """A class built from a config: `values` of the config that was made, rows of its table, ties by name."""
 
     values: Settings
     rows: tuple[tuple[str, str | None, str, tuple[int, ...] | None], ...]
@@ -263,7 +263,7 @@ class Sampler:
         return [self.keys[".".join((*parts, str(place)))].default for place in range(length)]
 
     def built(self, settings: Settings, name: str) -> Built | None:
-        """What transformers builds; None where it refuses the config."""
+        """The class as transformers builds it; None where it refuses the config."""
         model = self.model(settings, name)
         if model is None:
             return None
@@ -295,7 +295,7 @@ class Sampler:
             return None
 
     def architecture(self, settings: Settings, name: str) -> Architecture | str:
-        """What a conversion has without an outline, or why it has none."""
+        """The architecture that a conversion finds without an outline, or why it finds none."""
         if not self.public(name):
             model = self.model(settings, name)
             return "cannot be built" if model is None else architecture_like(model)

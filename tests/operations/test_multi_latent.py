@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easytorch.kernels.multi_latent import absorbed
-from easytorch.kernels.multi_latent.contract import Sizes, absorbs
+from easytorch.kernels.multi_latent.contract import LatentDims, absorbs
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
@@ -149,11 +149,11 @@ def test_absorbing_up_key_changes_nothing_but_the_default_scale() -> None:
 
 
 def test_the_plan_follows_the_shape() -> None:
-    deepseek = Sizes(128, 128, 64, 512, 128)
+    deepseek = LatentDims(128, 128, 64, 512, 128)
     assert absorbs(deepseek, 1, 4096, True, True)
     assert not absorbs(deepseek, 4096, 4096, True, True)
     assert absorbs(deepseek, 4096, 4096, False, True)
-    small = Sizes(6, 30, 10, 36, 20)
+    small = LatentDims(6, 30, 10, 36, 20)
     assert [absorbs(small, *SHAPES[name], True, True) for name in ("expanded", "absorbed", "one_token")] == [
         False, True, True,
     ]  # fmt: skip

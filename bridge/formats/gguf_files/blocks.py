@@ -65,7 +65,7 @@ def unpack(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _unpack_q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
-    """What `gguf.dequantize` gives, in one pass: a float16 scale and 32 int8 a block."""
+    """The same values as `gguf.dequantize`, in one pass; a block is a float16 scale and 32 int8."""
     scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     np.multiply(blocks[:, 2:].view(np.int8), scales, out=out, dtype=np.float32)
 
@@ -90,7 +90,7 @@ def packed(array: np.ndarray, kind: str) -> Iterator[np.ndarray]:
 
 
 def rounded(array: np.ndarray, kind: str) -> np.ndarray:
-    """What reading gives where `array` was stored as ggml's type `kind`."""
+    """`array` rounded to ggml's type `kind`: as it reads back after it was stored."""
     if kind in PLAIN:
         return cast(array, numpy_dtype(PLAIN[kind]))
     return unpack(np.concatenate(list(packed(array, kind))), kind, array.shape)

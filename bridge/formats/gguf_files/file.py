@@ -104,7 +104,7 @@ class GgufReader(ContextManager):
             del self.tensors[name]
 
     def config(self) -> dict[str, Any] | None:
-        """What config.json would hold, from the metadata; None for an architecture that is not known here."""
+        """The contents of config.json, from the metadata; None for an architecture that is not known here."""
         from easytorch.bridge.formats.gguf_files.config import config_from
 
         try:

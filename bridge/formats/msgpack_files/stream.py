@@ -23,7 +23,7 @@ InfoTree = Mapping[str, "InfoTree | TensorInfo"]
 
 
 def tree_parts(tree: InfoTree) -> Iterator[Part]:
-    """What a file that holds `tree` is made of."""
+    """The parts of a file that holds `tree`, in order."""
     yield msgpack.Packer().pack_map_header(len(tree))
     for key, child in tree.items():
         yield msgpack.packb(key)
@@ -34,7 +34,7 @@ def tree_parts(tree: InfoTree) -> Iterator[Part]:
 
 
 def pair_parts(tensors: Iterable[TensorInfo]) -> Iterator[Part]:
-    """What a file of `(keys, value)` pairs is made of, the keys of a path each its own, every value `to_bytes`."""
+    """The parts of a file of `(keys, value)` pairs: keys as a list of strings, every value encoded by `to_bytes`."""
     for info in tensors:
         leaf = _leaf(info)
         before = msgpack.Packer().pack_array_header(2) + msgpack.packb(info.name.split("/")) + _head(0xC4, leaf.nbytes)

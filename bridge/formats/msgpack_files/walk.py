@@ -1,4 +1,4 @@
-"""Where everything stands in a msgpack file: containers are walked, arrays are located and never read.
+"""The offsets of arrays in a msgpack file: containers are walked, arrays are located and never read.
 
 Layout: msgpack's specification (msgpack/msgpack, spec.md). Flax adds three extension types (flax.serialization):
 1 an ndarray, itself msgpack of (shape, dtype name, bytes); 2 a complex number, msgpack of (real, imaginary); 3 a numpy
@@ -94,7 +94,7 @@ class Walk:
         return tree
 
     def _keys(self) -> tuple[str, ...]:
-        """Where a value of a stream belongs; list positions are numbers."""
+        """The path of a stream's value as strings; list indices are integers in the file."""
         head = self._head(())
         if not isinstance(head, tuple) or head[0] != "array" or not 0 < head[1] <= _MAX_DEPTH:
             raise self._fail(f"has a value whose keys are not a list of 1 to {_MAX_DEPTH}", ())

@@ -34,7 +34,7 @@ _LENGTH_WIDTHS = {1: 2, 2: 4, 3: 4}
 
 @dataclass(frozen=True)
 class NpyHeader:
-    """What a header says, checked: `start` is the offset of the elements in the file."""
+    """A checked header of a .npy file. `start`: the offset of the elements in the file."""
 
     shape: tuple[int, ...]
     dtype: str

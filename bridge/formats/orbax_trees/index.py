@@ -1,4 +1,4 @@
-"""What an Orbax checkpoint holds, from its metadata alone: where the tree is, and which array is which leaf.
+"""The contents of an Orbax checkpoint, from its metadata alone: the tree's folder, and the array of each leaf.
 
 Source: orbax-checkpoint 0.12, `metadata/tree.py` (`_METADATA`), `checkpoint_manager.py` (step and item folders) and
 for checkpoints from before `_METADATA`, the msgpack file `checkpoint` of early Orbax, whose leaves are arrays or

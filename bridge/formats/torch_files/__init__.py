@@ -1,1 +1,1 @@
-"""What torch itself writes: pickles, read without running them, and torch.distributed.checkpoint."""
+"""Torch's own formats: pickles, read without running them, and torch.distributed.checkpoint."""

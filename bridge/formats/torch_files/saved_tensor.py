@@ -106,7 +106,7 @@ def read_saved(mapped: MappedFile, start: int, end: int, name: str) -> np.ndarra
 
 
 def _layout(value: Any) -> _Layout:
-    """What `torch._utils._rebuild_tensor_v2` (v3: with a dtype of its own) would make."""
+    """The layout of the tensor that `torch._utils._rebuild_tensor_v2` (v3: with a separate dtype) would make."""
     if isinstance(value, Made) and value.name == "torch._utils._rebuild_parameter" and value.arguments:
         value = value.arguments[0]
     if not isinstance(value, Made) or not value.name.startswith("torch._utils._rebuild_tensor_v"):

@@ -154,7 +154,7 @@ def _begins_as_zip_or_is_empty(path: Path) -> bool:
 
 
 class TorchBin:
-    """What transformers saved torch models in before safetensors."""
+    """The format in which transformers saved torch models before safetensors."""
 
     name = "torch pickle"
     scheme = "torch"

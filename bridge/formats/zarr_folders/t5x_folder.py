@@ -62,7 +62,7 @@ class _Index(MsgpackFile):
             del tree[key]
 
     def _folder(self, spec: dict[str, Any], name: str) -> str:
-        """Where a tensorstore spec says the array is; before tensorstore 0.1.14 it said so one level higher."""
+        """The array's path in a TensorStore spec; before tensorstore 0.1.14 the key was one level higher."""
         store = spec.get("kvstore")
         path = store.get("path", spec.get("path")) if isinstance(store, dict) else None
         if not isinstance(path, str):

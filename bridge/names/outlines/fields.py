@@ -1,6 +1,6 @@
-"""What config.json may say for an outline to answer: each key with its default, and the values that are understood.
+"""The keys of config.json that an outline knows, with their defaults, and the values that it understands.
 
-Narrower than transformers is: a value that is refused here is not wrong, it is left to transformers.
+Narrower than transformers: a value that is refused here is not an error, it is left to transformers.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ def bind_shift_right_logical(context: NodeContext) -> Kernel:
 
 
 def _amount(x1: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Where a shift is by fewer than all bits, and by how many. An unsigned amount with its top bit set is more."""
+    """A mask of the shifts by fewer than all bits, and the amounts, 0 outside it. An unsigned amount with its top
+    bit set is out of range."""
     inside = (x1 >= 0) & (x1 < dtype.bits)
     return inside, torch.where(inside, x1, 0)
 

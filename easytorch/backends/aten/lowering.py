@@ -37,7 +37,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how a graph runs. compile: use torch.compile for the parts without data-dependent control flow."""
+    """A graph's device, and how it runs. compile: use torch.compile for parts without data-dependent control flow."""
 
     device: torch.device
     compile: bool = False

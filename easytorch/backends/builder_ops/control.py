@@ -26,6 +26,6 @@ class ControlOps(Recorder):
         return self._add(OpType.WHILE_LOOP, *initial_state, *test.captures, *step.captures, cond=test, body=step)
 
     def cond(self, pred: Op, true_branch: Closure, false_branch: Closure) -> tuple[Op, ...]:
-        """What one of two closures without arguments gives: the first if the bool scalar holds."""
+        """The outputs of `true_branch` if the bool scalar `pred` is True, else of `false_branch`."""
         first, second = self._closure(true_branch, (), "true_branch"), self._closure(false_branch, (), "false_branch")
         return self._add(OpType.COND, pred, *first.captures, *second.captures, true_branch=first, false_branch=second)

@@ -19,7 +19,7 @@ Closure = Callable[..., Any]
 
 
 class Recorder:
-    """What `Builder` does with an operation."""
+    """The methods of `Builder` with which the mixins of this folder record operations."""
 
     def _add_one(self, op_type: OpType, *operands: Any, **attributes: Any) -> Op:
         raise NotImplementedError

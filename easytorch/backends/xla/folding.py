@@ -1,4 +1,4 @@
-"""What XLA would compute while it compiles.
+"""Constants that XLA would fold while it compiles.
 
 XLA folds an operation on constants, a broadcast of one included, by its own plain evaluator on the host: of large
 arrays that takes minutes, and where there is no room for a result it aborts the process.

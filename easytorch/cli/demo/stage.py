@@ -1,4 +1,4 @@
-"""What the stages of the demo share: where things go, what is printed, and the comparisons that must hold."""
+"""Helpers of the demo's stages: folders, printing, and the comparisons that must hold."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def _index_vectors(ctx: Context, x: Op, indices: Sequence[Op | None]) -> tuple[O
 
 
 def _first_place(axes: Sequence[int]) -> int:
-    """Where the axes of the indices stand in the result: at the first of `axes` if these are neighbours, else first."""
+    """The position of the index dimensions in the result: the first of `axes` if these are adjacent, else 0."""
     together = axes[-1] - axes[0] == len(axes) - 1
     return axes[0] if together else 0
 

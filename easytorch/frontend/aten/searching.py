@@ -1,4 +1,4 @@
-"""Where values belong in sorted sequences."""
+"""Binary search in sorted sequences: `searchsorted` and `bucketize`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.multi_latent import absorbed, native, plans
-from easytorch.kernels.multi_latent.contract import Sizes, absorbs, check_tensors, default_scale
+from easytorch.kernels.multi_latent.contract import LatentDims, absorbs, check_tensors, default_scale
 from easytorch.kernels.ragged_page.contract import FEATURES
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, xla_refusal
 from easytorch.operations.attention.selection import Attention
@@ -132,7 +132,9 @@ class MultiLatentAttention(AttentionImpl):
         kept = {name: value for name, value in settled.items() if name in FEATURES}
         return AttentionOutput(attention_outputs=kernel(*tensors, **kept))
 
-    def _expands(self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures) -> bool:
+    def _expands(
+        self, backend: str, sizes: LatentDims, tensors: tuple[Optional, ...], features: AttentionFeatures
+    ) -> bool:
         """On accelerators: whether to expand every head's keys, as for calls that the absorbed kernel refuses.
 
         The kernel has no backward, so training expands.
@@ -146,7 +148,7 @@ class MultiLatentAttention(AttentionImpl):
         return self._kernel_refusal(backend, sizes, tensors, features) is not None
 
     def _kernel_refusal(
-        self, backend: str, sizes: Sizes, tensors: tuple[Optional, ...], features: AttentionFeatures
+        self, backend: str, sizes: LatentDims, tensors: tuple[Optional, ...], features: AttentionFeatures
     ) -> str | None:
         given = (*tensors, features.get("sinks"))
         if recording(*given):
@@ -165,7 +167,7 @@ class MultiLatentAttention(AttentionImpl):
 
         return triton_op.supports(query.device, dtype, sizes)
 
-    def _expanded(self, sizes: Sizes, tensors: tuple[Any, ...], features: AttentionFeatures) -> AttentionOutput:
+    def _expanded(self, sizes: LatentDims, tensors: tuple[Any, ...], features: AttentionFeatures) -> AttentionOutput:
         scale = default_scale(sizes, features.get("softmax_scale"))
         settled = cast(AttentionFeatures, {**features, "softmax_scale": scale})
         output: AttentionOutput = self.attention(*plans.expand(*tensors), **settled)

@@ -215,7 +215,7 @@ def test_memory_is_linear_in_the_length(backward: bool, dtype: torch.dtype) -> N
 def test_a_tile_keeps_its_size_however_many_keys_there_are() -> None:
     for length in (4096, 65536):
         q, k = (torch.empty(1, length, heads, 64, device="meta") for heads in (32, 8))
-        n = aten_flash_tiles.sizes_of(q, k, k, AttentionCall(right=0))
+        n = aten_flash_tiles.tiling_of(q, k, k, AttentionCall(right=0))
         tile = n.heads * n.rows * n.group * n.keys * n.dtype.itemsize
         floor = torch.get_num_threads() * aten_flash_tiles.FEWEST_ROWS * n.group * n.keys * n.dtype.itemsize
         assert tile <= max(aten_flash_tiles.TILE_BYTES, floor)
@@ -230,7 +230,7 @@ def test_a_tile_keeps_its_size_however_many_keys_there_are() -> None:
 def test_a_row_whose_band_ends_beside_the_tile(right: int | None, left: int | None, missed: bool) -> None:
     q = torch.zeros(1, 8, 1, 4)
     call = AttentionCall(left=left, right=right)
-    n = aten_flash_tiles.sizes_of(q, q, q, call)
+    n = aten_flash_tiles.tiling_of(q, q, q, call)
     block = aten_flash_tiles.Block(4, 8, 6, 8) if right is not None else aten_flash_tiles.Block(4, 8, 2, 6)
     assert aten_flash_tiles._band_misses(n, call, block) == missed
     if left is not None:  # one key more and the last row sees it

@@ -146,7 +146,7 @@ def bind_select_and_scatter(
 def _window_places(
     context: NodeContext, sizes: Sequence[int], strides: Sequence[int], places: Sequence[int]
 ) -> list[Tensor]:
-    """Where each element of each window stands; those of the padding stand behind the last."""
+    """The flat int64 index of each element of each window, one tensor per element; padding has index `operand.size`."""
     operand = context.operand
     config = [PadAxis(start, end) for start, end in context.attributes["paddings"]]
     numbers = torch.arange(operand.size, dtype=torch.int64, device=context.device).reshape(operand.dimensions)
