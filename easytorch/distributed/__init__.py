@@ -1,4 +1,4 @@
-"""Models over several devices: meshes by name, one declaration of each weight's sharding, and what it is lowered to.
+"""Models over several devices: meshes by name, and one declaration of weights' sharding for DTensor, torch_xla and jax.
 
 The names load on first use: specs and rules need no `torch.distributed`.
 """

@@ -26,7 +26,7 @@ class Declared(NamedTuple):
 
 
 def declared_sharding(model: nn.Module) -> dict[str, Declared]:
-    """Parameter name -> what the model's plans say of it: axis "tp" by `tp_plan`, "ep" by `ep_plan`."""
+    """Parameter name -> its sharding by the model's plans: axis "tp" by `tp_plan`, "ep" by `ep_plan`."""
     found = {}
     plans = {"tp": expanded_plan(model, "tp_plan"), "ep": expanded_plan(model, "ep_plan")}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -39,10 +39,10 @@ def declared_sharding(model: nn.Module) -> dict[str, Declared]:
 def partition_specs(
     model: nn.Module, partition_rules: PartitionRules | None = None, mesh: Any = None
 ) -> dict[str, PartitionSpec]:
-    """Parameter name -> its partition spec: what a rule says of it, else what the model declares.
+    """Parameter name -> its partition spec, by the first rule that matches, else by the model's plans.
 
-    mesh: whose axes the specs are cut to; where it has "fsdp", that shards the first dimension of each parameter, but
-    where a rule names another. None keeps every axis, and adds none.
+    mesh: axes that it lacks are dropped from the specs; its axis "fsdp" shards the first dimension of each parameter
+    unless a rule names another. None keeps every axis, and adds none.
     """
     sizes = mesh_axis_sizes(mesh)
     specs = {name: declared.spec for name, declared in declared_sharding(model).items()}

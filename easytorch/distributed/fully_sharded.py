@@ -60,7 +60,7 @@ def fsdp_groups(model: nn.Module) -> list[nn.Module]:
 
 
 def undo(model: nn.Module) -> None:
-    """Take `shard_fully` back, but for the parameters, which stay as they are. torch has no function for it."""
+    """Undo `shard_fully`, leaving the parameters as they are. torch has no function for it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

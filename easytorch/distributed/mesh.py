@@ -15,7 +15,7 @@ AXES = {
     "fsdp": "shards of each weight, gathered where they are used; each rank has its own data",
     "pp": "stages of layers",
     "ep": "shards of the experts",
-    "tp": "shards of each product; the ranks have the same data",
+    "tp": "shards of each matmul; the ranks have the same data",
     "sp": "shards of each sequence",
 }
 DATA = ("dp", "fsdp")
@@ -42,10 +42,10 @@ def parse_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
         if name not in AXES:
             raise ValueError(f"a mesh has no axis {name!r}; the axes are {', '.join(AXES)}")
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise ValueError(f"the axis {name} has {size!r} devices: give 1 or more, or -1 for those that are left")
+            raise ValueError(f"the axis {name} has {size!r} devices: give 1 or more, or -1 for the remaining ones")
     rest = [name for name, size in given.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(f"only one axis can have the devices that are left, -1, not {' and '.join(rest)}")
+        raise ValueError(f"only one axis can be -1, the remaining devices, not {' and '.join(rest)}")
     named = math.prod(size for size in given.values() if size != -1)
     words = ", ".join(f"{name}={size}" for name, size in given.items())
     if devices % named or (not rest and devices != named):
@@ -78,7 +78,7 @@ def _parse(text: str) -> dict[str, int]:
     for part in filter(None, (one.strip() for one in text.split(","))):
         name, equals, size = (one.strip() for one in part.partition("="))
         if not equals or not size.removeprefix("-").isdecimal():
-            raise ValueError(f"{part!r} is no axis and its size, as in 'tp=2'")
+            raise ValueError(f"{part!r} is not an axis and its size, as in 'tp=2'")
         if name in found:
             raise ValueError(f"the axis {name} is given twice")
         found[name] = int(size)

@@ -1,4 +1,4 @@
-"""Partition rules: pairs (regular expression, partition spec), which go over what a model declares."""
+"""Partition rules: pairs (regular expression, partition spec), which override the sharding that a model declares."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def _patterns(rules: PartitionRules) -> list[tuple[re.Pattern[str], Any]]:
         try:
             patterns.append((re.compile(pair[0]), pair[1]))
         except re.error as error:
-            raise ValueError(f"partition_rules: {pair[0]!r} is no regular expression: {error}") from error
+            raise ValueError(f"partition_rules: {pair[0]!r} is not a regular expression: {error}") from error
     return patterns

@@ -18,17 +18,17 @@ _SUPPORTED = (*DATA, "tp")
 def shard_model(
     model: Any, partition_rules: PartitionRules | None = None, mesh: Any = None, uneven: Uneven = "error"
 ) -> Any:
-    """`model`, sharded in place over the axes of `mesh`; each rank calls this, and rank 0's weights count.
+    """`model`, sharded in place over the axes of `mesh`; each rank calls this; weights are broadcast from rank 0.
 
     Tensor parallelism over "tp" by the plan that the model declares, FSDP2 over "fsdp" and replicas over "dp", whose
     ranks pass their own part of a batch and get gradients averaged over them. Without a mesh, or with one of a single
     device, it is unchanged.
 
-    partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter says how it is stored,
-    and what none matches is as the model declares it. Where a rule stores a weight otherwise than it is computed with,
-    it is redistributed for each use: the numbers are the same.
-    uneven: a dimension that does not divide over "tp" is an error, or its attention, network or embedding is left
-    unsharded on every rank ("replicate").
+    partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter decides how it is
+    stored, and a parameter that none matches is sharded as the model declares. Where that differs from the sharding a
+    computation needs, the parameter is redistributed for each use: the results are the same.
+    uneven: a dimension that does not divide over "tp" is an error ("error"), or its attention, feed-forward network or
+    embedding is replicated on every rank ("replicate").
     """
     if uneven not in ("error", "replicate"):
         raise ValueError(f"uneven must be 'error' or 'replicate', got {uneven!r}")
@@ -43,7 +43,7 @@ def shard_model(
     sizes = _sizes_of(mesh)
     rules = specs_by_rules(model, partition_rules, sizes)
     if any(hasattr(one, "placements") for one in model.parameters()):
-        raise ValueError("the model is sharded already: gather_model undoes what shard_model did")
+        raise ValueError("the model is sharded already: gather_model undoes shard_model")
     _check_axes(sizes)
     _broadcast(model, mesh)
     if sizes.get("tp", 1) > 1:
@@ -94,7 +94,7 @@ def mesh_of(model: nn.Module) -> Any:
 
 
 def data_mesh(mesh: Any) -> Any:
-    """The part of the mesh whose ranks have data of their own, ("dp", "fsdp") or one of them; None for one rank."""
+    """The submesh over which the batch is split, ("dp", "fsdp") or one of them; None for one rank."""
     sizes = mesh_axis_sizes(mesh)
     names = tuple(name for name in DATA if name in sizes)
     if all(sizes[name] == 1 for name in names):
@@ -110,7 +110,7 @@ def _devices_of(mesh: Any) -> int:
         return 1
     if type(mesh).__module__.partition(".")[0] in ("jax", "jaxlib"):
         raise TypeError(
-            "a mesh of JAX places JAX's arrays, not tensors; easytorch.distributed.make_mesh('fsdp=-1,tp=2') "
+            "a JAX mesh shards JAX arrays, not torch tensors; easytorch.distributed.make_mesh('fsdp=-1,tp=2') "
             "makes a DeviceMesh by the same axes"
         )
     size = mesh.size() if callable(getattr(mesh, "size", None)) else getattr(mesh, "size", None)
@@ -136,7 +136,7 @@ def _check_axes(sizes: dict[str, int]) -> None:
 
 @torch.no_grad()
 def _broadcast(model: nn.Module, mesh: Any) -> None:
-    """Give every rank of the mesh the values of its first, along one axis after the other."""
+    """Broadcast the values of the mesh's first rank to the others, along one axis after the other."""
     import torch.distributed as dist
 
     for axis in range(mesh.ndim):

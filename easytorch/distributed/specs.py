@@ -1,6 +1,7 @@
 """Partition specs: for each dimension of a tensor one mesh axis name, a tuple of names (major first), or None.
 
-They are jax's, as plain tuples: what a module declares, and what each engine's notation is derived from.
+jax's `PartitionSpec` as a plain tuple: what a module declares, and what DTensor's, torch_xla's and jax's notations are
+derived from.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def check_spec(spec: Any, ndim: int, what: str) -> PartitionSpec:
     for axes in given:
         names = axes if isinstance(axes, tuple | list) else (axes,) if axes is not None else ()
         if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{what}: {axes!r} in {tuple(given)} is no axis name, tuple of names or None")
+            raise TypeError(f"{what}: {axes!r} in {tuple(given)} is not an axis name, tuple of names or None")
     entries = tuple(entry(axes) if isinstance(axes, tuple | list) else axes for axes in given)
     while len(entries) > ndim and entries[-1] is None:
         entries = entries[:-1]
@@ -91,11 +92,11 @@ def stable_spec(
     """A spec of which only some axes are kept, fitted to a tensor: EasyDeL's `create_stable_sharding`.
 
     state_ps: the spec to start from. preserved_indices: the dimensions that stay partitioned; the others become
-    None (replicated); None keeps `state_ps` as it is. clone_ps: where the names of the kept dimensions are read
-    instead of `state_ps`, which it may stand in for. dep: a flag or a spec; without one (None, False) there is no
-    spec. tensor: the spec is fitted to it: cut to its dimensions, or filled up with None, and None where the mesh
-    lacks an axis or cannot divide the dimension evenly; () where nothing stays partitioned. sizes: of the mesh's axes;
-    without them nothing is known of the mesh, and every entry fits.
+    None (replicated); None keeps `state_ps` as it is. clone_ps: the spec from which the entries of
+    kept dimensions are taken instead of `state_ps`; `state_ps` may then be None. dep: None or False returns None.
+    tensor: the spec is truncated or padded with None to its dimensions, with None where the mesh lacks an axis or
+    does not divide the dimension evenly; () where nothing stays partitioned. sizes: of the mesh's axes; without them
+    every entry is taken to fit.
     """
     if dep is None or dep is False:
         return None

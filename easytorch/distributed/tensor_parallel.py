@@ -1,7 +1,7 @@
 """The tensor parallel plan that a model declares, applied over a mesh axis, and undone.
 
-What the styles of a plan do is transformers': they wrap the forward of modules. A rule may store a weight otherwise
-than its style computes with it: it is redistributed where it is read.
+The styles of a plan are transformers', and wrap the forward of modules. A rule may shard a stored weight differently
+from its style: it is redistributed where it is read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Read = Callable[[Tensor], Tensor]
 def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, PartitionSpec], *, replicate: bool) -> None:
     """Shard the model over the mesh of the one axis "tp" by its plan. All ranks call it, with equal weights.
 
-    rules: parameter -> the spec it is stored by instead of its style's. replicate: modules whose sizes do not divide
-    are computed by every rank; else they are an error.
+    rules: parameter -> the spec it is stored with instead of that of its style. replicate: modules whose sizes do not
+    divide are replicated on every rank; else they are an error.
     """
     if importlib.util.find_spec("transformers.distributed.tensor_parallel") is None:
         raise NotImplementedError("sharding over a mesh needs a transformers with distributed.tensor_parallel (5.23)")
@@ -54,7 +54,7 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
     _store(model, ranks, plan, stored, reads)
     for name, style in plan.items():
         if style == _PARTIAL_GRADIENT and name in modules:
-            # transformers reduces what has accumulated: with several backward passes, the first ones' once more
+            # transformers reduces the accumulated gradient: a second backward pass would reduce that of the first again
             for key, _ in modules[name].named_parameters(recurse=False):
                 reads.setdefault(name, {})[key] = _summing_gradient(ranks.get_group())
     styles = {
@@ -75,7 +75,7 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
 
 
 def undo(model: nn.Module) -> None:
-    """Take `parallelize` back, but for the parameters, which stay as they are."""
+    """Undo `parallelize`, leaving the parameters as they are."""
     names = model.__dict__.pop(_APPLIED, ())
     if not names:
         return
@@ -165,7 +165,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 def _read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
-    """Let the module's forward find what `reads` makes of its parameters."""
+    """Make the module's forward see its parameters through `reads`."""
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,15 @@
-"""`easytorch serve`: an OpenAI-compatible HTTP server over the engine. The extra `serve` brings what it needs.
+"""`easytorch serve`: an OpenAI-compatible HTTP server over the engine. Needs the extra `serve`.
 
 app.py         routes, by what the model can do
-schemas.py     the requests, as OpenAI names their fields
-answers.py     what is sent back for chat and completions, at once or as events
+schemas.py     the request bodies, by OpenAI's field names
+chat.py        conversations as prompts, by the chat template
+completions.py responses for chat and completions, complete or streamed
 worker.py      the thread that owns the engine
-embedder.py    vectors of an encoder
+embedder.py    embeddings from an encoder
 errors.py      OpenAI's error body
-limits.py      API key, size of a body
-events.py      server-sent events, until the client goes
-metrics.py     Prometheus's text
-page.py        the page at `/`: a conversation with the model
+limits.py      the API key, and the maximum body size
+events.py      server-sent events, until the client disconnects
+metrics.py     metrics in Prometheus's text format
+page.py        the chat page at `/`
 run.py         uvicorn
 """

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API, for a model that generates or one that embeds."""
+"""The routes of OpenAI's API, for a language model or an encoder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def create_app(
     request_timeout: seconds, after which a request is ended (504, or an error in its stream).
     """
     if (engine is None) == (embedder is None):
-        raise ValueError("give an engine or an embedder, one of them")
+        raise ValueError("give either an engine or an embedder")
     server = _Server(model_name, engine, embedder, max_queue, request_timeout)
     app = FastAPI(title="EasyTorch", lifespan=server.lifespan, docs_url="/docs", redoc_url=None)
     add_handlers(app)
@@ -89,7 +89,7 @@ class _Server:
 
     async def health(self) -> Response:
         if self.worker is not None and not self.worker.alive:
-            raise APIError(503, "the engine's thread has ended; the server's log says why")
+            raise APIError(503, "the engine's thread has ended; see the server's log")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
@@ -120,9 +120,9 @@ class _Server:
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         self._check_model(body.model)
         if self.embedder is None or self._embedding is None:
-            raise APIError(400, f"{self.name} generates text and embeds none; serve an encoder")
+            raise APIError(400, f"{self.name} generates text and has no embeddings; serve an encoder")
         if body.dimensions is not None:
-            raise APIError(400, "dimensions: this server gives all of the model's", param="dimensions")
+            raise APIError(400, "dimensions: this server does not shorten vectors; leave it out", param="dimensions")
         if self._embeddings_left == 0:
             raise APIError(429, "too many requests are running or queued: try again later", code="rate_limit_exceeded")
         self._embeddings_left -= 1
@@ -135,7 +135,7 @@ class _Server:
         except ValueError as error:
             raise APIError(400, str(error), param="input") from error
         except TimeoutError as error:
-            raise APIError(504, f"the request was not done after {self.timeout:g} seconds", code="timeout") from error
+            raise APIError(504, f"the request did not end within {self.timeout:g} seconds", code="timeout") from error
         finally:
             self._embeddings_left += 1
         data = [
@@ -155,7 +155,7 @@ class _Server:
     ) -> Response:
         assert self.worker is not None
         if params.structured_outputs is not None:
-            # compiled in a thread of its own, as a large schema takes a second, and found again by the engine
+            # compiled in another thread, as a large schema takes a second; the engine then finds it in the cache
             try:
                 await asyncio.to_thread(self.worker.engine.structured_outputs.compile, params.structured_outputs)
             except ValueError as error:
@@ -163,7 +163,7 @@ class _Server:
         outputs = self.worker.generate(make_prompts, params, self.timeout)
         try:
             if body.stream:
-                # the first token tells whether the request is refused, as long as there is a status to say so
+                # wait for the first token: until then a refusal can still set the status
                 begun = await until_disconnect(request.receive, _with_first_output(outputs))
                 if begun is not None:
                     usage = body.stream_options is not None and body.stream_options.include_usage
@@ -180,7 +180,7 @@ class _Server:
     def _engine(self, model: str) -> Engine:
         self._check_model(model)
         if self.worker is None:
-            raise APIError(400, f"{self.name} embeds and generates no text; serve a causal language model")
+            raise APIError(400, f"{self.name} computes embeddings and generates no text; serve a causal language model")
         return self.worker.engine
 
     def _check_model(self, name: str) -> None:

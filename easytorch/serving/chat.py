@@ -13,26 +13,26 @@ from easytorch.serving.schemas import Message
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any] | None) -> list[int]:
-    """The tokens of a conversation, up to where the assistant begins. more: further arguments of the template."""
+    """The tokens of a conversation, with the generation prompt. more: further arguments of the template."""
     if not tokenizer.chat_template:
         raise APIError(400, "this model's tokenizer has no chat template; use /v1/completions")
     conversation = [_plain(message) for message in messages]
     given = dict(more or {})
     # the tokenizer's own arguments: a template of the client's would run for as long as it likes
     if reserved := given.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
-        raise APIError(400, f"chat_template_kwargs: {min(reserved)!r} is not for requests to set")
+        raise APIError(400, f"chat_template_kwargs: {min(reserved)!r} cannot be set by a request")
     try:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template refuses in its own ways
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template may raise any exception
         raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
     tokens: list[int] = tokenizer(checked_text(text), add_special_tokens=False)["input_ids"]
     return tokens
 
 
 def checked_text(text: str) -> str:
-    """`text`; an error where it has half of a surrogate pair, which JSON can say and no tokenizer can read."""
+    """`text`; an error for a lone surrogate, which JSON can encode and no tokenizer can read."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise APIError(400, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise APIError(400, "the text has a lone surrogate (\\ud800 to \\udfff), which is not a character")
     return text
 
 
@@ -42,7 +42,7 @@ def _plain(message: Message) -> dict[str, Any]:
         parts = []
         for part in message.content:
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise APIError(400, f"a part of type {part.get('type')!r}: this server reads text", param="messages")
+                raise APIError(400, f"a part of type {part.get('type')!r}: only text is supported", param="messages")
             parts.append(part["text"])
         given["content"] = "".join(parts)
     if message.role == "developer":  # OpenAI's newer name

@@ -57,7 +57,7 @@ class Chat:
             return None
         content = []
         for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
-            # the chosen token is there too, and may be none of the likeliest
+            # the chosen token is included, and need not be among the likeliest
             best = sorted(given.values(), key=lambda one: one.rank)[: self._top_logprobs]
             content.append(_token_logprob(given[token]) | {"top_logprobs": [_token_logprob(one) for one in best]})
         return {"content": content, "refusal": None}
@@ -112,7 +112,7 @@ def _token_logprob(logprob: Logprob) -> dict[str, Any]:
 
 
 class Usage:
-    """Tokens of a request: its prompts once, whatever the number of continuations."""
+    """The token usage of a request; a prompt counts once, whatever the number of continuations."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -147,7 +147,7 @@ async def answer(kind: Kind, model: str, outputs: Outputs, n: int) -> dict[str, 
 
 
 async def stream(kind: Kind, model: str, outputs: Outputs, n: int, *, include_usage: bool) -> AsyncGenerator[str, None]:
-    """The data of events, a token or a few each; an error in the middle is an event too, as the status is sent."""
+    """The data of events, a token or a few each; an error after the first is an event, as the status has been sent."""
     begin = head(kind, model, kind.chunk_object)
     if include_usage:
         begin |= {"usage": None}

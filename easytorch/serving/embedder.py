@@ -25,7 +25,7 @@ class Embedder:
     def __call__(self, inputs: Sequence[str | Sequence[int]]) -> tuple[list[list[float]], int]:
         """The vectors, and how many tokens the inputs had. `ValueError` for what cannot be embedded."""
         rows = [self._tokens(one) for one in inputs]
-        # sorted by length, to pad little
+        # sorted by length, to reduce padding
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         vectors: dict[int, list[float]] = {}
         for first in range(0, len(order), _BATCH):
@@ -73,4 +73,4 @@ def pooling_of(folder: str) -> Pooling:
         return "cls"
     if asked == {"mean"}:
         return "mean"
-    raise ValueError(f"{path}: pools by {', '.join(sorted(asked)) or 'nothing'}; this server does by mean or cls")
+    raise ValueError(f"{path}: pools by {', '.join(sorted(asked)) or 'nothing'}; this server supports mean and cls")

@@ -26,7 +26,7 @@ class APIError(HTTPException):
 
     def response(self) -> Response:
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(self.status)
-        # ASCII: a message may quote text that has no UTF-8 (half of a surrogate pair)
+        # ASCII: a message may quote text that cannot be encoded as UTF-8 (a lone surrogate)
         return Response(json.dumps(self.body()), self.status, headers, "application/json")
 
 

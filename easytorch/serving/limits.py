@@ -7,7 +7,7 @@ from typing import Any
 
 from easytorch.serving.errors import APIError
 
-# Without a key: what load balancers ask, and the page, which asks its reader for one.
+# Served without a key: health checks of load balancers, and the page, which asks its user for the key.
 _UNAUTHENTICATED = ("/health", "/")
 
 

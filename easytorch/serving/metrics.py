@@ -38,7 +38,7 @@ def _head(name: str, kind: str, help_: str) -> list[str]:
 
 
 class CountResponses:
-    """ASGI middleware. paths: those counted by name; all others count as "other", so that clients cannot add labels."""
+    """ASGI middleware. paths: those counted by name; all others count as "other", so that clients add no labels."""
 
     def __init__(self, app: Any, *, counts: Counter[tuple[str, int]], paths: frozenset[str]) -> None:
         self.app, self.counts, self.paths = app, counts, paths

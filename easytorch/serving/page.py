@@ -1,4 +1,4 @@
-"""The page at `/`: a conversation with the model that is served, by the server's own API."""
+"""The chat page at `/`, which uses the server's own API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 
 async def page() -> Response:
-    """The page. It loads nothing from elsewhere, and its policy lets it ask nobody but this server."""
+    """The page. It loads nothing from elsewhere; its content security policy allows only requests to this server."""
     html, policy = _page()
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
     return HTMLResponse(html, headers=headers)
@@ -20,7 +20,7 @@ async def page() -> Response:
 
 @functools.cache
 def _page() -> tuple[str, str]:
-    """The page, and the policy that names its own script and style by their hashes."""
+    """The page, and the content security policy that names its own script and style by their hashes."""
     html = resources.files("easytorch.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     def sources(tag: str) -> str:

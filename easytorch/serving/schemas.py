@@ -1,6 +1,7 @@
-"""The requests that the server takes, by OpenAI's names; beside them vLLM's further sampling parameters.
+"""The request bodies, by OpenAI's field names, with vLLM's further sampling parameters.
 
-What has no meaning here is refused unless it asks for nothing; an unknown field is an error that names it.
+A field of an unsupported feature is refused unless its value disables the feature; an unknown field is an error that
+names it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from easytorch.generation.engine import SamplingParams, StructuredOutputsParams
 
 Token = Annotated[StrictInt, Field(ge=0)]
-# Values of what the server does not do, that ask for nothing.
+# For each unsupported feature the values that disable it.
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "none", "auto")
 
 
@@ -56,7 +57,7 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
         if (self.json_schema is None) != (self.type != "json_schema"):
-            raise ValueError("response_format: json_schema goes with the type of that name, and with no other")
+            raise ValueError("response_format: json_schema is for the type json_schema, and for no other")
         return self
 
     def params(self) -> StructuredOutputsParams | None:
@@ -104,14 +105,14 @@ class SamplingRequest(_Request):
     @model_validator(mode="after")
     def _check(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for stream=true")
+            raise ValueError("stream_options requires stream=true")
         if isinstance(self.stop, list) and len(self.stop) > 16:
             raise ValueError("stop: at most 16 strings")
         if not 1 <= self.n <= 128:
             raise ValueError("n must be between 1 and 128")
         for token in self.logit_bias or {}:
             if not token.isdecimal():
-                raise ValueError(f"logit_bias: {token!r} is no token id")
+                raise ValueError(f"logit_bias: {token!r} is not a token id")
         return self
 
     def _given(self) -> dict[str, Any]:
@@ -161,11 +162,11 @@ class ChatCompletionRequest(SamplingRequest):
             "verbosity", "web_search_options",
         )  # fmt: skip
         if self.structured_outputs is not None and self.response_format is not None:
-            raise ValueError("response_format and structured_outputs both say what the text has to be; give one")
+            raise ValueError("response_format and structured_outputs both constrain the text; give one of them")
         if self.modalities not in (None, ["text"]):
-            raise ValueError('modalities: this server answers ["text"] alone')
+            raise ValueError('modalities: this server supports ["text"] only')
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs are for logprobs=true")
+            raise ValueError("top_logprobs requires logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         return self
@@ -190,11 +191,11 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix: this server does not fill in the middle")
+            raise ValueError("suffix: this server does not support fill-in-the-middle")
         if self.best_of not in (None, self.n):
-            raise ValueError("best_of: this server gives every continuation it makes; ask for n")
+            raise ValueError("best_of: this server returns every continuation it generates; use n")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs: this server gives those of new tokens alone")
+            raise ValueError("echo with logprobs: this server returns those of new tokens only")
         if not self.prompt:
             raise ValueError("prompt is empty")
         return self
@@ -224,4 +225,4 @@ class EmbeddingRequest(_Request):
 def refuse_all(request: BaseModel, *names: str) -> None:
     for name in names:
         if getattr(request, name) not in _NOTHING:
-            raise ValueError(f"{name}: this server does not do that; leave it out")
+            raise ValueError(f"{name}: this server does not support it; leave it out")

@@ -39,7 +39,7 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; what still runs gets an error."""
+        """Ends the thread; requests that still run get an error."""
 
         def stop() -> None:
             self._stopped = True
@@ -74,11 +74,11 @@ class EngineWorker:
     async def generate(
         self, make_prompts: Callable[[], Sequence[Any]], params: SamplingParams, timeout: float
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt's number * n + continuation's number, output) as they come; closing it aborts what is left.
+        """(index of the prompt * n + index of the continuation, output) as they come; closing it aborts the rest.
 
-        make_prompts: gives the prompts, in the engine's thread, which the tokenizer belongs to. The first item is given
-        after all were accepted: `ValueError` before it for what the engine refuses, `APIError` of a full queue. After
-        `timeout` seconds it is an `APIError`.
+        make_prompts: returns the prompts; called in the engine's thread, to which the tokenizer belongs. The first item
+        is yielded once all requests are accepted: before it `ValueError` for a request that the engine refuses, and
+        `APIError` for a full queue. After `timeout` seconds it raises `APIError`.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
@@ -104,7 +104,7 @@ class EngineWorker:
                 self.engine.abort(request_id)
                 self._listeners.pop(request_id, None)
 
-        late = APIError(504, f"the request was not done after {timeout:g} seconds", code="timeout")
+        late = APIError(504, f"the request did not end within {timeout:g} seconds", code="timeout")
         timer = loop.call_later(timeout, arrived.put_nowait, (0, late))
         try:
             await asyncio.wrap_future(self.call(add))
@@ -114,7 +114,7 @@ class EngineWorker:
                 if isinstance(output, APIError):
                     raise output
                 if output.outputs[0].finish_reason == "abort":
-                    raise APIError(400, f"the structured output cannot go on: {output.outputs[0].stop_reason}")
+                    raise APIError(400, f"the structured output cannot continue: {output.outputs[0].stop_reason}")
                 left -= output.finished
                 yield place, output
         finally:
@@ -141,7 +141,7 @@ class EngineWorker:
                 outputs = self.engine.step()
             except Exception:  # the boundary of the thread: the server keeps running, and its requests get the error
                 logger.exception("a step of the engine failed; its requests are ended")
-                self._fail(APIError(500, "a step of the engine failed; the server's log says why"))
+                self._fail(APIError(500, "a step of the engine failed; see the server's log"))
                 outputs = []
             for output in outputs:
                 if (listener := self._listeners.get(output.request_id)) is not None:
@@ -150,7 +150,7 @@ class EngineWorker:
                     self._listeners.pop(output.request_id, None)
 
     def _run_commands(self) -> None:
-        """Runs the commands that there are, and waits for one where there is nothing else to do."""
+        """Runs the queued commands, and waits for one where no request is running."""
         while True:
             try:
                 command = self._commands.get(block=not self.engine.has_unfinished_requests)
@@ -169,7 +169,7 @@ class EngineWorker:
 
 
 def _ended() -> APIError:
-    return APIError(503, "the engine's thread has ended; the server's log says why")
+    return APIError(503, "the engine's thread has ended; see the server's log")
 
 
 def _listener(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any], place: int) -> Listener:

@@ -46,8 +46,8 @@ def test_axes_are_read_in_the_order_of_a_mesh() -> None:
         ("dp=-1,tp=3", "needs a multiple of 3 devices, and there are 8"),
         ("dp=-1,tp=-1", "only one axis can have the devices that are left, -1, not dp and tp"),
         ("data=8", "no axis 'data'; the axes are dp, fsdp, pp, ep, tp, sp"),
-        ("tp", "'tp' is no axis and its size, as in 'tp=2'"),
-        ("tp=two", "'tp=two' is no axis"),
+        ("tp", "'tp' is not an axis and its size, as in 'tp=2'"),
+        ("tp=two", "'tp=two' is not an axis"),
         ("tp=2,tp=4", "the axis tp is given twice"),
         ("tp=0,dp=8", "the axis tp has 0 devices"),
         ("tp=-2,dp=8", "the axis tp has -2 devices"),
@@ -99,7 +99,7 @@ def test_what_is_no_spec_is_refused() -> None:
     for spec, error, message in (
         ("tp", TypeError, "w: a partition spec is a tuple"),
         ((1,), TypeError, "1 in"),
-        ((("tp", 2),), TypeError, "is no axis name"),
+        ((("tp", 2),), TypeError, "is not an axis name"),
         ((None, None, "tp"), ValueError, r"w has 2 dimension\(s\), and the spec .* has 3"),
         (("tp", "tp"), ValueError, "names tp twice"),
     ):

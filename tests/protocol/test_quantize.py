@@ -322,7 +322,7 @@ def test_a_mesh_of_jax_is_refused():
     jax, model = pytest.importorskip("jax"), model_of("llama")
     of_jax = jax.sharding.Mesh(jax.devices("cpu")[:1], ("tp",))
     for call in (model.shard_model, model.gather_model):
-        with pytest.raises(TypeError, match="a mesh of JAX places JAX's arrays"):
+        with pytest.raises(TypeError, match="a JAX mesh shards JAX arrays"):
             call(mesh=of_jax)
 
 

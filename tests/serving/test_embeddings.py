@@ -69,7 +69,7 @@ def test_vectors_are_the_means_of_transformers_outputs(minilm, served):
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.embeddings.create(model="minilm", input=wrong)
-        with pytest.raises(openai.BadRequestError, match="embeds and generates no text"):
+        with pytest.raises(openai.BadRequestError, match="computes embeddings and generates no text"):
             client.completions.create(model="minilm", prompt="x")
         with pytest.raises(openai.BadRequestError, match="dimensions"):
             client.embeddings.create(model="minilm", input="x", dimensions=2)

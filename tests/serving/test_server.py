@@ -188,11 +188,11 @@ def test_structured_outputs(client):
         ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses these messages: no tools here"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "'image_url': this server reads text",
+            "'image_url': only text is supported",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: this server does not do that"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: this server does not support it"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema goes with the type of that name"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is for the type json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
             "the structured output cannot be compiled: Invalid type: nope",
@@ -200,7 +200,7 @@ def test_structured_outputs(client):
         ({"extra_body": {"structured_outputs": {"regex": "(("}}}, "unclosed group"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "given: regex, choice"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}, "min_tokens": 2}}, "leave min_tokens out"),
-        ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: 'x' is not a token id"),
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000"),
         ({"stop": [""]}, "none of them empty"),
         ({"n": 0}, "n must be between 1 and 128"),
@@ -228,7 +228,7 @@ def test_the_other_errors_have_openai_s_body(client, address):
     assert error.value.body["code"] == "model_not_found"
     with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="small generates text and embeds none"):
+    with pytest.raises(openai.BadRequestError, match="small generates text and has no embeddings"):
         client.embeddings.create(model="small", input="x")
     http = client._client
     headers = {"Authorization": f"Bearer {KEY}"}

@@ -1,6 +1,6 @@
-"""Many requests through one model: continuous batching over pages, in vLLM's words.
+"""Continuous batching of many requests over pages, by vLLM's names.
 
-params.py     `SamplingParams`: what a request asks for
+params.py     `SamplingParams`: the sampling settings of a request
 request.py    `Request` and `RequestOutput`
 pages.py      `PagePool`: pages in use, and free ones whose contents are cached
 prefix.py     hashes of pages, by which prompts with a common prefix share them

@@ -1,4 +1,4 @@
-"""`Engine`: many requests through one model, a step at a time."""
+"""`Engine`: continuous batching, one step at a time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         longest, why = max_sequence_length(model)
         if max_model_length is not None and longest is not None and max_model_length > longest:
-            raise ValueError(f"max_model_length={max_model_length} is above the {longest} positions: {why}")
+            raise ValueError(f"max_model_length={max_model_length} exceeds the {longest} positions: {why}")
         layers = cached_layers(model)
         assert layers is not None
         sizes = cache_sizes(
@@ -202,9 +202,9 @@ class Engine:
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The outputs of one request, one a token; whatever else is queued runs beside it.
+        """The outputs of one request, one for each token; other queued requests run in the same steps.
 
-        A caller that stops before the end aborts it.
+        Closing the iterator before the end aborts the request.
         """
         if params is not None and params.n != 1:
             raise ValueError(f"streaming supports n=1 only, got n={params.n}")

@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, continuations out, in vLLM's words."""
+"""`LLM`: batch generation from prompts, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LLM:
                     if output.finished and output.request_id in unfinished:
                         done[output.request_id] = output
                         unfinished.remove(output.request_id)
-        finally:  # a prompt that is refused takes the others with it, and so does an interruption
+        finally:  # a refused prompt aborts the others too, as does an interruption
             for request_id in (request_id for own in ids for request_id in own):
                 self.engine.abort(request_id)
         return [_together([done[request_id] for request_id in own]) for own in ids]
@@ -67,7 +67,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` of one or several conversations, put into the tokenizer's chat template."""
+        """`generate` from one or several conversations, formatted by the tokenizer's chat template."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate with prompts")

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a request asks for, in vLLM's words."""
+"""`SamplingParams`: the sampling settings of a request, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SamplingParams:
     max_tokens: generate at most this many; None: as many as the engine's max_model_length leaves.
     min_tokens: no end token or stop token before this many.
     stop: strings that end the text, which are left out of it unless include_stop_str_in_output.
-    stop_token_ids: further end tokens. ignore_eos: the model's end tokens are tokens like others.
-    logprobs: give the log probability of each token, and of this many likeliest ones, of the model's own distribution:
+    stop_token_ids: further end tokens. ignore_eos: the model's end tokens do not end the request.
+    logprobs: return the log probability of each token and of this many of the likeliest, by the model's distribution
     before penalties, biases and temperature.
     structured_outputs: the text follows a JSON schema, a regular expression, a choice or a grammar, and ends where it
     is complete; needs the package llguidance (extra `serve`).
@@ -101,7 +101,7 @@ class SamplingParams:
             if self.min_tokens or self.ignore_eos:
                 name = "min_tokens" if self.min_tokens else "ignore_eos"
                 raise ValueError(
-                    f"{name} and structured_outputs: the structure says where the text ends; leave {name} out"
+                    f"{name} and structured_outputs: the structure determines where the text ends; leave {name} out"
                 )
 
     @property

@@ -1,4 +1,4 @@
-"""`Request`: the state of one continuation of a prompt in the engine; `RequestOutput`: what users get of it."""
+"""`Request`: the state of one continuation of a prompt in the engine; `RequestOutput`: its result for users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompletionOutput:
     """The continuation generated so far. text: "" without a tokenizer. logprobs: by token id, one dict for each token.
 
     stop_reason: the stop string or stop token that ended it; None for the model's end token and for a structured text
-    that is complete; of an abort by a grammar that could not go on, why.
+    that is complete; the reason where a grammar that cannot continue aborted it.
     """
 
     index: int
@@ -51,9 +51,9 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """tokens: prompt and output. computed: of how many of them keys and values lie in `pages`, once the step that is
-    scheduled has run. hashes: of the full pages of tokens. max_length: it ends at this many tokens. slot: its number
-    among those that run."""
+    """tokens: prompt and output. computed: the number of tokens whose keys and values are in `pages` after the
+    scheduled step. hashes: one for each full page of tokens. max_length: the number of tokens at which it ends. slot:
+    its index among the running requests."""
 
     request_id: str
     prompt: str | None

@@ -52,8 +52,8 @@ def logprobs_of(
 
 
 def _adjust(logits: Tensor, request: Request) -> Tensor | None:
-    """logits (V,) with the request's penalties and biases, and without tokens it may not have yet; None: as they
-    are."""
+    """logits (V,) with the request's penalties and biases, and -inf for tokens that are not allowed yet; None if
+    nothing changes."""
     params, device = request.params, logits.device
     before = logits
     if params.repetition_penalty != 1.0:

@@ -77,7 +77,7 @@ class StructuredText:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether the text is complete: no token can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
@@ -132,13 +132,13 @@ class StructuredOutputs:
 
 
 def _schema(given: Any) -> Any:
-    """A JSON schema as an object; `ValueError` for invalid JSON and for anything that is no object."""
+    """A JSON schema as an object; `ValueError` for invalid JSON and for anything but an object."""
     schema = given
     if isinstance(given, str):
         try:
             schema = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"the JSON schema is no JSON: {error}") from error
+            raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
     try:

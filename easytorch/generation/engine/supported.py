@@ -1,4 +1,4 @@
-"""Which models the engine supports: each layer attends over pages, has a recurrent state, or mixes no tokens."""
+"""Which models the engine supports: each layer attends over pages, has a recurrent state, or does not mix tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from easytorch.layers.rotary import RotaryTables
 
 
 def refusal(model: Any) -> str | None:
-    """Why `model` cannot be run over pages of many requests; None: it can."""
+    """The reason why the engine cannot run `model`; None if it can."""
     name = type(model).__name__
     if not callable(getattr(model, "can_generate", None)) or not model.can_generate():
-        return f"{name} is no causal language model; load one with AutoModelForCausalLM"
+        return f"{name} is not a causal language model; load one with AutoModelForCausalLM"
     if model.config.is_encoder_decoder:
         return f"{name} has an encoder, whose keys are not in pages; use model.generate"
     layers = cached_layers(model)
@@ -73,7 +73,7 @@ class CachedLayers(NamedTuple):
 
 _ATTENTIONS = (GroupedAttention, LatentAttention)
 _STATEFUL = (GatedDeltaNet, Mamba2Mixer, MambaMixer)
-# Types of layers that mix no tokens.
+# Types of layers that do not mix tokens.
 _WITHOUT_CACHE = ("moe", "mlp")
 
 
@@ -92,7 +92,7 @@ def cached_layers(model: Any) -> CachedLayers | None:
 
 
 def empty_masks(model: Any) -> dict[str, None] | None:
-    """None for each layer type, as the masks of a step: the page tables say which keys are attended to."""
+    """The masks of a step, None for each layer type: the page tables determine which keys are attended to."""
     backbone = backbone_of(model)
     if backbone is None:
         return None

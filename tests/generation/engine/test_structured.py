@@ -109,7 +109,7 @@ def test_json_object_begins_as_one(engine):
         ({"regex": ""}, "regex='' must be a string that is not empty"),
         ({"choice": "yes"}, "choice='yes' must be a list of strings"),
         ({"choice": ["a", ""]}, "none of them empty"),
-        ({"json": "{"}, "the JSON schema is no JSON"),
+        ({"json": "{"}, "the JSON schema is not valid JSON"),
         ({"json": "[]"}, "a JSON schema is an object, not list"),
         ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
     ],
