@@ -24,7 +24,7 @@ COUNTS = (
 
 
 def check_architecture(model: dict[str, Any] | str) -> PreTrainedConfig:
-    """The config of `model`; `ValueError` for what is no causal language model, and for what cannot be built."""
+    """The config of `model`; `ValueError` if it is not a causal language model, or cannot be built."""
     import easytorch
 
     config = _read(model) if isinstance(model, str) else build(model)
@@ -67,7 +67,7 @@ def build(settings: dict[str, Any]) -> PreTrainedConfig:
 
 
 def with_tokenizer(config: TrainingConfig, tokenizer: Any) -> PreTrainedConfig:
-    """The config of a new model: vocabulary and special tokens are the tokenizer's, positions reach over a block."""
+    """The config of a new model: vocabulary and special tokens are the tokenizer's, positions at least a block."""
     from transformers import AutoConfig
 
     assert isinstance(config.model, dict)
@@ -88,17 +88,17 @@ def with_tokenizer(config: TrainingConfig, tokenizer: Any) -> PreTrainedConfig:
 
 
 def check_positions(model: PreTrainedConfig, block_size: int) -> None:
-    """`ValueError` where a block is longer than the positions that the model has."""
+    """`ValueError` where a block is longer than the model's maximum number of positions."""
     limit = getattr(model, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < block_size:
         raise ValueError(
             f"{flag('block_size')} {block_size} is longer than the model's max_position_embeddings {limit}; "
-            f"give a smaller --block-size, or a model with more positions"
+            f"give a smaller --block-size, or a model with a larger maximum"
         )
 
 
 def _check_counts(settings: dict[str, Any]) -> None:
-    """Sizes are positive; one of 0 or less is a division by zero or an empty layer somewhere inside."""
+    """`ValueError` for a size below 1, which would be a division by zero or an empty layer inside the model."""
     for name in COUNTS:
         value = settings.get(name)
         if isinstance(value, int) and value < 1:
@@ -106,7 +106,7 @@ def _check_counts(settings: dict[str, Any]) -> None:
 
 
 def _check_activations(settings: dict[str, Any]) -> None:
-    """transformers raises a bare KeyError for these."""
+    """`ValueError` for an unknown activation, for which transformers raises a bare KeyError."""
     from transformers.activations import ACT2FN
 
     for name in ACTIVATIONS:
@@ -116,14 +116,14 @@ def _check_activations(settings: dict[str, Any]) -> None:
 
 
 def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTrainedConfig, where: str) -> None:
-    """transformers keeps a key that it does not know as an attribute that nothing reads."""
+    """`ValueError` for an unknown key, which transformers keeps as an attribute that nothing reads."""
     from transformers import PreTrainedConfig
 
     known = {*vars(default), *config.attribute_map}
     for name, value in given.items():
         if name not in known and not hasattr(default, name) and name in vars(config):
             raise ValueError(
-                f"{where}: {config.model_type!r} knows no {name!r}{nearest(name, known)}; correct it or leave it out"
+                f"{where}: {config.model_type!r} has no setting {name!r}{nearest(name, known)}; correct or remove it"
             )
         inner = getattr(config, name, None)
         if isinstance(value, dict) and isinstance(inner, PreTrainedConfig):
@@ -132,7 +132,7 @@ def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTra
 
 
 def _check_rope(given: Any, where: str) -> None:
-    """transformers warns of keys it does not know here, and goes on without them."""
+    """`ValueError` for unknown rope parameters, which transformers warns of and ignores."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
     if not isinstance(given, dict):
@@ -144,7 +144,7 @@ def _check_rope(given: Any, where: str) -> None:
     known = {*RopeParameters.__annotations__, "type", "mrope_section", "mrope_interleaved"}
     for name in given:
         if name not in known:
-            raise ValueError(f"{where}: rope_parameters knows no {name!r}{nearest(name, known)}")
+            raise ValueError(f"{where}: rope_parameters has no setting {name!r}{nearest(name, known)}")
     types = {"default", *ROPE_INIT_FUNCTIONS}
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type not in types and not (rope_type == "mrope" and "mrope_section" in given):

@@ -1,4 +1,4 @@
-"""`TrainingConfig` from the command line: a flag for each field, over the values of a YAML or JSON file."""
+"""`TrainingConfig` from the command line: a flag for each field, which overrides a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from easytorch.training.config import TrainingConfig, flag
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainingConfig:
-    """The flags over the settings of a file, which may come first; `ValueError` or `OSError` for what is wrong."""
+    """The settings of the flags, and of a file given first or by its flag; `ValueError` or `OSError` for wrong ones."""
     # not a positional argument of the parser, which would take the value of a misspelt flag for one
     path = arguments[0] if arguments and arguments[0].endswith(_ENDINGS) else None
     flags = vars(_parser(prog).parse_args(arguments if path is None else arguments[1:]))
@@ -133,9 +133,9 @@ def _read(path: str) -> dict[str, Any]:
         what = "YAML" if is_yaml else "JSON (a YAML file ends in .yaml)"
         raise ValueError(f"{flag('config')}: {path} is not {what}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        kind = "names that are no text" if isinstance(values, dict) else f"a {type(values).__name__}"
+        kind = "keys that are not strings" if isinstance(values, dict) else f"a {type(values).__name__}"
         what = "a mapping" if is_yaml else "a JSON object"
-        raise ValueError(f"{flag('config')}: {path} must hold {what} of training settings, it holds {kind}")
+        raise ValueError(f"{flag('config')}: {path} must hold {what} of training settings, got {kind}")
     return values
 
 

@@ -41,7 +41,7 @@ def save_checkpoint(
     with new_folder(final, replace=True) as temporary, named_os_errors(final):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        # An open file: given a path, torch loses the reason why it could not be written.
+        # An open file: given a path, torch's error does not say why it could not be written.
         with (temporary / STATE).open("wb") as file:
             torch.save({"step": step, **state}, file)
     for old in _checkpoints(final.parent)[:-keep]:
@@ -58,7 +58,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     """The `state` given to `save_checkpoint`, and the step; `CheckpointError` if it is damaged."""
     path = checkpoint / STATE
     if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint} has no {STATE}: it can be loaded as a model, and not be resumed from")
+        raise FileNotFoundError(f"{checkpoint} has no {STATE}: it can be loaded as a model but not resumed from")
     advice = f"move {checkpoint} away to resume from the checkpoint before it"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -68,10 +68,10 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not {"step", "optimizer"} <= state.keys():
         raise CheckpointError(f"holds no step and optimizer state; {advice}", file=path)
     if type(state["step"]) is not int or checkpoint.name != f"{_PREFIX}{state['step']}":
-        raise CheckpointError(f"says that it is of step {state['step']!r}; {advice}", file=path)
+        raise CheckpointError(f"states the step {state['step']!r}; {advice}", file=path)
     settings = state.get("settings")
     if settings is not None and not (isinstance(settings, dict) and isinstance(settings.get("text"), dict)):
-        raise CheckpointError(f"has settings that are none of training; {advice}", file=path)
+        raise CheckpointError(f"has settings that are not training settings; {advice}", file=path)
     return state
 
 

@@ -1,4 +1,4 @@
-"""`TrainingConfig`: everything a training run depends on, as plain data that JSON and flags can carry."""
+"""`TrainingConfig`: everything a training run depends on, as plain data for JSON and flags."""
 
 from __future__ import annotations
 
@@ -62,28 +62,30 @@ class TrainingConfig:
     vocab_size: of the byte-level BPE tokenizer trained on the text; 257 means plain bytes (256 and end-of-text). It is
         not used when `model` is pretrained and so has a tokenizer.
     block_size: tokens in a training sequence; documents are packed into blocks without padding.
-    batch_size: sequences in one optimizer step, over all processes. It does not change what is learnt by how many
-        processes there are: each takes its share.
-    micro_batch_size: sequences a process holds at a time; the rest of its share is accumulated. None means all.
+    batch_size: sequences in one optimizer step, over all processes. It is divided among the
+        processes, so their number does not change the training.
+    micro_batch_size: sequences per forward and backward of a process; gradients are accumulated over its share of the
+        batch. None means all at once.
     steps: optimizer steps of the run.
-    learning_rate, min_learning_rate: peak and final rate of `schedule` ("cosine", "linear", "constant", or "wsd":
-        warm-up, stable, decay, arXiv:2404.06395), after `warmup_steps` of linear warm-up.
-    decay_steps: of "wsd", the last steps of the run, over which the rate falls as 1 - sqrt(share of them done); None
+    learning_rate, min_learning_rate: peak and final learning rate of `schedule` ("cosine", "linear", "constant", or
+        "wsd": warm-up, stable, decay, arXiv:2404.06395), after `warmup_steps` of linear warm-up.
+    decay_steps: of "wsd", the last steps of the run, over which the learning rate falls as 1 - sqrt(share done); None
         means a tenth of the run.
-    weight_decay, beta1, beta2: of AdamW; decay applies to matrices, norms and biases are not decayed.
-    grad_clip: largest norm of all gradients together; 0 leaves them as they are.
-    seed: of the first weights, the order of the blocks and dropout.
+    weight_decay, beta1, beta2: of AdamW; weight decay applies to matrices, not to norms and biases.
+    grad_clip: maximum global norm of the gradients; 0 disables clipping.
+    seed: of the initial weights, the order of the blocks and dropout.
     dtype: "bfloat16" runs forward and backward under autocast; weights and optimizer stay float32.
-    attn_implementation: forces an attention of the model ("flash", "sdpa", ...); None leaves the choice.
-    eval_fraction: share of the blocks held out, measured every `eval_every` steps and at the end.
-    log_every: steps between lines where there is no terminal.
-    save_every: steps between checkpoints, 0 for only the last; the newest `keep_checkpoints` stay.
+    attn_implementation: forces an attention implementation ("flash", "sdpa", ...); None chooses automatically.
+    eval_fraction: share of the blocks held out, evaluated every `eval_every` steps and at the end.
+    log_every: steps between log lines where the output is not a terminal.
+    save_every: steps between checkpoints, 0 for only the last; the newest `keep_checkpoints` are kept.
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
-        gradients and optimizer (FSDP2), "tp" shards the products; one size may be -1, the rest. None means "dp=-1".
-    on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step changes nothing and the
-        run goes on ("skip"), up to ten in a row. A checkpoint is only written of weights that give a finite loss.
+        gradients and optimizer state (FSDP2), "tp" is tensor parallelism; one size may be -1, the rest. None means
+        "dp=-1".
+    on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step is skipped and the run
+        continues ("skip"), up to ten in a row. A checkpoint is written only if the weights give a finite loss.
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.
-    change: names of settings that a resumed run takes other than its checkpoint had; any other difference is refused.
+    change: names of settings that may differ from the checkpoint's in a resumed run; any other difference is refused.
         "processes" stands for their number.
     device: "auto" (CUDA or ROCm if there is one, else CPU), "cpu" or "cuda".
     """
@@ -164,14 +166,14 @@ class TrainingConfig:
             )
         if self.decay_steps is not None:
             if self.schedule != "wsd":
-                raise ValueError(f"{flag('decay_steps')} is for {flag('schedule')} wsd, and it is {self.schedule}")
+                raise ValueError(f"{flag('decay_steps')} requires {flag('schedule')} wsd, and it is {self.schedule}")
             stable = self.steps - self.warmup_steps
             self._require("decay_steps", self.decay_steps <= stable, f"at most the {stable} steps after the warm-up")
         changeable = [name for name in (*self.settings(), "processes") if name not in _STORED]
         for name in self.change:
             if name not in changeable:
                 raise ValueError(
-                    f"{flag('change')} names {name!r}, which is none of the settings that are compared"
+                    f"{flag('change')} names {name!r}, which is not one of the settings that are compared"
                     f"{nearest(name, changeable)}: {', '.join(changeable)}"
                 )
         if isinstance(self.model, dict) and "model_type" not in self.model:
@@ -190,7 +192,7 @@ class TrainingConfig:
             self._require(name, value <= LARGEST_COUNT, f"at most {LARGEST_COUNT}")
 
     def _require_type(self, name: str, declared: str) -> None:
-        """JSON has types too: "10" and 10.5 are not a number of steps."""
+        """`ValueError` for a value of another type: "10" and 10.5 are not a number of steps."""
         value = getattr(self, name)
         accepted, words = _TYPES[declared]
         if not isinstance(value, accepted) or (isinstance(value, bool) and declared != "bool"):
@@ -199,7 +201,7 @@ class TrainingConfig:
             raise ValueError(f"{flag(name)} must be {words}, got {list(value)!r}")
 
     def axes(self, processes: int) -> dict[str, int]:
-        """The axes of the mesh and their sizes; `ValueError` where these processes do not make them up."""
+        """The axes of the mesh and their sizes; `ValueError` where their product is not the number of processes."""
         try:
             axes = parse_axes(self.mesh or "dp=-1", processes)
         except ValueError as error:

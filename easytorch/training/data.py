@@ -1,4 +1,4 @@
-"""Text files to fixed blocks of tokens, and which blocks each process sees at each step."""
+"""Tokenized text in blocks of fixed length, and the blocks that each process sees at each step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.nda
 
 
 def split_blocks(tokens: int, block_size: int, eval_fraction: float) -> tuple[int, int]:
-    """(blocks to train on, blocks held out) of so many tokens; `ValueError` where none is left to train on."""
+    """(training blocks, held-out blocks) of a number of tokens; `ValueError` where no training block is left."""
     count = tokens // block_size
     held_out = max(1, round(count * eval_fraction)) if eval_fraction else 0
     if count - held_out < 1:

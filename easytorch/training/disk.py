@@ -10,8 +10,8 @@ from easytorch.bridge.storage.fsync import os_error_of
 
 
 class named_os_errors(AbstractContextManager[None]):
-    """Within it the operating system's errors name `path`; those that torch, safetensors and tokenizers raise as errors
-    of their own (a full disk is a `RuntimeError`, a `SafetensorError`, an `Exception`) become the `OSError` they are.
+    """A context in which the operating system's errors name `path`; those that torch, safetensors and tokenizers wrap
+    (a full disk is a `RuntimeError`, a `SafetensorError`, an `Exception`) are raised as the `OSError` that they hold.
     """
 
     def __init__(self, path: Path) -> None:

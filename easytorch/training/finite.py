@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 class NonFiniteError(ArithmeticError):
     """Training met a NaN or an infinity: at which step, and in which tensor.
 
-    `step` is the optimizer step that was being computed, counted from 1; `tensor` names the first that is not finite.
+    `step`: the optimizer step, counted from 1; `tensor`: the name of the first tensor that is not finite.
     """
 
     def __init__(self, step: int, tensor: str, advice: str) -> None:
@@ -50,7 +50,7 @@ def _first(kind: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None
 
 
 def _nonfinite_values(tensor: torch.Tensor) -> int:
-    """How many values are NaN or infinite; of a sharded tensor, over all its ranks, each of which asks."""
+    """The number of values that are NaN or infinite; of a sharded tensor over all ranks, each of which calls this."""
     if not isinstance(tensor, DTensor):
         finite = torch.isfinite(tensor)
         return 0 if finite.all() else int((~finite).sum())

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and clipping by it, of plain and of sharded ones."""
+"""The global norm of plain and sharded gradients, and clipping by it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, those of DTensors full: the same in each rank of their mesh."""
+    """The global norm of the gradients, over all shards of DTensors: the same on each rank of their mesh."""
     norms = [torch.nn.utils.get_total_norm(group) for group in _by_mesh(gradients)]
     full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return full[0] if len(full) == 1 else torch.linalg.vector_norm(torch.stack(full)) if full else torch.zeros(())
@@ -24,7 +24,7 @@ def clip(parameters: Sequence[torch.nn.Parameter], largest: float, norm: Tensor)
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """torch's functions over lists take DTensors of one mesh, or plain tensors."""
+    """Groups for torch's foreach functions, which take DTensors of one mesh, or plain tensors."""
     groups: dict[object, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

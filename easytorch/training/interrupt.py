@@ -12,7 +12,7 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopOnSignal:
-    """Within the context a SIGINT or SIGTERM sets `asked`; one that comes seconds later acts as it did outside."""
+    """A context in which SIGINT or SIGTERM sets `asked`; a second one, seconds later, has its former effect."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -28,7 +28,7 @@ class StopOnSignal:
         self._restore()
 
     def asked_within(self, seconds: float) -> bool:
-        """Whether a signal has arrived, or arrives within so many seconds."""
+        """Whether a signal has arrived, or arrives within that many seconds."""
         until = time.monotonic() + seconds
         while not self.asked and time.monotonic() < until:
             time.sleep(0.05)

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# With `on_nonfinite="skip"`: one bad batch is skipped, weights that no batch suits are not trained.
+# With `on_nonfinite="skip"`: a few bad batches are skipped; weights for which every batch is bad end the run.
 MOST_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
 class TrainingResult:
     """checkpoint: the newest one. steps: optimizer steps done. interrupted: a signal ended the run before the last.
-    skipped: steps of this run that changed nothing, their loss or gradient being NaN or infinite."""
+    skipped: steps of this run that were skipped because the loss or a gradient was NaN or infinite."""
 
     checkpoint: Path
     steps: int
@@ -82,7 +82,7 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:
-    """Dropout is a function of these three, so that a resumed run draws what it would have drawn."""
+    """Seed dropout by these three, so that a resumed run draws the same masks."""
     return ((seed * 1_000_003 + step) * 65_537 + place) % 2**63
 
 
@@ -184,7 +184,7 @@ class _Run:
             total += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = total_norm(p.grad for p in parameters if p.grad is not None)
-        # The same two numbers in every process, so that all of them take the step or none.
+        # The same two values in every process, so that all of them take the step or none does.
         summed, norms = self.processes.sum(total, norm)
         mean, gradient_norm = summed / self.processes.world, norms / self.processes.world
         if math.isfinite(mean) and math.isfinite(gradient_norm):
@@ -234,7 +234,7 @@ class _Run:
         )
         with self.processes.together():
             raise NonFiniteError(step, found, advice)
-        raise AssertionError("together raises what every process has raised")
+        raise AssertionError("together() raises in every process")
 
     def _loss(self, module: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """Mean next-token cross entropy of (N, block_size) token ids."""
@@ -247,14 +247,14 @@ class _Run:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Loss of the held-out blocks, each computed in one place."""
+        """The mean loss of the held-out blocks, each computed by one process."""
         self.model.eval()
         processes, parallel, total, count = self.processes, self.parallel, 0.0, 0
         first, end = self.blocks.train_count, self.blocks.train_count + self.blocks.eval_count
         mine = torch.arange(first, end)[parallel.place :: parallel.places]
         pieces = list(mine.split(self.micro)) if len(mine) else []  # there may be fewer blocks than processes
         most = math.ceil(math.ceil(self.blocks.eval_count / parallel.places) / self.micro)
-        # Where a call communicates, each process makes as many: one of its calls may count for nothing.
+        # Where a call communicates, each process makes equally many: the result of the last may be unused.
         spare = [torch.arange(first, first + 1)] * (most - len(pieces) if parallel.sharded else 0)
         for indices, counted in [*((piece, len(piece)) for piece in pieces), *((piece, 0) for piece in spare)]:
             tokens = self.blocks.batch(indices.numpy()).to(processes.device)
@@ -294,7 +294,7 @@ class _Run:
         tokens = self.blocks.batch([self.parallel.place % self.blocks.train_count]).to(self.processes.device)
         loss = self._loss(self.model, tokens)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if self.parallel.sharded:  # FSDP2's shards are no leaves of the graph
+        if self.parallel.sharded:  # FSDP2's shards are not leaves of the graph
             loss.backward()
             gradients = [parameter.grad for parameter in trained]
             self.model.zero_grad(set_to_none=True)

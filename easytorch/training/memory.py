@@ -26,7 +26,7 @@ def count_parameters(architecture: PreTrainedConfig) -> int:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(architecture)
     except REFUSALS as error:
-        raise ValueError(f"{MODEL}: these settings make no model: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{MODEL}: these settings do not build a model: {type(error).__name__}: {error}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 

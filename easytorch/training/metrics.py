@@ -47,7 +47,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except (json.JSONDecodeError, UnicodeDecodeError):
             values = None
         if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-            raise ValueError(f"{path}: line {number} is not the metrics of a step; mend it, or remove the file")
+            raise ValueError(f"{path}: line {number} is not the metrics of a step; correct it, or remove the file")
         found.append(values)
     return found
 

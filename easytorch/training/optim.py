@@ -31,7 +31,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.opti
 
 
 def full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`state_dict` with every moment full: what one process would have. Each process calls this."""
+    """`state_dict` with the moments of all shards gathered, as one process would have it. Each process calls this."""
     state = optimizer.state_dict()
     moments = {
         number: {
@@ -43,7 +43,7 @@ def full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def without_moments(optimizer: torch.optim.Optimizer) -> list[int]:
-    """The numbers of the parameters that no step has changed: the loss does not depend on them."""
+    """The indices of the parameters without moments: no step has changed them, as the loss does not depend on them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [number for number, parameter in enumerate(parameters) if parameter not in optimizer.state]
 
@@ -52,7 +52,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
     """The moments of `state`; decay and betas stay those of `optimizer`, which a resumed run may have changed.
 
     absent: `without_moments` of the optimizer that was saved.
-    `ValueError` for a state that is not of these parameters: torch takes it and reads past the end of the moments.
+    `ValueError` for the state of other parameters, which torch would load and then read past the end of the moments.
     """
     if not isinstance(absent, list | tuple) or not all(type(number) is int for number in absent):
         raise ValueError(f"its list of parameters without moments is {absent!r}")
@@ -88,7 +88,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         raise ValueError("it holds no optimizer state")
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-        raise ValueError("its optimizer state is of another number of parameters")
+        raise ValueError("its optimizer state is for another number of parameters")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for place, (number, parameter) in enumerate(zip(numbers, parameters, strict=True)):
@@ -100,13 +100,13 @@ def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
         for name, shape in (("step", ()), ("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape)):
             moment = own.get(name)
             if not isinstance(moment, torch.Tensor) or moment.shape != shape:
-                raise ValueError(f"its {name} of parameter {number} has not the shape {tuple(shape)}")
+                raise ValueError(f"its {name} of parameter {number} does not have the shape {tuple(shape)}")
             if not torch.isfinite(moment).all():
                 raise ValueError(f"its {name} of parameter {number} has values that are not finite")
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The rate of step `step` (from 0): linear warm-up, then `config.schedule` down to `min_learning_rate`."""
+    """The learning rate of step `step` (from 0): linear warm-up, then `config.schedule` down to `min_learning_rate`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

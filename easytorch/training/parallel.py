@@ -1,4 +1,4 @@
-"""The model of several processes, by the axes of their mesh: everything that the loop need not know."""
+"""The model over the mesh of the processes: DistributedDataParallel, FSDP2, tensor parallelism by one interface."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class ParallelModel:
     """The model as a training step calls it, in one process.
 
-    model: the one whose parameters are trained. place, places: this process among those that have data of their own;
-    those of one tensor parallel group have the same place. sharded: each call communicates, evaluation's too.
+    model: the one whose parameters are trained. place, places: the data parallel rank of this process, and
+    their number; a tensor parallel group shares one rank. sharded: each call communicates, evaluation's too.
     """
 
     model: PreTrainedModel
@@ -47,7 +47,7 @@ class ParallelModel:
         return nullcontext()
 
     def to_save(self) -> PreTrainedModel:
-        """The model in one piece, with the weights of all shards on the CPU; each process calls this."""
+        """The unsharded model, with the full weights on the CPU; each process calls this."""
         if not self.sharded:
             return self.model
         assert self.original is not None

@@ -34,7 +34,7 @@ def plot_loss(metrics: str | Path, image: str | Path, *, title: str = "Training 
 
 
 def _smoothed(points: list[tuple[int, float]], decay: float = 0.9) -> list[tuple[int, float]]:
-    """Exponential moving average without the bias of its start."""
+    """Exponential moving average with bias correction."""
     mean, weight, result = 0.0, 0.0, []
     for step, value in points:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)

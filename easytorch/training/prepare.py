@@ -47,7 +47,7 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     if checkpoint is not None:
         stored = load_state(checkpoint).get("settings")
         if stored is None:
-            notes.append(f"{checkpoint} does not say with which settings it was trained: they are not compared")
+            notes.append(f"{checkpoint} does not store its settings: they are not compared")
         else:
             changed = check_same(stored, settings, config.change, str(checkpoint))
             notes += [f"changed for the rest of this run: {words}" for words in changed]
@@ -56,7 +56,7 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     model = architecture.check_architecture(config.model)
     if isinstance(config.model, dict):
         if "vocab_size" in config.model:
-            notes.append("the model's vocab_size is not used: the tokenizer's is, which --vocab-size sets")
+            notes.append("the model's vocab_size is not used: the tokenizer's is, set by --vocab-size")
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
     axes = config.axes(processes)
     notes.append(memory.describe(model, processes, device, axes.get("fsdp", 1) * axes.get("tp", 1)))
@@ -87,7 +87,7 @@ def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | No
     source = checkpoint or (config.model if isinstance(config.model, str) else None)
     tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else load_tokenizer(source)
     tokens = tokenize(texts, tokenizer)
-    split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses what is too little
+    split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses too little text
     with named_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(folder)
@@ -141,7 +141,7 @@ def check_model(model: PreTrainedModel, blocks: TokenBlocks, config: TrainingCon
             logits = model.eval()(input_ids=tokens, labels=tokens, use_cache=False).logits
     except architecture.REFUSALS as error:
         raise ValueError(
-            f"{flag('model')}: it cannot be run with these sizes: {type(error).__name__}: {error}"
+            f"{flag('model')}: it does not run with these sizes: {type(error).__name__}: {error}"
         ) from error
     first = logits[:, 0].float()
     if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4 * float(first.abs().max())):

@@ -23,7 +23,7 @@ LOST_PEER_SECONDS = 3.0
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the run failed, and reports why. `wrong_input`: with a `ValueError` or an `OSError`."""
+    """Another process of the run failed, and reports the reason. `wrong_input`: with a `ValueError` or an `OSError`."""
 
     def __init__(self, message: str, wrong_input: bool) -> None:
         self.wrong_input = wrong_input

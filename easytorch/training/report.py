@@ -58,7 +58,7 @@ class ProgressReport:
             self.say(f"step {step}/{self.steps}  {figures}  ETA {timedelta(seconds=round(left))}")
 
     def skipped(self, step: int, *, loss: float, gradient_norm: float, reason: str) -> None:
-        """Step `step` changed nothing, for `reason`."""
+        """Step `step` was skipped, for `reason`."""
         self.metrics.write(step=step, loss=loss, gradient_norm=gradient_norm, skipped=reason)
         self._bar.update(self._task, completed=step)
         self.say(f"step {step}/{self.steps}  skipped: {reason}")

@@ -103,7 +103,7 @@ def test_pooling_is_what_sentence_transformers_says(settings, pooling, tmp_path)
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
     if pooling is None:
-        with pytest.raises(ValueError, match="this server does by mean or cls"):
+        with pytest.raises(ValueError, match="this server supports mean and cls"):
             pooling_of(str(tmp_path))
     else:
         assert pooling_of(str(tmp_path)) == pooling

@@ -17,8 +17,8 @@ SIZES = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "nu
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"hiden_size": 32}, "'llama' knows no 'hiden_size' .nearest known name: 'hidden_size'"),
-        ({"n_layer": 2}, "knows no 'n_layer'"),
+        ({"hiden_size": 32}, "'llama' has no setting 'hiden_size' .nearest known name: 'hidden_size'"),
+        ({"n_layer": 2}, "has no setting 'n_layer'"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"num_attention_heads": -4}, "num_attention_heads must be at least 1, got -4"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
@@ -32,7 +32,7 @@ SIZES = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "nu
         ({"rope_parameters": {"rope_type": "defualt", "rope_theta": 1e4}}, "rope_type 'defualt' .*'default'"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "fctor": 2.0}},
-            "rope_parameters knows no 'fctor' .*'factor'",
+            "rope_parameters has no setting 'fctor' .*'factor'",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -58,7 +58,7 @@ def test_every_spelling_transformers_knows_is_taken(settings):
 
 
 def test_a_key_inside_a_key_is_looked_at():
-    with pytest.raises(ValueError, match=r"text_config: .*knows no 'hiden_size'"):
+    with pytest.raises(ValueError, match=r"text_config: .*has no setting 'hiden_size'"):
         build({"model_type": "gemma3", "text_config": {"hiden_size": 3}})
 
 

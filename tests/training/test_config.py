@@ -118,8 +118,8 @@ def test_a_recipe_trains(tmp_path):
     ("text", "message"),
     [
         ("steps: [1", "is not YAML"),
-        ("- steps", "must hold a mapping of training settings, it holds a list"),
-        ("1: 2", "names that are no text"),
+        ("- steps", "must hold a mapping of training settings, got a list"),
+        ("1: 2", "keys that are not strings"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
         ("hiden: 1", "unknown training settings hiden"),
         ("steps: many", r"steps \(--steps\) must be an integer, got 'many'"),

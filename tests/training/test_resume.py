@@ -135,4 +135,4 @@ def test_a_checkpoint_without_settings_is_resumed_with_a_word(trained, capsys):
     del state["settings"]
     torch.save(state, path)
     train(trained)
-    assert "does not say with which settings" in capsys.readouterr().out
+    assert "does not store its settings" in capsys.readouterr().out

@@ -146,7 +146,7 @@ def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):
         ({"model_type": "lama"}, "unknown architecture 'lama' .nearest known name: 'llama'"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size"),
         ({"model_type": "llama", "hidden_size": 15, "num_attention_heads": 2}, "attention heads"),
-        ({"model_type": "llama", "hiden_size": 32}, "knows no 'hiden_size' .nearest known name: 'hidden_size'"),
+        ({"model_type": "llama", "hiden_size": 32}, "has no setting 'hiden_size' .nearest known name: 'hidden_size'"),
         ({"model_type": "llama", "num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
         ({"model_type": "vit"}, "'vit' has no causal language model"),
     ]:

@@ -136,7 +136,7 @@ def test_what_cannot_be_compiled_is_refused_and_nothing_is_queued(engine, given,
 
 @pytest.mark.parametrize("params", [{"min_tokens": 2}, {"ignore_eos": True}])
 def test_what_contradicts_a_structure_is_refused(params):
-    with pytest.raises(ValueError, match="the structure says where the text ends"):
+    with pytest.raises(ValueError, match="the structure determines where the text ends"):
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), **params)
 
 
