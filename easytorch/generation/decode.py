@@ -46,7 +46,7 @@ def generate_tokens(
     Raises `ValueError` for arguments that do not fit, before anything runs.
     """
     if not model.can_generate():
-        raise ValueError(f"{type(model).__name__} is no causal language model; load one with AutoModelForCausalLM")
+        raise ValueError(f"{type(model).__name__} is not a causal language model; load one with AutoModelForCausalLM")
     config = SamplingConfig(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
     )

@@ -1,4 +1,4 @@
-"""Layers: what models are made of. Each computes through an operation, so each runs on every platform.
+"""Layers: building blocks of models. Each computes through an operation, so each runs on every platform.
 
 The layers over several ranks have EasyDeL's names here, and load on first use.
 """

@@ -76,7 +76,7 @@ HARMLESS = frozenset(
 )
 # Read by the cache of continuous batching alone.
 _OF_PAGES = ("block_table", "cu_seq_lens_k", "logits_indices", "logits_processor_args", "read_index", "write_index")
-# These do change the result, in ways that the contract does not cover.
+# These change the result, in ways that the contract does not cover.
 _REFUSED = {
     "indices": "sparse attention by token indices",
     "block_indices": "sparse attention by block indices",
@@ -89,7 +89,7 @@ OBSERVERS: list[Callable[[nn.Module], None]] = []
 
 
 def observed(module: nn.Module) -> None:
-    """Says that an attention layer calls ours, here or over pages and latents."""
+    """Reports to the registered callbacks that an attention layer calls ours, here or over pages and latents."""
     for observe in OBSERVERS:
         observe(module)
 
@@ -117,9 +117,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """query (B, H, T, D), key (B, K, S, D), value (B, K, S, Dv) -> output (B, T, H, Dv), weights (B, H, T, S) or None.
 
-    attention_mask: boolean (True attends) or added to the scores, broadcastable to (B, H, T, S); it decides alone what
-    each query attends to, the window included. None: all keys, or the past ones if the module is causal, within the
-    window. cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length. Raises
+    attention_mask: boolean (True attends) or added to the scores, broadcastable to (B, H, T, S); it alone determines
+    what each query attends to, the window included. None: all keys, or the past ones if the module is causal, within
+    the window. cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length. Raises
     `UnsupportedOperationError` for what the chosen implementation does not carry.
     """
     observed(module)
@@ -180,7 +180,7 @@ def _paged(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of continuous batching: stores the call's in pages and reads those of its rows."""
+    """The keys and values of continuous batching: writes those of the call to pages and reads those of its rows."""
     if not isinstance(cache, PagedAttentionCache) or mask is None:
         raise UnsupportedOperationError(
             f"EasyTorch's attention takes cache={type(cache).__name__} from generate_batch alone, which passes a "
@@ -204,7 +204,7 @@ def attend_by_mask(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attend` where the mask alone decides what is attended to, as in transformers' eager attention."""
+    """`attend` where the mask alone determines what is attended to, as in transformers' eager attention."""
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if backend is None and learning:  # ATen's fused kernel has other gradients for fully masked rows
         backend = "vanilla"
@@ -237,7 +237,7 @@ def interface_of(implementation: str) -> AttentionFunction:
 
 
 def register_interfaces() -> None:
-    """Put our names into transformers' tables; done once, when this module is imported."""
+    """Registers our names in transformers' tables; called once, when this module is imported."""
     for name in INTERFACES:
         AttentionInterface.register(name, _FUNCTIONS[name])
         AttentionMaskInterface.register(name, attention_mask)
@@ -298,7 +298,7 @@ def _check_others(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is None or name in HARMLESS:
             continue
-        if name == "adapter_names":  # native models take it out before
+        if name == "adapter_names":  # native models remove it before
             raise UnsupportedOperationError(
                 "transformers' own classes do not carry adapter_names, an adapter for each row: put the adapters in "
                 "by peft.PeftModel, or call easytorch.protocol.generate"

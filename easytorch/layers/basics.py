@@ -1,4 +1,4 @@
-"""Small steps of every model: input checks, activations, the positions whose logits are wanted."""
+"""Shared steps of models: input checks, activations, and selecting the positions whose logits are computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 
 
 def keep_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The positions of hidden_states (B, T, D) whose logits are wanted.
+    """The positions of hidden_states (B, T, D) whose logits are computed.
 
     int k: the last k, all for 0. A 1D tensor: those positions of every row. A 2D integer tensor (B, N): those of each
     row. A 2D boolean tensor (B, T): the marked ones, flattened to (N, D).

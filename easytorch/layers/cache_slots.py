@@ -1,7 +1,7 @@
 """The memory for the key and value of one more token in transformers' caches, so that they are written in place.
 
 A dynamic cache grows by concatenation, which copies all of it at each layer of each token. `slot_of` gives its layer
-memory for some more tokens; `keys` and `values` stay tensors of what is there, views of that memory.
+memory for some more tokens; `keys` and `values` are views of that memory, of the tokens written so far.
 """
 
 from __future__ import annotations

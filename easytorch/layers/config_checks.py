@@ -1,4 +1,4 @@
-"""Checks of a config before a model is built from it, of numbers that would fail deep inside."""
+"""Checks of a config before a model is built from it, for values that would fail deep inside."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class DecoderBackbone(_Base):
     layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = "norm"
     output_class: ClassVar[type[Any]] = BaseModelOutputWithPast
-    # the types of layers and what makes the mask of each; of layers with several parts, a mapping for those
+    # the types of layers and the mask function of each; for layers with several parts, a mapping
     masks_of: ClassVar[Mapping[str, Any]] = MASKS_OF
 
     def __init__(self, config: Any) -> None:
@@ -196,7 +196,7 @@ class DecoderBackbone(_Base):
         last: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """(B, T, D) through the layers from `first` to `last`, without it; kwargs: what each layer is given."""
+        """(B, T, D) through the layers `first` to `last` (exclusive); kwargs: the other arguments of each layer."""
         # generate(assistant_early_exit=n) drafts with the first n layers by lowering num_hidden_layers temporarily
         last = self.config.num_hidden_layers if last is None else min(last, self.config.num_hidden_layers)
         layers = itertools.islice(getattr(self, self.layers_name), first, last)

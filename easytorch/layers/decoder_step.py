@@ -1,8 +1,8 @@
-"""One token of a pre-norm decoder layer by two operators in C++, where nothing listens between its modules.
+"""One token of a pre-norm decoder layer by two operators in C++, where no hook runs between its modules.
 
-What a layer computes stays what its modules say: each half is taken only where every module of it is the plain one, and
-is refused, by asking, for hooks, adapters, quantized, sharded or small weights, gradients, graphs, and features that
-the operators lack. The modules run then.
+The operators compute the same as the modules: each half of a layer takes its operator only where every module of the
+half is the plain one. Hooks, adapters, quantized, sharded or small weights, gradients, graphs, and features that the
+operator lacks are refused, and the modules run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
 from easytorch.operations.dispatch.environment import untouched
 
-# What the operators compute stands in these methods; a family that overrides one of them runs its modules.
+# The operators compute what these methods do; a family that overrides one of them runs its modules.
 _ATTENTION = tuple(
     (name, getattr(GroupedAttention, name)) for name in ("forward", "project", "projections", "project_output")
 )
@@ -40,7 +40,7 @@ _FEATURES = frozenset({"sliding_window", "softcap", "s_aux"})
 
 
 def steps(x: Tensor) -> bool:
-    """Whether the halves may be asked for a step of hidden states x: one token of each of a few rows, on a CPU."""
+    """Whether the operators may take hidden states x: one token of each of a few rows, on a CPU."""
     return cpu.takes(x) and untouched()
 
 

@@ -19,9 +19,9 @@ from easytorch.layers.token_loss import HeadProduct, finished
 def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Any, HeadProduct] | None:
     """(output, the product its logits are) of a call of `model`; the output computes its logits when they are read.
 
-    The head computes one position alone, from which is read what the model does with its logits: a factor or a soft
-    cap. None where the head is no plain linear layer of (B, T, D), or the model does something else with the logits;
-    it may have run for nothing then.
+    The head computes a single position, which shows what the model does with its logits: a factor or a soft cap. None
+    where the head is not a plain linear layer of (B, T, D), or the model does something else with the logits; the
+    forward is then wasted.
     """
     head: Any = model.get_output_embeddings()
     weight, bias = plain_parameters(head) if isinstance(head, nn.Module) else (None, None)

@@ -102,5 +102,5 @@ def defers(hidden_states: Tensor, weight: Tensor) -> bool:
     )
 
 
-# The least number of logits that are deferred: 16 MiB in float32. Smaller models keep transformers' bits.
+# The least number of logits that are deferred: 16 MiB in float32. Smaller models stay bit-equal to transformers.
 SMALLEST = 2**22

@@ -38,7 +38,7 @@ def log_bucket(distance: torch.Tensor, buckets: int, farthest: int) -> torch.Ten
     """query - key -> -buckets .. buckets: itself up to half of the buckets, then by logarithm up to `farthest`."""
     half = buckets // 2
     steps = torch.where(distance.abs() < half, half - 1, distance.abs())
-    # in float32, as the checkpoints were trained: where a logarithm falls on a whole number the rounding decides
+    # in float32, as the checkpoints were trained: where a logarithm is an integer the rounding decides
     widest = torch.log(torch.tensor((farthest - 1) / half))
     far = torch.ceil(torch.log(steps / half) / widest * (half - 1)) + half
     return torch.where(steps <= half, distance, (far * distance.sign()).long())
@@ -65,7 +65,7 @@ class DisentangledSelfAttention(SelfAttention):
         if (given := getattr(config, "attention_head_size", width)) != width:
             raise ValueError(
                 f"{config.model_type}: config.attention_head_size={given} must be hidden_size / num_attention_heads, "
-                f"{width} here: the output projection takes hidden_size numbers"
+                f"{width} here: the output projection takes hidden_size features"
             )
         return width
 
@@ -83,7 +83,7 @@ class DisentangledSelfAttention(SelfAttention):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """mask (B, 1, 1, T), True for tokens: padding sees the mean of all values, and its scores learn nothing."""
+        """mask (B, 1, 1, T), True for tokens: padding gets the mean of all values, and its scores no gradient."""
         output, weights = super().attend(query, key, value, mask, **kwargs)
         if mask is None:
             return output, weights

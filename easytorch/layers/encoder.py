@@ -1,4 +1,4 @@
-"""The layers of encoders: attention both ways and a feed-forward network, with a norm after each part.
+"""The layers of encoders: bidirectional attention and a feed-forward network, with a norm after each part.
 
 A family names its parts in class attributes, as its checkpoints do, and overrides the step where it differs. What
 BERT's decoders add (causal and cross attention, a cache) is here too. Legend: B batch, T tokens, D hidden size,
@@ -53,7 +53,7 @@ class MultiHeadAttention(FusedProjections):
 
     @classmethod
     def width_of_heads(cls, config: Any) -> int:
-        """The numbers of a head. `ValueError` where the config's heads do not share the hidden size evenly."""
+        """The width of a head. `ValueError` where the config's heads do not share the hidden size evenly."""
         heads = getattr(config, cls.heads_name)
         check_heads(config.hidden_size, heads)
         width: int = config.hidden_size // heads
@@ -81,7 +81,7 @@ class MultiHeadAttention(FusedProjections):
         return positions
 
     def project_output(self, attended: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D); where the projection is a module of its own, nothing."""
+        """(B, T, D) -> (B, T, D); the identity where the projection is a separate module."""
         return attended
 
     def forward(
@@ -134,11 +134,11 @@ class CrossAttention(MultiHeadAttention):
         layers: list[Any] = [self._modules[name] for name in self.fused]
         query = self.split(linear(layers[0], hidden_states))
         if not isinstance(cache, EncoderDecoderCache):
-            cache = None  # it has no place for the encoder's keys and values
+            cache = None  # it cannot hold the encoder's keys and values
         if cache is not None and cache.is_updated.get(self.layer_idx):
             stored: Any = cache.cross_attention_cache.layers[self.layer_idx]
             return query, stored.keys, stored.values
-        assert encoder_hidden_states is not None, "a layer attends to the encoder only where its states are given"
+        assert encoder_hidden_states is not None, "cross-attention needs encoder_hidden_states"
         key, value = (self.split(linear(layer, encoder_hidden_states)) for layer in layers[1:])
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)

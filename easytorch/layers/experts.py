@@ -69,7 +69,7 @@ def _project_few(
     """
     starts = list(itertools.accumulate(counts, initial=0))
     done = []
-    # the expert with most rows first: the others are asked in vain where it is refused
+    # the expert with most rows first: if it is refused, the others need not be checked
     for expert in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
         if not counts[expert]:
             break
@@ -85,7 +85,7 @@ def _project_few(
 
 
 def _project_codes(weights: Any, rows: torch.Tensor, sizes: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same by weights in few bits, one expert after the other. Rows behind the last expert's are zero."""
+    """The same with quantized weights, one expert after the other. Rows after the last expert's are zero."""
     counts = sizes.tolist()
     parts = rows[: sum(counts)].split(counts)
     done = [
@@ -111,7 +111,7 @@ class Experts(nn.Module):
     has_bias: ClassVar[bool] = False
     has_post_expert_norm: ClassVar[bool] = False
     is_transposed: ClassVar[bool] = False  # weights are (E, in, out)
-    scales_inputs: ClassVar[bool] = False  # the weights multiply what an expert is given, not what it gives (Llama 4)
+    scales_inputs: ClassVar[bool] = False  # the router's weights multiply an expert's input, not its output (Llama 4)
     is_concatenated: ClassVar[bool] = True  # the gate's rows come before the up projection's, not interleaved
 
     def __init__(

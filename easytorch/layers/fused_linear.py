@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from easytorch.layers.linear import linear, product, watched
 from easytorch.operations.dispatch.environment import untouched
 
-# The least numbers that the joint matrix has: smaller ones gain little, and a small model keeps transformers' bits.
+# The least elements of the joint matrix: smaller ones gain little, and a small model stays bit-equal to transformers.
 SMALLEST_WEIGHT = 2**16
 
 _ADDRESS = operator.itemgetter(0)
@@ -52,8 +52,8 @@ class FusedProjections(nn.Module):
     def projections(self, x: Tensor) -> list[Tensor]:
         """x (..., K) -> the output of each of `fused`, (..., N): views of one product, or products of their own.
 
-        One product where no gradient is recorded and no graph traced, the layers are plain and without hooks
-        them, and their parameters lie side by side.
+        One product where no gradient is recorded and no graph traced, the layers are plain and without hooks,
+        and their parameters lie side by side.
         """
         modules: Any = self._modules
         if self.joins and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _reads_memory(x):
@@ -133,7 +133,7 @@ def _by_runs(layers: Sequence[Any], together: Sequence[Sequence[int]], x: Tensor
 
 
 def _fitting_runs(layers: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """`runs` of the layers, those that do not fit one matrix and one bias taken apart."""
+    """`runs` of the layers, split where weights or biases do not form one matrix and one vector."""
     found: list[tuple[int, ...]] = []
     for run in runs([layer.weight for layer in layers]):
         whole = _fit([layers[index] for index in run])

@@ -43,7 +43,7 @@ def activation_of(act: nn.Module) -> str | None:
 
 
 def _approximation(act: nn.Module) -> str | None:
-    """That of F.gelu where this module is nothing else.
+    """The `approximate` of F.gelu where the module computes the same function.
 
     transformers has it by formulas of their own roundings too, of which `gelu_new` (T5 1.1, FLAN-T5, mT5) takes eight
     passes over the memory for the same function.

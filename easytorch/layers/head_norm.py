@@ -1,4 +1,4 @@
-"""Attention whose queries and keys are normalized head by head (arXiv:2302.05442)."""
+"""Attention with QK-norm per head (arXiv:2302.05442)."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ class CausalLMHead(_Base):
         return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
 
     def likeliest_token(self, **inputs: Any) -> torch.Tensor | None:
-        """The argmax of the last position's logits, (B,), which are not kept; inputs as those of a call.
+        """The argmax (B,) of the last position's logits, which are not materialized; inputs as for a call.
 
-        None where a call does more: the logits are changed first, or something listens to it.
+        None where a call does more: the logits are changed first, or a hook sees them.
         """
         if type(self).finish_logits is not CausalLMHead.finish_logits or type(self).forward is not CausalLMHead.forward:
             return None

@@ -130,7 +130,7 @@ class DinoFeatures(BackboneMixin, DinoBackbone):
         return self.normalized(hidden_states) if self.config.apply_layernorm else hidden_states
 
     def prefix(self) -> int:
-        """How many tokens, before those of patches, no map has."""
+        """The number of tokens before those of patches, which no feature map includes."""
         raise NotImplementedError
 
     def output(self, maps: Any, tokens: dict[int, torch.Tensor]) -> BackboneOutput:

@@ -21,7 +21,7 @@ from easytorch.operations.dispatch.environment import forced_by_environment
 
 multi_latent_attention = OperationRegistry.create("multi_latent_attention")
 
-# Arguments of an attention function that only a call with the keys of every head can carry.
+# Arguments of an attention function that only a call with the expanded keys of every head supports.
 _OF_EXPANDED = ("cache", "cu_seq_lens_q")
 
 

@@ -32,9 +32,8 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
     On a CPU few rows go to the C++ operator where it is faster. The `linear` operation computes a float32 `nn.Linear`
     that is large enough by its table, or any if EASYTORCH_OPS or EASYTORCH_CHECK is set; other calls of a plain
-    `nn.Linear` skip `nn.Module.__call__`. A layer that something stands in for or listens to (PEFT, quantization, FSDP,
-    accelerate, hooks, parametrizations) is called as it is, and so is one in a graph that is traced, for its name
-    there.
+    `nn.Linear` skip `nn.Module.__call__`. A layer that is wrapped or hooked (PEFT, quantization, FSDP, accelerate,
+    parametrizations) is called as a module, and so is one in a traced graph, to keep its name.
     """
     if type(layer) is not nn.Linear or watched(layer):
         return layer(x)
@@ -62,7 +61,7 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def argmax(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`linear(layer, x).argmax(-1)`: x (..., K) -> (...), int64. On a CPU few rows keep no product."""
+    """`linear(layer, x).argmax(-1)`: x (..., K) -> (...), int64. On a CPU few rows do not materialize the product."""
     weight = plain_weight(layer)
     large = weight is not None and (x.dtype != torch.float32 or weight.numel() >= SMALLEST_WEIGHT)
     if weight is not None and large and "bias" in layer._parameters and untouched():
@@ -106,7 +105,7 @@ def eager_inference() -> bool:
 
 
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:
-    """True where `linear` may choose oneDNN: asking it of every product would take longer than the small ones."""
+    """True where `linear` may choose oneDNN: asking for every product would take longer than the small ones do."""
     large = layer.in_features * layer.out_features >= max(smallest_weight(), SMALLEST_WEIGHT)
     return large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_exporting()
 

@@ -43,13 +43,13 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         super().__init__()
         if heads % groups:
-            raise ValueError(f"Mamba 2: {heads} heads in {groups} groups; the groups are of one size")
+            raise ValueError(f"Mamba 2: {heads} heads in {groups} groups; they must divide evenly")
         activation(act)  # refused here by name, not at the first token
         self.norm_before_gate = False
         self.layer_idx, self.activation, self.time_step_limit = layer_idx, act, tuple(time_step_limit)
         self.heads, self.head_dim, self.groups, self.state_size = heads, head_dim, groups, state_size
         inner, shared = heads * head_dim, groups * state_size
-        self.parts = (inner, inner + 2 * shared, heads)  # of in_proj: gate, what is convolved, time step
+        self.parts = (inner, inner + 2 * shared, heads)  # of in_proj: gate, input of the convolution, time step
         self.convolved = (inner, shared, shared)  # x, B, C
         channels = self.parts[1]
         self.conv1d = nn.Conv1d(
@@ -73,7 +73,7 @@ class Mamba2Mixer(nn.Module):
         initialization.copy_(self.dt_bias, initial_time_steps(config, self.heads, self.dt_bias.device))
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(B, T, D) -> gate (B, T, H P), what is convolved (B, T, H P + 2 G N), time step (B, T, H)."""
+        """(B, T, D) -> gate (B, T, H P), input of the convolution (B, T, H P + 2 G N), time step (B, T, H)."""
         return linear(self.in_proj, hidden_states).split(self.parts, dim=-1)
 
     def normalize(self, scanned: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def check_layer_types(
 
 
 def check_windows(config: PreTrainedConfig, layer_types: Collection[str]) -> None:
-    """`ValueError` for a layer type whose window the config lacks, or one in which a token does not see itself."""
+    """`ValueError` for a layer type whose window the config lacks, or whose window is below 1."""
     for layer_type, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         size: Any = getattr(config, name, None)
         if layer_type in layer_types and size is None:
@@ -101,8 +101,8 @@ def masks_by_layer_type(
     inputs_embeds (B, T, D). attention_mask: (B, past + T), 1 for tokens and 0 for padding; (B, 1, T, S) of any pattern,
     which every layer then uses; or finished masks by layer type. position_ids (B, T) only if the caller gave them: only
     those can pack sequences, and the mask reads their values on the device. also_seen: by layer type, a
-    function (batch, head, query, key) of what is attended to beside the past (transformers' `or_mask_function`).
-    masks_of: what makes the mask of each type.
+    function (batch, head, query, key) that is True for keys seen in addition to the past (transformers'
+    `or_mask_function`). masks_of: the mask function of each type.
     """
     if isinstance(attention_mask, Mapping):
         missing = sorted(set(layer_types) - set(attention_mask))

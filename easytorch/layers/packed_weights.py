@@ -37,13 +37,13 @@ class PackedWeight(NamedTuple):
         return (self.codes.float() - zero.float()) * scale
 
     def ordered(self, group_size: int) -> bool:
-        """Whether columns of a group do not lie side by side."""
+        """Whether the columns of some group are not adjacent."""
         return not torch.equal(self.groups, torch.arange(len(self.groups)) // group_size)
 
     def parts(self, group_size: int, ordered: bool = False) -> dict[str, Tensor] | None:
-        """The tensors of a `QuantizedLinear` of "affine", or None where its groups or numbers are others.
+        """The tensors of a `QuantizedLinear` of "affine", or None where that format has no such groups or codes.
 
-        Of 8 bits it has no zero point but 128. ordered: with `order`, which sorts the columns by groups.
+        8 bits require a zero point of 128. ordered: with `order`, which sorts the columns by groups.
         """
         codes, parts = self.codes, {"scale_bits": self.scale.contiguous().view(torch.int32)}
         if ordered:
@@ -125,7 +125,7 @@ class TorchaoWeight(NamedTuple):
         return (numbers * self.scale[..., None]).flatten(1)
 
     def settings(self) -> FormatSettings | None:
-        """The format of a `QuantizedLinear` with these numbers; None where there is none."""
+        """The format of a `QuantizedLinear` with these codes; None where there is none."""
         size = None if self.scale.shape[1] == 1 else self.group_size
         symmetric = self.zero is None or not bool(self.zero.any())
         if self.codes.dtype != torch.int8:
@@ -153,7 +153,7 @@ class TorchaoWeight(NamedTuple):
 
 
 class Fp4Weight(NamedTuple):
-    """A weight in numbers of E2M1: codes (..., N, K / 2), uint8, the even column in the upper bits; scale
+    """A weight of E2M1 floats: codes (..., N, K / 2), uint8, the even column in the upper bits; scale
     (..., N, groups), float32. Experts may lie side by side in the first dimension."""
 
     codes: Tensor

@@ -1,7 +1,7 @@
 """Linear layers whose weight is sharded over the ranks of a mesh axis (Megatron-LM, arXiv:1909.08053, 2205.05198).
 
-Weight and bias are DTensors, and all that ranks exchange is DTensor's redistribution, backwards too. Its collectives
-are functional ones: under `torch.compile` on a GPU, `torch._inductor.config._micro_pipeline_tp` overlaps those over
+Weight and bias are DTensors, and all communication is DTensor's redistribution, in the backward too. Its collectives
+are functional: under `torch.compile` on a GPU, `torch._inductor.config._micro_pipeline_tp` overlaps those over
 tokens with their products.
 """
 
@@ -28,7 +28,7 @@ class ParallelLinear(nn.Module):
 
     Without a config, or without a mesh in it, this is `nn.Linear`. "column" shards the output features, "row" the input
     features; this class takes the one that its `matmul_method` belongs to, "column" without. A plain tensor is this
-    rank's part, a DTensor says itself how it is sharded; the output is of the input's kind.
+    rank's local part, a DTensor has its placements; the output is plain or a DTensor as the input is.
 
     column: takes the same input on every rank, or with ALL_GATHER the rank's own tokens. The output is the same on
     every rank, or with `reduce_scatter_output` the rank's own features.
@@ -36,14 +36,14 @@ class ParallelLinear(nn.Module):
     row: takes the rank's own features. The output is the same on every rank, or with REDUCE_SCATTER or
     `reduce_scatter_output` the rank's own tokens, without `reduce_output`.
 
-    The width of a plain input tells its part: a column parallel layer also gathers features, and a row parallel layer
-    takes its own of all. Ranks must hold equally many tokens.
+    The width of a plain input shows whether it is full or local: a column parallel layer gathers local features, and a
+    row parallel layer slices its own from full ones. Ranks must hold equally many tokens.
 
-    dtype: what the product is computed in; None for the one that input and parameters promote to.
+    dtype: of the matmul; None for the one that input and parameters promote to.
     param_dtype: of weight (out_features, in_features) and bias (out_features,).
-    precision: None. torch sets that of float32 products for the process.
+    precision: None. torch sets the precision of float32 matmuls for the process.
     kernel_init, bias_init: called with the full tensor to fill, as those of `torch.nn.init`; `nn.Linear`'s unless
-        given. Rank 0's values count.
+        given. Rank 0's values are broadcast.
     device: "meta" allocates nothing; fill with `to_empty` and `reset_parameters`, or load with `assign=True`.
     """
 
@@ -104,7 +104,7 @@ class ParallelLinear(nn.Module):
         return {"weight": Shard(1), "bias": Replicate()}
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias anew. Every rank of the mesh must do so together: rank 0 sends the values."""
+        """Reinitialize weight and bias. A collective call of all ranks of the mesh: rank 0 broadcasts the values."""
         bound = 1 / math.sqrt(self.in_features)
         fill = {
             "weight": self.kernel_init or (lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5))),
@@ -143,7 +143,7 @@ class ParallelLinear(nn.Module):
         return self._leave(F.linear(x, weight), Partial(), inputs, mesh, bias)
 
     def _enter(self, inputs: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        """This rank's part of the inputs, as its product takes them."""
+        """This rank's inputs of the matmul."""
         width = inputs.shape[-1] if inputs.ndim else 0
         placed: Tensor = inputs
         if isinstance(inputs, DTensor):
@@ -161,7 +161,7 @@ class ParallelLinear(nn.Module):
         if mesh is None:
             return inputs
         needed: Placement = Replicate() if self.direction == "column" else Shard(inputs.ndim - 1)
-        # each rank's columns give their part of the gradient of what all of them read
+        # each rank computes a partial gradient of the replicated input
         gradient = Partial() if self.direction == "column" else needed
         return cast(DTensor, placed).redistribute(placements=[needed]).to_local(grad_placements=[gradient])
 
@@ -185,7 +185,7 @@ class ParallelLinear(nn.Module):
         placement = self.placements()[name]
         if not isinstance(parameter, DTensor):
             parameter = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-        # a replicated bias that each rank adds to its own tokens gets their part of its gradient
+        # a replicated bias that each rank adds to its own tokens gets a partial gradient
         partial = isinstance(placement, Replicate) and self._scatters
         gradient = Partial() if partial else placement
         local = parameter.redistribute(placements=[placement])

@@ -1,4 +1,4 @@
-"""Partition specs of products."""
+"""Partition specs of matmuls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def get_output_partition_spec(
 
 
 def get_matmul_output_sharding(lhs_pspec: PartitionSpec | None, rhs_pspec: PartitionSpec | None) -> PartitionSpec:
-    """The spec of X @ W from theirs: X's but for its last entry, and W's last. () where one of them is None.
+    """The spec of X @ W: that of X with W's last entry in place of its own. () where one of the specs is None.
 
     An axis shards one dimension only: the first that names it keeps it.
     """

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 def pair(size: Any) -> tuple[int, int]:
-    """(height, width) of a size that may be one number for both."""
+    """(height, width) of a size that may be a single int for both."""
     height, width = (size, size) if isinstance(size, int) else size
     return int(height), int(width)
 
@@ -30,7 +30,7 @@ def grid_of(config: Any) -> tuple[int, int]:
 
 
 def patch_projection(config: Any, *, bias: bool = True) -> nn.Conv2d:
-    """The convolution that makes a token of each patch."""
+    """The convolution that embeds each patch."""
     patch = pair(config.patch_size)
     return nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=patch, stride=patch, bias=bias)
 

@@ -40,9 +40,9 @@ def relative_bias(
 ) -> torch.Tensor:
     """The rows of `table` (buckets, H) by distance as a bias (1, H, queries, keys); query 0 stands at position `past`.
 
-    A bias has one value a distance, so that many are looked up, and every query sees a window of them: a table's
-    gradient is summed by distance, where one index a score would add them up one by one. A graph, in which the size of
-    a window would be a constant, looks up every score.
+    The bias depends on the distance alone, so one value per distance is looked up, and each query's row is a window of
+    them: the table's gradient is then summed by distance instead of by score. A graph, in which the window's size would
+    be a constant, looks up every score.
     """
     numbers = table.num_embeddings if buckets is None else buckets
     graph = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None

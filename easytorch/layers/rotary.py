@@ -49,7 +49,7 @@ class RotaryEmbedding(RotaryTables):
 
     partial: ClassVar[bool] = False  # rotates only `partial_rotary_factor` of a head if True, else all of it
     mrope_section: ClassVar[Sequence[int] | None] = None  # where the rope parameters have none
-    mrope_interleaved: ClassVar[bool] = False  # of the family, whatever a config says of it
+    mrope_interleaved: ClassVar[bool] = False  # of the family, whatever the config says
 
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor

@@ -1,6 +1,6 @@
 """The heads of encoder-decoder families: language modeling, sequence classification, question answering.
 
-Each stands on `encode_decode`, the model's own (layers/seq2seq.py) or that of the model inside it.
+Each calls `encode_decode`, the model's own (layers/seq2seq.py) or that of its base model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Seq2SeqLMHead(_Base):
         return read
 
     def enter_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, D): what the head gets of the decoder's last states."""
+        """(B, T, D): the head's input from the decoder's last hidden states."""
         return hidden_states
 
     def logits_bias(self) -> torch.Tensor | None:
@@ -78,7 +78,7 @@ class Seq2SeqLMHead(_Base):
         return logits if bias is None else logits + bias.to(logits.device)
 
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-        """The loss without the logits, which takes less memory; None where it takes them."""
+        """The loss computed without materializing the logits; None where it needs them."""
         weight, bias = plain_parameters(self.get_output_embeddings())
         if not self.training or weight is None or bias is not None:
             return None
@@ -167,7 +167,7 @@ def at_last_end(hidden_states: torch.Tensor, input_ids: torch.Tensor, end: int) 
         if bool((counts != counts[0]).any()):
             raise ValueError("All examples must have the same number of <eos> tokens.")
         if not bool(counts[0]):
-            raise ValueError(f"Each example must contain at least one <eos> token: token {end} is in no row")
+            raise ValueError(f"Each example must contain at least one <eos> token: a row has no token {end}")
     last = (ends * torch.arange(1, ends.shape[1] + 1, device=ends.device)).argmax(1)
     return hidden_states[torch.arange(ends.shape[0], device=ends.device), last]
 

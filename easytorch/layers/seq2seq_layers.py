@@ -49,7 +49,7 @@ class DecoderCrossAttention(Projections, CrossAttention):
 
 
 def within_half(hidden_states: torch.Tensor) -> torch.Tensor:
-    """Largest numbers in place of infinities, which float16 has where what it was trained in has none."""
+    """Clamp infinities of float16 to its largest values; the dtype of training does not overflow there."""
     if hidden_states.dtype is not torch.float16:
         return hidden_states
     largest = torch.finfo(torch.float16).max
@@ -88,7 +88,7 @@ class Seq2SeqLayer(GradientCheckpointingLayer):
 
 
 class EncoderLayer(Seq2SeqLayer):
-    """Attention both ways and a feed-forward network: (B, S, D) -> (B, S, D)."""
+    """Bidirectional attention and a feed-forward network: (B, S, D) -> (B, S, D)."""
 
     attention_class: ClassVar[type[EncoderSelfAttention]] = EncoderSelfAttention
 

@@ -1,8 +1,8 @@
 """Modules of transformers' own classes whose forward calls our operations: `specialise` changes one instance.
 
 The instance's class becomes a subclass of its own with the same name, as FSDP and torch's parametrizations do: hooks,
-`isinstance`, copies, pickles and state dicts go on as before, and no other instance is touched. What `easytorch.auto`
-proved equal is described by a `Norm`, a `GatedMLP`, an `MLP` or a `RotaryAttention`. The module's own forward still
+`isinstance`, copies, pickles and state dicts work as before, and no other instance is changed. What `easytorch.auto`
+found equal is described by a `Norm`, a `GatedMLP`, an `MLP` or a `RotaryAttention`. The module's own forward still
 runs in graphs, and wherever our operation would be the slower one.
 """
 
@@ -57,7 +57,7 @@ class Norm:
 class GatedMLP:
     """down(act(gate(x)) * up(x)); attribute names. up None: `gate` has the rows of both, the gate's first if `first`.
 
-    act None: SiLU as a function. dropouts: what must be idle.
+    act None: SiLU as a function. dropouts: modules that must be inactive.
     """
 
     gate: str
@@ -119,7 +119,7 @@ How = Norm | GatedMLP | MLP | RotaryAttention
 
 
 def specialise(module: nn.Module, how: How) -> None:
-    """Let the forward of this instance be ours. accelerate's hooks, which keep the old one, are given the new one."""
+    """Replaces the forward of this instance by ours. accelerate's hooks, which hold the old one, get the new one."""
     stock = type(module)
     module.__class__ = specialised_class(stock, how)  # type: ignore[arg-type]
     if isinstance(module, SpecialisedGatedMLP):
@@ -149,7 +149,7 @@ _TRIED: ContextVar[bool] = ContextVar("tried", default=False)
 
 @contextmanager
 def operations_always() -> Iterator[None]:
-    """Within, specialised modules call our operations whether or not that is faster: for trials, which ask the same."""
+    """A context in which specialised modules call our operations even where that is slower, for trials."""
     token = _TRIED.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Cross entropy of tokens, of logits or of the hidden states before a head, with every option of a training loss."""
+"""Cross entropy per token, from logits or from the hidden states before a head, with the options of a training loss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HeadProduct:
         return finished(F.linear(self.hidden, self.weight, self.bias), self.factor, self.softcap)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
-        """Hidden states and bias with the factor in them."""
+        """Hidden states and bias multiplied by the factor."""
         if self.factor == 1.0:
             return self.hidden, self.bias
         return self.hidden * self.factor, None if self.bias is None else self.bias * self.factor
@@ -83,7 +83,7 @@ class TokenLossOptions:
 def token_losses(
     source: Tensor | HeadProduct, labels: Tensor, options: TokenLossOptions, *, reduction: str = "none"
 ) -> Tensor:
-    """logits (N, V) or what they would be made of, labels (N,) -> the losses (N,), or their sum.
+    """logits (N, V), computed or not, and labels (N,) -> the losses (N,), or their sum.
 
     torch's `cross_entropy` with `weight` and `label_smoothing`, not divided by anything, and
     z_loss * logsumexp^2 of each row, times the weight of its label. Ignored rows have loss 0. Computed in float32.
@@ -118,7 +118,7 @@ def check_labels(labels: Tensor, vocabulary: int, options: TokenLossOptions) -> 
 
 
 def label_weights(labels: Tensor, options: TokenLossOptions) -> Tensor:
-    """labels of any shape -> how much each counts: 0 where it is ignored, else its class's weight, or 1."""
+    """labels of any shape -> the weight of each: 0 where it is ignored, else its class's weight, or 1."""
     counted = labels != options.ignore_index
     if options.class_weights is None:
         return counted.to(torch.float32)

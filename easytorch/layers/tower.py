@@ -1,4 +1,4 @@
-"""The layers of towers, which see every token of an image or a text at once: pre-norm attention and an MLP.
+"""The layers of vision and text towers: pre-norm attention and an MLP.
 
 A family names its parts as its checkpoints do, in `add_modules` of its layer, and overrides the step where it differs.
 Legend: B batch, T tokens, D hidden size.
@@ -23,7 +23,7 @@ from easytorch.layers.norm import LayerNorm
 class TowerAttention(GroupedAttention):
     """Attention of each token to all of them, with as many key/value heads as query heads.
 
-    order: in which the projections were made, which optimizer states follow. dropout_rate: the name of the config's
+    order: of the projections, by which optimizer states are indexed. dropout_rate: the name of the config's
     rate of the weights.
     """
 
@@ -139,7 +139,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """In training x of some rows is 0, and the others are scaled up (arXiv:1603.09382): (B, ...) -> (B, ...)."""
+    """Stochastic depth (arXiv:1603.09382) in training: some rows of x are 0, the others scaled up; the same shape."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

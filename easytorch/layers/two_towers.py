@@ -1,4 +1,4 @@
-"""A text and an image in one space, which are compared: what CLIP and SigLIP have in common.
+"""Contrastive models of text and images in one embedding space, shared by CLIP and SigLIP.
 
 Legend: B texts, I images, T tokens, D hidden size, E size of the common space.
 """
@@ -153,7 +153,7 @@ class TwoTowers(_Base):
     ) -> Any:
         """input_ids (B, T), pixel_values of I images -> logits_per_text (B, I), logits_per_image (I, B) and embeddings.
 
-        return_loss: whether text i belongs to image i, which the loss is of.
+        return_loss: compute the contrastive loss, in which text i belongs to image i.
         """
         given = {name: kwargs.pop(name) for name in self.of_images if name in kwargs}
         images = self.get_image_features(pixel_values, return_dict=True, **given, **kwargs)

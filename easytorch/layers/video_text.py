@@ -53,7 +53,7 @@ class VideoTextModel(ArgumentsInOrder):
     base_model_prefix = "model"
     accepts_loss_kwargs = False
     either_input: ClassVar[bool] = False  # input_ids may be given beside inputs_embeds, to say where images are
-    frames_apart: ClassVar[bool] = False  # the text tells the time of each frame of a video, so that they stand apart
+    frames_apart: ClassVar[bool] = False  # the text has a timestamp before each frame of a video
     needs_token_types: ClassVar[bool] = True  # else images without mm_token_type_ids are placed as text is
 
     def __init__(self, config: Any) -> None:
@@ -124,7 +124,7 @@ class VideoTextModel(ArgumentsInOrder):
         return vision_positions(start_position, grid, spatial_merge_size, time_interval, device)
 
     def grids_of(self, kind: str, grids: torch.Tensor) -> list[Grid]:
-        """The grids of what follows one another in the text."""
+        """The grids of images and videos in the order of the text."""
         if kind == "image" or not self.frames_apart:
             found: list[Grid] = grids.tolist()
             return found

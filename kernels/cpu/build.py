@@ -60,7 +60,7 @@ def folder() -> Path | None:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler, with the arguments that $CXX may have; else the first that is installed."""
+    """The command of the C++ compiler: $CXX with its arguments, else the first that is installed."""
     chosen = os.environ.get("CXX", "").strip()
     for name, *arguments in [[chosen], chosen.split()] if chosen else [[name] for name in COMPILERS]:
         if (tool := shutil.which(name)) is not None:
@@ -91,7 +91,7 @@ def library_path() -> Path:
 
 
 def built(path: Path) -> bool:
-    """Whether the library is there; not where its folder cannot be looked into, for which `Path.exists` raises."""
+    """Whether the library exists; False where its folder cannot be read, for which `Path.exists` raises."""
     return os.path.exists(path)
 
 

@@ -1,4 +1,4 @@
-"""The calls that every C++ operator without a gradient refuses, and leaves to ATen."""
+"""The calls that every C++ operator without a gradient refuses; ATen runs them."""
 
 from __future__ import annotations
 

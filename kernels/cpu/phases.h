@@ -1,5 +1,5 @@
-// Work in phases inside one parallel region: what a step of a model needs, where a region for each product would wait for
-// its threads ten times a layer.
+// Work in phases inside one parallel region. A step of a model needs it: a region for each product would wait for its
+// threads ten times a layer.
 #pragma once
 
 #include <atomic>
@@ -18,9 +18,9 @@ inline void pause() {
 #endif
 }
 
-// Tasks of which each thread takes those of a range of its own, in order, so that it reads memory in order, and then what is
-// left of the others'. It waits only for tasks that another thread has begun, so a thread that does not come, or comes late,
-// holds up nobody.
+// Tasks with work stealing: each thread takes those of its own range in order, so that it reads memory in order, and then
+// the rest of the others'. It waits only for tasks that another thread has begun, so a thread that is late or never starts
+// does not block the others.
 class Phase {
  public:
   Phase(int64_t tasks, int64_t threads) : tasks_(tasks), threads_(threads), lines_(new Line[static_cast<size_t>(threads)]) {

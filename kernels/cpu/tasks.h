@@ -9,7 +9,7 @@
 
 namespace easytorch {
 
-// The cost of a task, in vector steps, below which another thread costs more than it saves.
+// The cost of a task, in vector operations, below which another thread costs more than it saves.
 constexpr int64_t SMALLEST_TASK = 1 << 13;
 
 // body(task, scratch) for every task; scratch: `numbers` uninitialized floats. `each`: the cost of one task.

@@ -100,8 +100,7 @@ inline void tile(const typename Kind::Input* x, int64_t steps, const typename Ki
   }
 }
 
-// Rows of x up to which a weight is read row by row, in the order of its addresses; the sums of each that do not wait for one
-// another.
+// Rows of x up to which a weight is read row by row, in the order of its addresses; the independent sums of each.
 #if defined(__AVX512F__)
 constexpr int MOST_STREAMED = 4;
 #elif defined(__AVX2__)
@@ -119,7 +118,7 @@ constexpr int streams_of(int rows) { return rows == 1 ? 2 : 4; }
 // of x four sums are best (0.99 and 1.02 where two have 1.37 and 2.6).
 template <class Kind, int MR>
 inline void stream(const typename Kind::Input* x, int64_t steps, const typename Kind::Weight* row, int64_t k, float* sums) {
-  constexpr int PARTS = streams_of(MR);  // sums that do not wait for each other
+  constexpr int PARTS = streams_of(MR);  // independent sums
   Floats totals[MR][PARTS];
 #pragma GCC unroll 4
   for (int i = 0; i < MR; ++i)

@@ -1,4 +1,4 @@
-// What the operators need of torch, through its C interface for ahead-of-time compiled code: that one is stable, so a
+// The parts of torch that operators need, by its C interface for ahead-of-time compiled code: that is stable, so a
 // library built with one torch loads in others (2.9 and later), and takes a tenth of the time of ATen's headers to compile.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-// Looked for when the library is loaded: torch has the first since 2.10, before it the OpenMP that it runs on is asked.
+// Looked up when the library is loaded: torch has the first since 2.10; before, the OpenMP that it runs on is called.
 extern "C" __attribute__((weak)) AOTITorchError
 torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
@@ -86,7 +86,7 @@ class Tensor {
   // The one above goes on from it: an object by then, whose reference is given back where the rest throws.
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
 
-  // Whether its storage holds it: one that was resized, as FSDP does between layers, leaves its tensors as they were.
+  // Whether the storage is large enough: FSDP resizes storages between layers and leaves their tensors unchanged.
   bool stored() const {
     int64_t last = 0, bytes = 0;
     check(aoti_torch_get_storage_offset(handle_, &last), "the place of a tensor");

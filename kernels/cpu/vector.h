@@ -1,4 +1,4 @@
-// Vectors of float32 and what is loaded into them, in one vocabulary for every instruction set.
+// Vectors of float32, with the same functions for every instruction set.
 //
 // Included by the *_simd.cpp sources, which are compiled once for each instruction set: which one is seen from the
 // compiler's own macros. Everything here is static, so that no function compiled for one set is linked into another.

@@ -198,7 +198,7 @@ def test_models_that_do_not_continue_text_are_refused(batch):
     import transformers
 
     bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=97, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model"):
+    with pytest.raises(ValueError, match="BertForMaskedLM is not a causal language model"):
         generate_tokens(bert, *batch)
 
     config = transformers.T5Config(vocab_size=97, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)

@@ -105,7 +105,7 @@ def test_a_model_without_a_head_or_with_an_encoder_is_refused():
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder"):
         next(iter(generate_tokens(t5, IDS, max_new_tokens=1)))
-    with pytest.raises(ValueError, match="T5EncoderModel is no causal language model"):
+    with pytest.raises(ValueError, match="T5EncoderModel is not a causal language model"):
         next(iter(generate_tokens(transformers.T5EncoderModel(t5.config), IDS, max_new_tokens=1)))
 
 

@@ -79,7 +79,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         longest, why = max_sequence_length(model)
         if max_model_length is not None and longest is not None and max_model_length > longest:
-            raise ValueError(f"max_model_length={max_model_length} exceeds the {longest} positions: {why}")
+            raise ValueError(f"max_model_length={max_model_length} is above the {longest} positions: {why}")
         layers = cached_layers(model)
         assert layers is not None
         sizes = cache_sizes(
