@@ -1,4 +1,4 @@
-"""List the backends that run computations, and what each can do."""
+"""List the backends, and the operations and element types of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[BACKEND]", help="One of them, with a configuration if wanted: xla:cpu.")
+        str | None, typer.Argument(metavar="[BACKEND]", help="A backend, optionally with a configuration: xla:cpu.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

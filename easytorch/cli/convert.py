@@ -26,10 +26,12 @@ def command(
         str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(target_names())}.", autocompletion=target_names)
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="Cast floating point weights (bf16, fp16, fp32, ...); bit-exact without.")
+        str | None, typer.Option(help="Cast floating-point weights (bf16, fp16, fp32, ...); bit-exact by default.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, as in 5GB or 512MiB.")] = "5GB",
-    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor, and outputs where jax can.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a weight file, such as 5GB or 512MiB.")] = "5GB",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every tensor, and outputs if jax can run it.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the files that a killed run had finished.")
     ] = False,
@@ -38,28 +40,28 @@ def command(
         typer.Option(
             "--from",
             metavar="SCHEME",
-            help=f"Whose names SRC carries, where they do not tell: {', '.join(scheme_names())}.",
+            help=f"Naming scheme of SRC, where its names are ambiguous: {', '.join(scheme_names())}.",
             autocompletion=scheme_names,
         ),
     ] = None,
     config: Annotated[str | None, typer.Option(help="config.json, or its folder, for a SRC without one.")] = None,
     step: Annotated[int | None, typer.Option(help="Training step to read; the last by default.")] = None,
     params_key: Annotated[
-        str | None, typer.Option(help="Which tree of a training state to read, as in ema_params.")
+        str | None, typer.Option(help="Key of the parameters in a training state, such as ema_params.")
     ] = None,
     rules: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Python file with the RULES of a model of your own (docs/bridge.md)."),
+        typer.Option(metavar="FILE", help="Python file with the RULES of your own model (docs/bridge.md)."),
     ] = None,
     drop: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Leave a tensor out; * stands for anything. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Leave out tensors; * matches anything. Repeatable.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Convert a checkpoint: torch, JAX/Flax and the others, from any format to any.
 
-    Names, layouts, shards and tied weights change; values do not. Config, tokenizer and everything else that is not
-    weights is copied. DST appears whole or not at all.
+    Names, layouts, shards and tied weights change; values do not. Config, tokenizer and all other files that are
+    not weights are copied. DST is written atomically: complete or not at all.
 
     \b
     Examples:
@@ -122,9 +124,7 @@ def _print(report: ConversionReport) -> None:
         f"in {report.seconds:.1f} s{', verified' if report.verified else ''}"
     )
     if report.outputs_difference is not None:
-        console.print(
-            f"torch and jax compute the same: outputs differ by {report.outputs_difference:.1g} of their size"
-        )
+        console.print(f"torch and jax agree: outputs differ by {report.outputs_difference:.1g} of their size")
     if report.kept:
         console.print(printable(f"kept beside the weights: {', '.join(report.kept)}"))
     if report.tied:

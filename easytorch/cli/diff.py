@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def command(
     first: Annotated[str, typer.Argument(metavar="A", help="Folder, weight file, name on the Hub, or URL.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with.")],
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Absolute differences up to this are ignored; 0 compares bits.")
     ] = 0.0,
@@ -24,13 +24,13 @@ def command(
     ] = None,
     rules: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Python file with the RULES of a model of your own (docs/bridge.md)."),
+        typer.Option(metavar="FILE", help="Python file with the RULES of your own model (docs/bridge.md)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and the largest difference of every tensor.
 
-    Where their naming schemes differ they are compared under torch's names. Exits with 1 when they differ.
+    Where their naming schemes differ, they are compared under torch's names. Exits with 1 when they differ.
 
     \b
     Examples:

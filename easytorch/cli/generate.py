@@ -20,15 +20,15 @@ def command(
     model: Annotated[str, typer.Argument(help="A model folder or hub id, torch or Flax.")],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that hold this much.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the fewest tokens with this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed, for repeatable sampling.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, xla, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)} (as stored).")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)} (as stored).")] = "auto",
     attn_implementation: Annotated[str | None, typer.Option(help="Force an attention: vanilla, sdpa, flash.")] = None,
 ) -> None:
-    """Generate text from a prompt with a KV cache, streamed to the terminal as it comes."""
+    """Generate text from a prompt with a KV cache, streamed to the terminal."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
 
@@ -66,7 +66,7 @@ def command(
 
 
 def echo(pieces: Iterable[str]) -> Iterable[str]:
-    """Write each piece to standard output as it comes, and pass it on."""
+    """Write each piece to standard output, and yield it."""
     for piece in pieces:
         typer.echo(piece, nl=False)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`--help` in any terminal: typer's table where it fits, else plain lines, so that no option's name is truncated."""
+"""`--help` at any terminal width: typer's table where it fits, else plain lines, so that no option is truncated."""
 
 from __future__ import annotations
 

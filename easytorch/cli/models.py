@@ -1,4 +1,4 @@
-"""Show what EasyTorch makes of an architecture: native or not, layers, operations, and what is replaced."""
+"""Show how EasyTorch runs an architecture: native or not, layers, operations, and replaced modules."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def command(
 ) -> None:
     """Show the classes of an architecture, native or transformers' own, and what runs in the one its config names.
 
-    Of a checkpoint the config alone is read: the class is made small, and runs once with the attention that
-    loading it would give it.
+    Only the config of a checkpoint is read: a small model of the class runs once, with the attention that loading
+    would choose.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def text(found: Overview) -> str:
     for one in found.classes:
         owner = "native" if one.native else "transformers' own"
         lines.append(f"  {one.name:{width}}  {owner:17}  {', '.join(one.autos)}")
-    lines.append(f"{run.model_class}, made small and run:")
+    lines.append(f"{run.model_class}, run with a small config:")
     lines.append(f"  layers of EasyTorch  {', '.join(run.blocks) or 'none'}")
     lines.append(f"  operations called    {', '.join(run.operations) or 'none'}")
     count = f"{len(run.replaced)} of {len(run.attention_layers)}"

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, by OpenAI's API."""
+"""Serve a model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _MIB = 1 << 20
 def command(
     model: Annotated[str, typer.Argument(help="A model folder or hub id: a causal language model, or an encoder.")],
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="EASYTORCH_API_KEY", help="API key required from every request but /health and the page."),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Model name in requests; MODEL by default.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)} (as stored).")] = "auto",
-    max_memory: Annotated[float | None, typer.Option(min=0.001, help="GiB for keys and values.")] = None,
-    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one step.")] = 2048,
-    max_requests: Annotated[int, typer.Option(min=1, help="Most requests that run at once; others wait.")] = 256,
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)} (as stored).")] = "auto",
+    max_memory: Annotated[float | None, typer.Option(min=0.001, help="GiB for the KV cache.")] = None,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens in one step.")] = 2048,
+    max_requests: Annotated[int, typer.Option(min=1, help="Maximum requests that run at once; others wait.")] = 256,
     max_model_length: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a request, prompt and output.")
+        int | None, typer.Option(min=1, help="Maximum tokens of a request, prompt and output.")
     ] = None,
     prefix_reuse: Annotated[bool, typer.Option(help="Share the keys and values of common prompt prefixes.")] = True,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Limit of running and queued requests; beyond it new ones get 429.")
     ] = 1024,
-    max_body: Annotated[float, typer.Option(min=0.001, help="Largest request body, in MiB.")] = 8.0,
+    max_body: Annotated[float, typer.Option(min=0.001, help="Maximum request body, in MiB.")] = 8.0,
     request_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds after which a request is aborted.")
     ] = 600.0,
@@ -46,7 +46,7 @@ def command(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
     if api_key == "":
-        raise typer.BadParameter("an empty key would let everybody in; leave it out for that", param_hint="--api-key")
+        raise typer.BadParameter("the key is empty; leave the option out to require none", param_hint="--api-key")
 
     import torch
     from transformers import AutoConfig
@@ -80,7 +80,7 @@ def command(
 
 
 def generates(config: Any) -> bool:
-    """Whether a checkpoint is a causal language model's; `ValueError` for one that neither generates so nor embeds."""
+    """Whether a checkpoint is a causal language model; `ValueError` if it is neither that nor an encoder."""
     names = config.architectures or []
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} has an encoder and a decoder; this serves causal models and encoders")
