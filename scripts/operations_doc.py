@@ -1,4 +1,4 @@
-"""Write docs/operations.md: every operation, what runs where, and what each attention carries, asked of the code.
+"""Write docs/operations.md from the code: every operation, what runs where, the features that each attention supports.
 
     python scripts/operations_doc.py --write | --check
 
@@ -42,7 +42,7 @@ the operator in C++: it runs the calls that it takes and was measured faster for
 |---|---|---|---|---|---|---|
 """
 MATRICES = """
-## What each attention carries
+## Features that each attention supports
 
 The columns are the backends of an operation and the platforms they run on; `native` is its definition, on any device.
 A number is the reason why a backend refuses: forced, the call raises with it; chosen automatically, another runs.
