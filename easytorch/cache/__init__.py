@@ -1,9 +1,9 @@
-"""Caches of keys, values and states, and what they are made for.
+"""Caches of keys, values and states, and their metadata.
 
 metadata.py     `TransformerMetadata`: the sizes of a cache
 transformer.py  `TransformerCache`: dynamic, static and quantized, sliding windows and recurrent states by layer
-quantized.py    keys and values in few bits
-ragged_pages.py `RaggedPagesCache`: pages of a pool, shared by sequences that begin alike
+quantized.py    quantized keys and values
+ragged_pages.py `RaggedPagesCache`: pages of a pool, shared by sequences with a common prefix
 ragged_step.py  `RaggedStep`: one call for tokens of many sequences, whose keys and values lie in such pages
 state_slots.py  `StateSlots`: states of recurrent layers, one slot a sequence
 page_table.py   which pages hold which tokens

@@ -21,7 +21,7 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # what torch holds and does not use is free to us
+        # memory that torch has reserved and does not use counts as free
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
     if device.type != "cpu" or not _MEMINFO.exists():
         raise ValueError(f"nothing tells how much memory of {device} is free: give the metadata num_pages")

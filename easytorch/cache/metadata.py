@@ -1,4 +1,4 @@
-"""`TransformerMetadata`: what a cache is made for."""
+"""`TransformerMetadata`: the sizes of a cache."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class PageTable:
         self.rows: list[list[int]] = []
 
     def reserve(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Makes room for tokens [start, end) of every row: (from, to) of the pages that are to be copied first.
+        """Allocates pages for tokens [start, end) of every row; returns (from, to) of the pages to be copied first.
 
         `MemoryError` where the pool has too few pages; nothing is changed then.
         """
@@ -53,7 +53,7 @@ class PageTable:
         self.rows = chosen
 
     def truncate(self, length: int) -> None:
-        """Gives back the pages behind `length` tokens."""
+        """Frees the pages after `length` tokens."""
         kept = -(-length // self.page_size)
         for row in self.rows:
             for page in row[kept:]:

@@ -1,4 +1,4 @@
-"""Keys and values in few bits, those of the last tokens as they are (KIVI, arXiv:2402.02750)."""
+"""Quantized keys and values, except those of the last tokens (KIVI, arXiv:2402.02750)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Codes(NamedTuple):
 
 
 class QuantizedKeysAndValues(QuantizedLayer):
-    """A layer that keeps tokens in `format`, in groups of `group_size` numbers; the last ones as they are."""
+    """A layer that quantizes tokens to `format`, in groups of `group_size` features; the last ones are unquantized."""
 
     def __init__(self, format_: str, group_size: int = 64, residual_length: int = 128) -> None:
         super().__init__(nbits=8 if format_ in ("int8", "fp8") else 4, residual_length=residual_length)
@@ -42,7 +42,7 @@ class QuantizedKeysAndValues(QuantizedLayer):
         raise ValueError("a quantized cache cannot be cropped: its tokens are rounded in blocks; use a dynamic one")
 
     def _of_rows(self, change: Any) -> None:
-        """Changes the rows of what is there: codes and scales are by token, so nothing is rounded again."""
+        """Selects rows of the cached tokens: codes and scales are per token, so nothing is quantized again."""
         if not self.is_initialized:
             return
         pending, self._pending_beam_idx = self._pending_beam_idx, None

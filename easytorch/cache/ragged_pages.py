@@ -56,15 +56,15 @@ class RaggedPagesMetadata:
         layers: Sequence[int] | None = None,
         latents: bool = False,
     ) -> RaggedPagesMetadata:
-        """As many pages as the memory that is really free takes:
+        """The number of pages that fits the free memory:
 
             page  = layers * page_size * heads * (key head_dim + value head_dim) * bytes of dtype
             pages = floor((free - (1 - hbm_utilization) * total) / page)
 
         so that (1 - hbm_utilization) of the device stays free. Of a CPU, free is what the system can give without
         swapping, within the container's limit. `ValueError` where one row of `max_model_length` does not fit.
-        layers: those that keep keys and values, where the others keep what is no concern of the pages; without it the
-        model's layers all have to. latents: of DeepSeek's attention, in place of keys and values, the latents and the
+        layers: those that keep keys and values, where the other layers keep something else; by default all layers of
+        the model. latents: of DeepSeek's attention, in place of keys and values, the latents and the
         rotated keys that all heads share.
         """
         positive(page_size=page_size, max_model_length=max_model_length)
@@ -128,7 +128,7 @@ class RaggedPagesMetadata:
 class RaggedPagesCache(Cache):
     """Keys and values of all layers in the pages of one pool; a transformers `Cache` of rows of one length.
 
-    Rows take pages as they grow, and give them back by `reset` and `crop`. Rows that begin alike share pages: beams,
+    Rows allocate pages as they grow, and free them by `reset` and `crop`. Rows with a common prefix share pages: beams,
     and `batch_repeat_interleave` of a prompt, copy a page when one of them writes to it. Our models attend to the pages
     themselves where there is no mask (no padding, no more tokens than a sliding window); elsewhere they are gathered.
     """
@@ -179,7 +179,7 @@ class RaggedPagesCache(Cache):
         return attended
 
     def reserve(self, rows: int, start: int, end: int) -> None:
-        """Makes room for tokens [start, end) of every row; the first call says how many rows there are."""
+        """Allocates pages for tokens [start, end) of every row; the first call sets the number of rows."""
         if end > self.metadata.max_model_length:
             raise ValueError(f"max_model_length={self.metadata.max_model_length}, and a row would have {end} tokens")
         if not any(self.table.rows):  # nor does a call that found too few pages say it
@@ -240,7 +240,7 @@ class _Layer(CacheLayerMixin):
     def __init__(self, cache: RaggedPagesCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         made, pages = cache.metadata, (cache.metadata.num_pages, cache.metadata.page_size)
-        # not filled: memory is then taken as pages are written
+        # not filled: memory is committed as pages are written
         self.key_pages = torch.empty(*pages, made.num_kv_heads, made.k_headdim, dtype=made.dtype, device=cache.device)
         self.value_pages = torch.empty(*pages, made.num_kv_heads, made.v_headdim, dtype=made.dtype, device=cache.device)
         self.cache, self.index, self.length = cache, index, 0

@@ -1,4 +1,4 @@
-"""`RaggedStep`: one call of a model for tokens of many requests, whose keys and values lie in the pages of a pool."""
+"""`RaggedStep`: one forward over tokens of many requests, whose keys and values are in the pages of a pool."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Chunk(NamedTuple):
 class RaggedStep:
     """The `past_key_values` of a forward over one row (1, N) of packed chunks, their tokens in order.
 
-    Each layer's keys and values are written to the pages first, those of all chunks, and then attended to. So a
-    sequence may share pages that another one of the same call fills, for a common prefix.
+    Each layer writes the keys and values of all chunks to the pages before it attends to any, so a sequence may share
+    pages of a common prefix that another sequence of the same call fills.
     positions (1, N): the tokens' places in their sequences. slots (N,): their places in the pool.
     states: of recurrent layers, if the model has any.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 class StateSlots:
     """For each recurrent layer the last inputs of its convolution (slots, C, width) and its state (slots, ...).
 
-    Tensors are made at a layer's first update, whose shapes and dtypes they take. The slot of a new
+    Tensors are allocated at a layer's first update, with its shapes and dtypes. The slot of a new
     sequence holds the states of an earlier one, which `SequenceStates` does not read.
     """
 

@@ -1,4 +1,4 @@
-"""`TransformerCache`: one of transformers' caches, for so many rows and tokens."""
+"""`TransformerCache`: one of transformers' caches, for a number of rows and tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TransformerCache(Cache):
     layers their states.
 
     kind: "static", memory for `max_length` tokens from the start, which compiled programs need; "dynamic", which
-    grows; "int8", "int4", "nf4" or "fp8", which grows in few bits. starts (B,): how many tokens of padding each row
+    grows; "int8", "int4", "nf4" or "fp8": grows, quantized. starts (B,): how many tokens of padding each row
     begins with. `ValueError` for more rows or tokens than it was made for.
     """
 
@@ -81,7 +81,7 @@ class TransformerCache(Cache):
         return self.metadata.max_length
 
     def has_room(self, layer_idx: int, rows: int, tokens: int) -> bool:
-        """Whether `update` would take so many tokens more of so many rows in this layer."""
+        """Whether `update` would take that many more tokens and rows in this layer."""
         layer: Any = self.layers[layer_idx]
         past = int(layer.get_seq_length())
         return (past > 0 or rows <= self.rows) and past + tokens <= self.longest

@@ -161,7 +161,7 @@ class StaticDecoder(Decoder):
         return self._call(ids, self._masks(ids, self._position), self._position, self._cache)
 
     def _check(self) -> None:
-        """`ValueError` for a model that cannot be run so."""
+        """`ValueError` for a model that cannot use a static cache."""
         from transformers.masking_utils import AttentionMaskInterface
 
         masks_of, attention = self._layers.masks_of, self._layers.config._attn_implementation

@@ -1,4 +1,4 @@
-"""The layers of a causal language model as its cache and its masks need them: their types, as the model runs them."""
+"""The layer types of a causal language model, as it runs them, for its cache and its masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModelLayers(NamedTuple):
     """The facts about a model's layers that a decoder needs.
 
     config: the model's, of which a cache can be made: without layer types and windows that the model does not read.
-    types: of each layer, as transformers' caches name them. masks_of: what makes the mask of each type, None where
+    types: of each layer, as transformers' caches name them. masks_of: the mask function of each type, None where
     none is known. by_type: the model takes its masks as a dict by layer type.
     """
 

@@ -59,7 +59,7 @@ class TextDecoder:
         """The text that `token` adds, with what was held back; "" while it is incomplete."""
         self._ids.append(token)
         context, text = self._decode(self._ids[self._start : self._read]), self._decode(self._ids[self._start :])
-        # a character has at most 4 bytes, and a token at least one: what is still broken after 4 will not be mended
+        # a character has at most 4 bytes, and a token at least one: after 4 tokens it is invalid, not incomplete
         incomplete = text.endswith(_BROKEN) and len(self._ids) - self._read < 4
         if len(text) <= len(context) or incomplete:
             return ""
